@@ -1,0 +1,1 @@
+"""What every service shares: types, errors, RPC helpers, settings base, telemetry. No torch, no redis."""

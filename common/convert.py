@@ -1,0 +1,208 @@
+"""Protobuf <-> `common.types`, the only such place. Mechanical; validation is the gateway's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from common.types import (
+    BlockRef,
+    Branch,
+    DType,
+    FinishReason,
+    KvKind,
+    KvLayout,
+    KvOrder,
+    KvSpec,
+    PromptSources,
+    SamplingParams,
+    StoppingParams,
+    Ticket,
+    Timings,
+    TokenLogprob,
+    WorkerLoad,
+)
+from protos.v1 import types_pb2 as pb
+
+_FINISH_TO_PB = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
+
+
+def finish_reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
+    return _FINISH_TO_PB[reason]
+
+
+def finish_reason_from_pb(reason: int) -> FinishReason | None:
+    return _FINISH_FROM_PB[cast(pb.FinishReason, reason)]
+
+
+def table_to_pb(table: Iterable[BlockRef]) -> pb.BlockTable:
+    refs = tuple(table)
+    return pb.BlockTable(blocks=[r.block for r in refs], generations=[r.generation for r in refs])
+
+
+def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
+    return tuple(map(BlockRef, message.blocks, message.generations))
+
+
+def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
+    branches = [pb.BranchTables(groups=[table_to_pb(g) for g in groups]) for groups in ticket.tables]
+    return pb.Ticket(
+        arena_id=ticket.arena_id, epoch=ticket.epoch, branches=branches, num_tokens=ticket.num_tokens
+    )
+
+
+def ticket_from_pb(message: pb.Ticket) -> Ticket:
+    tables = tuple(tuple(table_from_pb(g) for g in branch.groups) for branch in message.branches)
+    return Ticket(message.arena_id, message.epoch, tables, message.num_tokens)
+
+
+def branch_to_pb(branch: Branch) -> pb.Branch:
+    return pb.Branch(
+        sample_index=branch.sample_index,
+        output_token_ids=branch.output_ids,
+        cumulative_logprob=branch.cumulative_logprob,
+    )
+
+
+def branch_from_pb(message: pb.Branch) -> Branch:
+    return Branch(message.sample_index, tuple(message.output_token_ids), message.cumulative_logprob)
+
+
+def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
+    message = pb.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        num_sequences=params.num_sequences,
+    )
+    if params.logprobs is not None:
+        message.logprobs = params.logprobs
+    if params.prompt_logprobs is not None:
+        message.prompt_logprobs = params.prompt_logprobs
+    return message
+
+
+def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+    """Absent fields take `SamplingParams`' own defaults."""
+    plain = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "logprobs",
+        "prompt_logprobs",
+        "num_sequences",
+    )
+    given = {name: getattr(message, name) for name in plain if message.HasField(name)}
+    return SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())))
+
+
+def stopping_to_pb(params: StoppingParams) -> pb.StoppingParams:
+    return pb.StoppingParams(
+        max_tokens=params.max_tokens, min_tokens=params.min_tokens, stop_token_ids=params.stop_token_ids
+    )
+
+
+def stopping_from_pb(message: pb.StoppingParams) -> StoppingParams:
+    return StoppingParams(message.max_tokens, message.min_tokens, tuple(message.stop_token_ids))
+
+
+def logprob_to_pb(item: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=item.token_id,
+        logprob=item.logprob,
+        rank=item.rank,
+        top_token_ids=[t for t, _ in item.top],
+        top_logprobs=[p for _, p in item.top],
+    )
+
+
+def logprob_from_pb(message: pb.TokenLogprob) -> TokenLogprob:
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprob(message.token_id, message.logprob, message.rank, top)
+
+
+def sources_to_pb(sources: PromptSources) -> pb.PromptSources:
+    return pb.PromptSources(
+        cached_tokens=sources.cached, computed_tokens=sources.computed, transferred_tokens=sources.transferred
+    )
+
+
+def sources_from_pb(message: pb.PromptSources) -> PromptSources:
+    return PromptSources(message.cached_tokens, message.computed_tokens, message.transferred_tokens)
+
+
+def timings_to_pb(timings: Timings) -> pb.Timings:
+    return pb.Timings(
+        queue_ns=timings.queue_ns,
+        prefill_ns=timings.prefill_ns,
+        hand_over_ns=timings.hand_over_ns,
+        decode_ns=timings.decode_ns,
+    )
+
+
+def timings_from_pb(message: pb.Timings) -> Timings:
+    return Timings(message.queue_ns, message.prefill_ns, message.hand_over_ns, message.decode_ns)
+
+
+def load_to_pb(load: WorkerLoad) -> pb.WorkerLoad:
+    return pb.WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        waiting_tokens=load.waiting_tokens,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+    )
+
+
+def load_from_pb(message: pb.WorkerLoad) -> WorkerLoad:
+    return WorkerLoad(
+        message.num_running, message.num_waiting, message.waiting_tokens, message.free_blocks, message.total_blocks
+    )
+
+
+def layout_to_pb(layout: KvLayout) -> pb.KvLayout:
+    groups = [
+        pb.KvSpec(
+            num_layers=g.num_layers,
+            num_kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            dtype=g.dtype,
+            kind=g.kind.value,
+            window=g.window,
+        )
+        for g in layout.groups
+    ]
+    return pb.KvLayout(block_size=layout.block_size, groups=groups, order=layout.order)
+
+
+def layout_from_pb(message: pb.KvLayout) -> KvLayout:
+    groups = tuple(
+        KvSpec(
+            g.num_layers,
+            g.num_kv_heads,
+            g.head_dim,
+            cast(DType, g.dtype),
+            KvKind(g.kind),
+            g.window if g.HasField("window") else None,
+        )
+        for g in message.groups
+    )
+    return KvLayout(message.block_size, groups, cast(KvOrder, message.order))

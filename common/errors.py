@@ -1,0 +1,125 @@
+"""The errors that cross service borders, and the one table that maps them to gRPC and HTTP.
+
+    LooseleafError
+    ├── InvalidArgument      bad parameter, prompt too long      INVALID_ARGUMENT     400
+    ├── NotFound             unknown model                       NOT_FOUND            404
+    ├── Unauthenticated      missing or bad credential           UNAUTHENTICATED      401
+    ├── PermissionDenied     credential without the right        PERMISSION_DENIED    403
+    ├── ResourceExhausted    queue full, quota                   RESOURCE_EXHAUSTED   429
+    ├── Unavailable          nobody ready, draining              UNAVAILABLE          503
+    ├── FailedPrecondition   pair incompatible                   FAILED_PRECONDITION  500
+    ├── Unimplemented        known, not supported                UNIMPLEMENTED        400
+    ├── Aborted              fenced, stale, lost KV (inside)     ABORTED              500
+    ├── DeadlineExceeded     out of time                         DEADLINE_EXCEEDED    504
+    └── Internal             ours to mend                        INTERNAL             500
+
+A message is one sentence for the client: it names the field and the limit, never an exception's text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field of a request and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class LooseleafError(Exception):
+    """An expected failure with a status. `grpc_code` names a member of `grpc.StatusCode`."""
+
+    grpc_code = "INTERNAL"
+    http_status = 500
+    kind = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.violations = violations
+        self.retry_after_s = retry_after_s
+
+
+class InvalidArgument(LooseleafError):
+    grpc_code, http_status, kind = "INVALID_ARGUMENT", 400, "invalid_request_error"
+
+    @classmethod
+    def of(cls, field: str, description: str) -> InvalidArgument:
+        """The usual form: one field and what is wrong with it."""
+        return cls(f"{field} {description}", violations=(FieldViolation(field, description),))
+
+
+class NotFound(LooseleafError):
+    grpc_code, http_status, kind = "NOT_FOUND", 404, "not_found_error"
+
+
+class Unauthenticated(LooseleafError):
+    grpc_code, http_status, kind = "UNAUTHENTICATED", 401, "authentication_error"
+
+
+class PermissionDenied(LooseleafError):
+    grpc_code, http_status, kind = "PERMISSION_DENIED", 403, "permission_error"
+
+
+class ResourceExhausted(LooseleafError):
+    grpc_code, http_status, kind = "RESOURCE_EXHAUSTED", 429, "rate_limit_error"
+
+
+class Unavailable(LooseleafError):
+    grpc_code, http_status, kind = "UNAVAILABLE", 503, "service_unavailable_error"
+
+
+class FailedPrecondition(LooseleafError):
+    grpc_code, http_status, kind = "FAILED_PRECONDITION", 500, "internal_error"
+
+
+class Unimplemented(LooseleafError):
+    """Known, valid, and not supported by this version. HTTP answers 400, as OpenAI clients expect of a bad parameter."""
+
+    grpc_code, http_status, kind = "UNIMPLEMENTED", 400, "invalid_request_error"
+
+
+class Aborted(LooseleafError):
+    grpc_code, http_status, kind = "ABORTED", 500, "internal_error"
+
+
+class DeadlineExceeded(LooseleafError):
+    grpc_code, http_status, kind = "DEADLINE_EXCEEDED", 504, "timeout_error"
+
+
+class Cancelled(LooseleafError):
+    grpc_code, http_status, kind = "CANCELLED", 499, "cancelled"
+
+
+class Internal(LooseleafError):
+    grpc_code, http_status, kind = "INTERNAL", 500, "internal_error"
+
+
+ALL_ERRORS: tuple[type[LooseleafError], ...] = (
+    InvalidArgument,
+    NotFound,
+    Unauthenticated,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+    FailedPrecondition,
+    Unimplemented,
+    Aborted,
+    DeadlineExceeded,
+    Cancelled,
+    Internal,
+)
+BY_GRPC_CODE: dict[str, type[LooseleafError]] = {error.grpc_code: error for error in ALL_ERRORS}
+
+
+class StartupError(Exception):
+    """A service cannot start; the message is one sentence that names the setting or file and what to do."""

@@ -1,0 +1,56 @@
+"""Logs of every service: one line an event, a service name, no prompts. Knows nothing of metrics' meaning."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        event = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event)
+
+
+class _LineFormatter(logging.Formatter):
+    """Plain lines for people; control characters are escaped so that an event stays one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.exc_info:
+            return text
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
+    """Set up the root logger of a process. JSON lines if `json_lines`, else lines for people."""
+    handler = logging.StreamHandler(sys.stderr)
+    if json_lines:
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+class Fallbacks:
+    """Counts fallbacks by name and logs the first of each: no fallback is silent."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self.counts: dict[str, int] = {}
+
+    def note(self, name: str, reason: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+        if self.counts[name] == 1:
+            self._logger.warning("fallback %s: %s (further ones are only counted)", name, reason)

@@ -1,0 +1,221 @@
+"""Values that cross package borders, as frozen dataclasses.
+
+Knows nothing of protobuf (see `common.convert`), torch or Redis. Lengths are in tokens, times in nanoseconds or seconds
+as their names say, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple, NewType
+
+TokenId = NewType("TokenId", int)
+BlockId = NewType("BlockId", int)
+Generation = NewType("Generation", int)
+Epoch = NewType("Epoch", int)
+PrefixHash = NewType("PrefixHash", bytes)
+
+DType = Literal["bfloat16", "float32", "float16"]
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+Role = Literal["prefill", "decode"]
+
+
+class BlockRef(NamedTuple):
+    """One life of one block: its number in the arena and its generation."""
+
+    block: int
+    generation: int
+
+
+class KvKind(str, Enum):
+    """How a KV group keeps its past."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """The KV group of a model: what one token position stores, for all layers of the group."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    kind: KvKind = KvKind.FULL
+    window: int | None = None
+    """Sliding window in tokens; None for full attention."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one position: 2 * layers * kv_heads * head_dim * dtype bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def block_bytes(self, block_size: int) -> int:
+        return self.bytes_per_token * block_size
+
+    def max_blocks(self, max_model_len: int, block_size: int) -> int:
+        """The most blocks one sequence of `max_model_len` tokens can hold in this group."""
+        return -(-max_model_len // block_size)
+
+
+KvOrder = Literal["heads_first", "slots_first"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How a block lies in memory: [layers, 2, kv_heads, block_size, head_dim] (heads_first) or slots before heads."""
+
+    block_size: int
+    groups: tuple[KvSpec, ...]
+    order: KvOrder = "heads_first"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one arena block: the largest group's, since all groups draw on one arena of equal blocks."""
+        return max(g.block_bytes(self.block_size) for g in self.groups)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the layout; two processes may share an arena only if theirs are equal."""
+        text = json.dumps(asdict(self), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).digest()
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. Every field is resolved: nothing here means "unset" except None."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    """63-bit; the gateway draws one where the client gave none."""
+    logprobs: int | None = None
+    """Return the log-probability of the chosen token and of this many most likely ones; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    num_sequences: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When a sequence ends. Stop strings are the gateway's business; workers see token ids only."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends the sequence; includes the model's end-of-sequence ids unless `ignore_eos` was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one chosen token and of the most likely ones at its position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One sample of a sequence group: what it has produced so far."""
+
+    sample_index: int = 0
+    output_ids: tuple[int, ...] = ()
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The hand-over from prefill to decode: a holder with a lease, and what it holds.
+
+    `tables[branch][group]` is a block table; every block in it is sealed.
+    """
+
+    arena_id: str
+    epoch: int
+    """The ticket's holder epoch in the ledger of `arena_id`."""
+    tables: tuple[tuple[tuple[BlockRef, ...], ...], ...]
+    num_tokens: int
+    """Token positions whose KV lies in the tables (prompt and outputs but for the newest token)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSources:
+    """Where the KV of each prompt token came from; the three counts add up to the prompt's length."""
+
+    cached: int = 0
+    computed: int = 0
+    transferred: int = 0
+    """Pulled from another host's arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall time of the phases of one request, in nanoseconds."""
+
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    hand_over_ns: int = 0
+    decode_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's queues, told with every step and with its registration."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """What a worker publishes about itself so that gateways find it."""
+
+    worker_id: str
+    role: Role
+    address: str
+    """host:port of its gRPC server."""
+    model: str
+    arena_id: str
+    block_size: int
+    pairing: str
+    """Hex fingerprint of model, layout and numerics; only workers with equal ones exchange tickets."""
+    hash_domain: str
+    """Hex of the domain every prefix hash of this worker starts from (before the tenant's salt)."""
+    max_model_len: int
+    max_num_seqs: int
+    epoch: int = 0
+    draining: bool = False
+    load: WorkerLoad = field(default_factory=WorkerLoad)

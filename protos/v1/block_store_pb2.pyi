@@ -1,0 +1,134 @@
+from protos.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_STATE_UNSPECIFIED: _ClassVar[BlockState]
+    BLOCK_STATE_FREE: _ClassVar[BlockState]
+    BLOCK_STATE_RESERVED: _ClassVar[BlockState]
+    BLOCK_STATE_SEALED: _ClassVar[BlockState]
+    BLOCK_STATE_CACHED: _ClassVar[BlockState]
+    BLOCK_STATE_QUARANTINE: _ClassVar[BlockState]
+BLOCK_STATE_UNSPECIFIED: BlockState
+BLOCK_STATE_FREE: BlockState
+BLOCK_STATE_RESERVED: BlockState
+BLOCK_STATE_SEALED: BlockState
+BLOCK_STATE_CACHED: BlockState
+BLOCK_STATE_QUARANTINE: BlockState
+
+class AttachRequest(_message.Message):
+    __slots__ = ("worker_id", "role", "layout", "weights_bytes", "peak_activation_bytes", "max_model_len", "floor_blocks")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    layout: _types_pb2.KvLayout
+    weights_bytes: int
+    peak_activation_bytes: int
+    max_model_len: int
+    floor_blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., weights_bytes: _Optional[int] = ..., peak_activation_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("arena_id", "directory", "num_blocks", "block_bytes", "redis_url")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REDIS_URL_FIELD_NUMBER: _ClassVar[int]
+    arena_id: str
+    directory: str
+    num_blocks: int
+    block_bytes: int
+    redis_url: str
+    def __init__(self, arena_id: _Optional[str] = ..., directory: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., redis_url: _Optional[str] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("include_blocks",)
+    INCLUDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    include_blocks: bool
+    def __init__(self, include_blocks: _Optional[bool] = ...) -> None: ...
+
+class BlockInfo(_message.Message):
+    __slots__ = ("block", "generation", "state", "prefix_hash", "holders")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    generation: int
+    state: BlockState
+    prefix_hash: bytes
+    holders: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block: _Optional[int] = ..., generation: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., prefix_hash: _Optional[bytes] = ..., holders: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HolderInfo(_message.Message):
+    __slots__ = ("epoch", "name", "num_references", "lease_ms", "floor_blocks")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    name: str
+    num_references: int
+    lease_ms: int
+    floor_blocks: int
+    def __init__(self, epoch: _Optional[int] = ..., name: _Optional[str] = ..., num_references: _Optional[int] = ..., lease_ms: _Optional[int] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
+
+class InspectResponse(_message.Message):
+    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    arena_id: str
+    num_blocks: int
+    free: int
+    reserved: int
+    sealed: int
+    cached: int
+    quarantine: int
+    holders: _containers.RepeatedCompositeFieldContainer[HolderInfo]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
+    block_size: int
+    block_bytes: int
+    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class ReadBlocksRequest(_message.Message):
+    __slots__ = ("arena_id", "table")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    arena_id: str
+    table: _types_pb2.BlockTable
+    def __init__(self, arena_id: _Optional[str] = ..., table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ...) -> None: ...
+
+class ReadBlocksResponse(_message.Message):
+    __slots__ = ("index", "data", "digest")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    data: bytes
+    digest: int
+    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ..., digest: _Optional[int] = ...) -> None: ...

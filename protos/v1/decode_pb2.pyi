@@ -1,0 +1,98 @@
+from protos.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Rejection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REJECTION_UNSPECIFIED: _ClassVar[Rejection]
+    REJECTION_GIVEN_BACK: _ClassVar[Rejection]
+    REJECTION_LOST: _ClassVar[Rejection]
+    REJECTION_QUEUE_FULL: _ClassVar[Rejection]
+    REJECTION_DEADLINE: _ClassVar[Rejection]
+    REJECTION_TOO_LARGE: _ClassVar[Rejection]
+    REJECTION_DRAINING: _ClassVar[Rejection]
+    REJECTION_INTERNAL: _ClassVar[Rejection]
+REJECTION_UNSPECIFIED: Rejection
+REJECTION_GIVEN_BACK: Rejection
+REJECTION_LOST: Rejection
+REJECTION_QUEUE_FULL: Rejection
+REJECTION_DEADLINE: Rejection
+REJECTION_TOO_LARGE: Rejection
+REJECTION_DRAINING: Rejection
+REJECTION_INTERNAL: Rejection
+
+class SessionRequest(_message.Message):
+    __slots__ = ("submit", "cancel")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    submit: Submit
+    cancel: Cancel
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("handle", "request_id", "attempt", "ticket", "cache_salt", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "timeout_ms")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    request_id: str
+    attempt: int
+    ticket: _types_pb2.Ticket
+    cache_salt: bytes
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    branches: _containers.RepeatedCompositeFieldContainer[_types_pb2.Branch]
+    sampling: _types_pb2.SamplingParams
+    stopping: _types_pb2.StoppingParams
+    priority: int
+    timeout_ms: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    def __init__(self, handle: _Optional[int] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("outputs", "load")
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
+    load: _types_pb2.WorkerLoad
+    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class SequenceOutput(_message.Message):
+    __slots__ = ("handle", "attempt", "sample_index", "first_index", "token_ids", "logprobs", "finish_reason", "rejection", "timings")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    REJECTION_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    attempt: int
+    sample_index: int
+    first_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
+    finish_reason: _types_pb2.FinishReason
+    rejection: Rejection
+    timings: _types_pb2.Timings
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., sample_index: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., rejection: _Optional[_Union[Rejection, str]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ...) -> None: ...
