@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -152,7 +153,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
 
 
 class RpcServer:
-    """A grpc.aio server with health (`Watch` included) and reflection. `port` is known after `start`."""
+    """A grpc.aio server with health (`Watch` included) and reflection. `port` is known after `bind`."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = f"{host}:{port}"
@@ -167,15 +168,20 @@ class RpcServer:
         add_to_server(servicer, self._server)
         self._names.append(service_name)
 
-    async def start(self) -> None:
-        """Bind and serve; not yet ready. Raises StartupError when the port is taken."""
-        reflection.enable_server_reflection(self._names, self._server)
+    def bind(self) -> None:
+        """Take the port. Raises StartupError when it is occupied; connections wait until `start`."""
         try:
             self.port = self._server.add_insecure_port(self._address)
         except RuntimeError:
             self.port = 0
         if self.port == 0:
             raise StartupError(f"cannot listen on {self._address}: the port is occupied or the address is not ours")
+
+    async def start(self) -> None:
+        """Serve; not yet ready. Binds first if `bind` was not called."""
+        if self.port == 0:
+            self.bind()
+        reflection.enable_server_reflection(self._names, self._server)
         await self.set_ready(False)
         await self._server.start()
 
@@ -195,13 +201,17 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-async def wait_for_signal(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
-    """Return at the first of the signals."""
+async def wait_for_signal(failed: asyncio.Event) -> bool:
+    """Return at SIGTERM or SIGINT (False), or when `failed` is set (True)."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for item in signals:
+    for item in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(item, stop.set)
-    await stop.wait()
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, failed)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for item in waits:
+        item.cancel()
+    return failed.is_set()
 
 
 async def check_health(address: str, *, service: str = "", timeout_s: float = 2.0) -> bool:
@@ -213,3 +223,13 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 2.
         except grpc.aio.AioRpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def write_ready_file(path: str | None, lines: Sequence[str]) -> None:
+    """Tell whoever started this process that it is ready, and where; atomic."""
+    if path is None:
+        return
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    os.replace(temporary, path)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Self
+from typing import Literal, NoReturn, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 
@@ -63,3 +63,34 @@ def settings_config(env_prefix: str, prog: str) -> SettingsConfigDict:
 def _refuse(prog: str, message: str) -> NoReturn:
     print(f"{prog}: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+class ServerSettings(Settings):
+    """Where a service listens."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """gRPC port; 0 takes any free one."""
+    ready_file: str | None = None
+    """A file into which the bound host:port is written once the service is ready."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    json_logs: bool = False
+
+
+class WorkerSettings(ServerSettings):
+    """What prefill and decode workers have in common. Names as in vLLM where they mean the same."""
+
+    model: str = Field(description="Hugging Face model directory")
+    block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")
+    worker_id: str | None = Field(None, description="this worker's name; default: role, host name and process id")
+    advertise: str | None = Field(None, description="host:port under which gateways reach this worker")
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
+    block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
+    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
+    max_queue: int = Field(1024, ge=0, description="most sequences that wait")
+    num_threads: int = Field(0, ge=0, description="threads of the model; 0: one per core")
+    seed: int = Field(0, ge=0, description="seed of dummy weights")
+    drain_s: float = Field(10.0, ge=0, description="most seconds that running requests get at SIGTERM")

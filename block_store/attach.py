@@ -1,0 +1,122 @@
+"""A worker's side of the block store: attach once, hold blocks through the ledger, be found by gateways.
+
+Knows nothing of models: the caller brings the layout and sizes (`Needs`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import grpc
+
+from block_store.arena import Arena
+from block_store.held import HeldBlocks
+from block_store.holder import Holder
+from block_store.ledger import Ledger
+from block_store.redis_server import open_client
+from block_store.registry import WorkerRegistry
+from common import convert
+from common.errors import StartupError
+from common.rpc import error_of
+from common.types import KvLayout, WorkerLoad, WorkerRecord
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+
+logger = logging.getLogger("attach")
+ATTACH_TIMEOUT_S = 600.0
+"""The store answers once every worker it was told of has attached; large models load for minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a worker needs of the arena."""
+
+    worker_id: str
+    role: str
+    layout: KvLayout
+    weights_bytes: int
+    peak_activation_bytes: int
+    max_model_len: int
+    floor_blocks: int
+    reserve_blocks: int = 0
+    """Blocks that the worker keeps allocated ahead."""
+
+
+class Attached:
+    """A worker's arena, its incarnation as a holder, and its entry in the registry."""
+
+    def __init__(self, arena: Arena, redis_url: str, needs: Needs) -> None:
+        self.arena = arena
+        self._needs = needs
+        self._client = open_client(redis_url, arena.fixed.run_id)
+        self._registry = WorkerRegistry(self._client)
+        self._stop = threading.Event()
+        self._announcer: threading.Thread | None = None
+        self._record: WorkerRecord | None = None
+        self.held = self._register()
+
+    @classmethod
+    def to_store(cls, address: str, needs: Needs) -> Attached:
+        """Attach to the store at `address`, waiting for it and for the workers it expects. Raises StartupError."""
+        request = pb.AttachRequest(
+            worker_id=needs.worker_id,
+            role=needs.role,
+            layout=convert.layout_to_pb(needs.layout),
+            weights_bytes=needs.weights_bytes,
+            peak_activation_bytes=needs.peak_activation_bytes,
+            max_model_len=needs.max_model_len,
+            floor_blocks=needs.floor_blocks,
+        )
+        with grpc.insecure_channel(address) as channel:
+            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)
+            try:
+                reply = stub.Attach(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
+            except grpc.RpcError as error:
+                raise StartupError(f"the block store at {address} refuses: {error_of(error).message}") from None
+        return cls(Arena.open(reply.directory, needs.layout.fingerprint), reply.redis_url, needs)
+
+    def _register(self) -> HeldBlocks:
+        slot = self.arena.acquire_writer_slot()
+        holder = Holder.register(
+            Ledger.attach(self._client, self.arena),
+            self._needs.worker_id,
+            writer_slot=slot.number,
+            floor=self._needs.floor_blocks,
+        )
+        return HeldBlocks(holder, self.arena, slot, reserve=self._needs.reserve_blocks)
+
+    def renew(self) -> None:
+        """Give up everything held and come back as a new incarnation; for a worker that learnt it is fenced."""
+        self.held.close()
+        self.held = self._register()
+
+    def announce(self, record: WorkerRecord, load: Callable[[], WorkerLoad]) -> None:
+        """Publish `record` with the current load every second until `withdraw`."""
+        self._record = record
+
+        def run() -> None:
+            while True:
+                try:
+                    self._registry.publish(replace(record, load=load(), epoch=self.held.epoch))
+                except Exception:  # noqa: BLE001 - a lost beat must not end the beats; gateways drop silent workers
+                    logger.exception("the worker's record could not be published")
+                if self._stop.wait(1.0):
+                    return
+
+        self._announcer = threading.Thread(target=run, name="announce", daemon=True)
+        self._announcer.start()
+
+    def withdraw(self) -> None:
+        """Take the worker out of the registry: gateways send it nothing new."""
+        self._stop.set()
+        if self._announcer is not None and self._record is not None:
+            self._announcer.join(5.0)
+            self._registry.withdraw(self._record.worker_id)
+
+    def close(self) -> None:
+        """Release everything and end the incarnation."""
+        self.held.close()
+        self._client.close()

@@ -1,0 +1,58 @@
+"""The one thread that owns a worker's model, and its inbox. The event loop never computes; this thread never does I/O
+but with the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+Command = Callable[[], None]
+logger = logging.getLogger("step")
+
+
+class StepThread:
+    """Runs posted commands and steps, in turn, in one thread.
+
+    `step()` returns how long the thread may sleep before the next one: 0 to go on at once, None to wait for a command.
+    """
+
+    def __init__(self, step: Callable[[], float | None], on_failure: Callable[[BaseException], None]) -> None:
+        self._step = step
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Run `command` in the step thread before its next step. From any thread."""
+        self._inbox.put(command)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the step that runs."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        wait: float | None = None
+        try:
+            while self._drain(wait):
+                wait = self._step()
+        except BaseException as error:  # noqa: BLE001 - the service must learn that its model thread is gone
+            logger.exception("the step thread failed")
+            self._on_failure(error)
+
+    def _drain(self, wait: float | None) -> bool:
+        """Run all commands that are there, waiting up to `wait` seconds for the first. False: stop."""
+        try:
+            command = self._inbox.get(timeout=wait) if wait != 0.0 else self._inbox.get_nowait()
+            while command is not None:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False

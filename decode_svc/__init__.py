@@ -1,0 +1,1 @@
+"""The memory-bound half of Looseleaf: takes over block tables and produces tokens."""

@@ -1,0 +1,146 @@
+"""Sequences and the arrays of a step: tokens, block tables, slots. No torch, no I/O.
+
+A sequence's tokens are prompt + outputs. KV of position p lies in block table[p // block_size], slot p % block_size.
+`num_computed` positions have their KV; `num_sealed` leading blocks are sealed.
+
+    tokens   | block 0 (sealed) | block 1 (sealed) | block 2: computed . . | next |
+                                                     ^ num_computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from common.types import BlockRef, FinishReason, PromptSources, SamplingParams, StoppingParams, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample: its tokens, its block table, how far it is."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    sampling: SamplingParams
+    stopping: StoppingParams
+    sample_index: int = 0
+    table: list[BlockRef] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Prefix hashes of the leading full blocks, as far as they have been computed."""
+    num_computed: int = 0
+    num_sealed: int = 0
+    tail_sealed: bool = False
+    """The last block of the table is sealed and partial: appending copies it first (copy-on-write)."""
+    copy_from: BlockRef | None = None
+    """The sealed block whose content the last block of the table has yet to be given."""
+    num_cached: int = 0
+    """Positions found under their prefix hash at admission."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens at positions start..end-1 without building the whole list."""
+        num_prompt = len(self.prompt_ids)
+        if end <= num_prompt:
+            return self.prompt_ids[start:end]
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:] + self.output_ids[: end - num_prompt]
+
+    def num_full_blocks(self, block_size: int) -> int:
+        """Blocks whose every slot has its KV."""
+        return self.num_computed // block_size
+
+    def extend_hashes(self, num_blocks: int, block_size: int, next_hash: Callable[[bytes, Seq[int]], bytes]) -> None:
+        """Make `hashes` cover `num_blocks` blocks; `hashes` must already hold the chain's start at index -1."""
+        while len(self.hashes) <= num_blocks:
+            block = len(self.hashes) - 1
+            ids = self.tokens_between(block * block_size, (block + 1) * block_size)
+            self.hashes.append(next_hash(self.hashes[-1], ids))
+
+    def block_hash(self, block: int) -> bytes:
+        """The hash of a full block; `hashes[0]` is the start of the chain (domain and salt)."""
+        return self.hashes[block + 1]
+
+    def sources(self) -> PromptSources:
+        """Where the prompt's KV came from (positions of outputs that were prefilled again are not counted)."""
+        cached = min(self.num_cached, len(self.prompt_ids))
+        return PromptSources(cached=cached, computed=len(self.prompt_ids) - cached)
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Whether the newest token ended the sequence."""
+        if not self.output_ids:
+            return None
+        if len(self.output_ids) >= self.stopping.min_tokens and self.output_ids[-1] in self.stopping.stop_token_ids:
+            return FinishReason.STOP
+        if len(self.output_ids) >= self.stopping.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`num_tokens` next positions of a sequence to compute in a step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """Positions that have their KV after the step."""
+        return self.sequence.num_computed + self.num_tokens
+
+    @property
+    def completes(self) -> bool:
+        """Whether the step computes the newest token, so that the next one can be drawn."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """The arrays of one forward pass over T tokens of B chunks (one KV group)."""
+
+    token_ids: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T]
+    slot_mapping: npt.NDArray[np.int64]  # [T], block * block_size + offset
+    cu_seqlens_q: npt.NDArray[np.int32]  # [B + 1]
+    context_lens: npt.NDArray[np.int32]  # [B], this step's tokens included
+    block_table: npt.NDArray[np.int32]  # [B, most blocks of any chunk], padded with 0
+    generations: npt.NDArray[np.uint64]  # [B, same], padded with the generation of the row's first block
+
+
+def step_arrays(chunks: Seq[Chunk], block_size: int) -> StepArrays:
+    """Lay out the chunks of a step. Padding repeats each row's first block, so that the reader rule may check all."""
+    q_lens = np.array([c.num_tokens for c in chunks], np.int32)
+    starts = np.array([c.sequence.num_computed for c in chunks], np.int64)
+    context_lens = (starts + q_lens).astype(np.int32)
+    num_blocks = -(-context_lens // block_size)
+    block_table = np.zeros((len(chunks), int(num_blocks.max())), np.int32)
+    generations = np.zeros(block_table.shape, np.uint64)
+    for row, chunk in enumerate(chunks):
+        used = int(num_blocks[row])
+        pairs = np.array(chunk.sequence.table[:used], np.uint64)  # [used, 2]
+        block_table[row], generations[row] = pairs[0, 0], pairs[0, 1]
+        block_table[row, :used], generations[row, :used] = pairs[:, 0], pairs[:, 1]
+    cu_seqlens_q = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(q_lens, out=cu_seqlens_q[1:])
+    rows = np.repeat(np.arange(len(chunks)), q_lens)  # [T]
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int64) - cu_seqlens_q[:-1][rows] + starts[rows]
+    slot_mapping = block_table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    token_ids = np.concatenate(
+        [np.array(c.sequence.tokens_between(c.sequence.num_computed, c.end), np.int64) for c in chunks]
+    )
+    return StepArrays(
+        token_ids, positions, slot_mapping, cu_seqlens_q, context_lens, block_table, generations
+    )

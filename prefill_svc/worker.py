@@ -1,0 +1,287 @@
+"""The step thread's work of a prefill worker: acquire, allocate, compute, seal, sample, hand over.
+
+Knows nothing of gRPC; the service passes an `emit` for each job, called from the step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from block_store.errors import Exhausted, Fenced, LedgerError
+from block_store.hashing import chain_start, next_hash
+from block_store.held import SealItem
+from block_store.attach import Attached
+from common.errors import Aborted, Internal, LooseleafError
+from common.types import BlockRef, FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
+from engine.runner import ModelRunner, StepInput
+from engine.sampler import SampleRow, prompt_logprobs, sample_rows
+from engine.sequence import Chunk, Sequence, StepArrays, step_arrays
+from prefill_svc.scheduler import Job, PrefillScheduler
+
+logger = logging.getLogger("prefill")
+RETRY_ALLOC_S = 0.005
+"""Pause before the head of the queue asks again for blocks that were not to be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A step computed part of the prompt."""
+
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The prompt is prefilled and its first token drawn; without a ticket the sequence has ended."""
+
+    ticket: Ticket | None
+    sample_index: int
+    token_id: int
+    logprob: TokenLogprob | None
+    finish_reason: FinishReason | None
+    sources: PromptSources
+    timings: Timings
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    load: WorkerLoad
+
+
+Event = Progress | Done | LooseleafError
+Emit = Callable[[Event], None]
+
+
+class PrefillWorker:
+    """Owns model, blocks and queue of a prefill worker. All methods run in the step thread."""
+
+    def __init__(self, runner: ModelRunner, attached: Attached, scheduler: PrefillScheduler, domain: bytes) -> None:
+        self._runner = runner
+        self._attached = attached
+        self._scheduler = scheduler
+        self._domain = domain
+        self._block_size = runner.layout.block_size
+        self._emits: dict[Job, Emit] = {}
+        self.load = WorkerLoad()
+        """As of the last step; other threads may read it."""
+
+    def submit(self, job: Job, salt: bytes, emit: Emit) -> None:
+        """Queue a job; its events go to `emit`, the last one is Done or an error."""
+        job.chain_start = chain_start(self._domain, salt)
+        job.sequence.hashes = [job.chain_start]
+        num_blocks = self._blocks_of(job.sequence.num_tokens)
+        if num_blocks > self._attached.arena.num_blocks:
+            limit = self._attached.arena.num_blocks
+            emit(Internal(f"the prompt needs {num_blocks} blocks, the arena has {limit}"))
+            return
+        try:
+            self._scheduler.add(job)
+        except LooseleafError as error:
+            emit(error)
+            return
+        self._emits[job] = emit
+        self.load = self._scheduler.load()
+
+    def cancel(self, job: Job) -> None:
+        """Drop a job, whatever it is doing, and release its blocks."""
+        if self._scheduler.remove(job):
+            self._release(job.sequence)
+        self._emits.pop(job, None)
+        self.load = self._scheduler.load()
+
+    def step(self) -> float | None:
+        """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
+        plan: list[tuple[Job, Chunk]] = []
+        try:
+            plan = self._scheduler.plan(self._admit)
+            if plan:
+                self._run(plan)
+        except Fenced:
+            self._start_over("the worker's lease was over")
+        except LedgerError as error:
+            logger.error("the ledger refused: %s", error)
+            self._start_over("the ledger refused an operation")
+        self.load = self._scheduler.load()
+        if self._scheduler.idle:
+            return None
+        return 0.0 if plan else RETRY_ALLOC_S
+
+    # --- admission
+
+    def _admit(self, job: Job) -> bool:
+        """Acquire the cached prefix and allocate the rest, all or nothing."""
+        sequence = job.sequence
+        held = self._attached.held
+        reusable = 0 if sequence.sampling.prompt_logprobs is not None else (sequence.num_tokens - 1) // self._block_size
+        sequence.extend_hashes(reusable, self._block_size, next_hash)
+        cached = held.acquire(sequence.hashes[1 : reusable + 1])
+        try:
+            fresh = held.alloc(self._blocks_of(sequence.num_tokens) - len(cached))
+        except Exhausted:
+            held.release(cached)
+            return False
+        sequence.table = cached + fresh
+        sequence.num_sealed = len(cached)
+        sequence.num_computed = sequence.num_cached = len(cached) * self._block_size
+        job.started_ns = time.monotonic_ns()
+        return True
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    # --- one step
+
+    def _run(self, plan: list[tuple[Job, Chunk]]) -> None:
+        arrays = step_arrays([chunk for _, chunk in plan], self._block_size)
+        if not self._check(plan, arrays):
+            return
+        logits = self._runner.step(_step_input(arrays, _wanted_rows(plan, arrays)))
+        if not self._check(plan, arrays):
+            return
+        sampled_rows = self._take_prompt_logprobs(plan, logits)
+        for _, chunk in plan:
+            chunk.sequence.num_computed = chunk.end
+        self._seal(plan)
+        complete = [job for job, chunk in plan if chunk.sequence.num_computed == chunk.sequence.num_tokens]
+        if complete:
+            self._finish(complete, logits[sampled_rows])
+        for job, chunk in plan:
+            if not chunk.completes and job in self._emits:
+                self._emits[job](Progress(chunk.end))
+
+    def _check(self, plan: list[tuple[Job, Chunk]], arrays: StepArrays) -> bool:
+        """The reader rule: every block is still the life that the table names. False: the stale jobs were aborted."""
+        arena = self._attached.arena
+        if arena.check(arrays.block_table, arrays.generations):
+            return True
+        for row, (job, _) in enumerate(plan):
+            if not arena.check(arrays.block_table[row], arrays.generations[row]):
+                self._fail(job, Aborted("a block of the prompt was reclaimed"))
+        return False
+
+    def _take_prompt_logprobs(self, plan: list[tuple[Job, Chunk]], logits: torch.Tensor) -> list[int]:
+        """Move log-probabilities of prompt rows to their sequences; returns the rows from which tokens are drawn."""
+        rows: list[int] = []
+        row = 0
+        for _, chunk in plan:
+            sequence = chunk.sequence
+            k = sequence.sampling.prompt_logprobs
+            num_rows = chunk.num_tokens if k is not None else int(chunk.completes)
+            if k is not None:
+                start = sequence.num_computed + 1
+                targets = sequence.prompt_ids[start : chunk.end + 1]
+                sequence.prompt_logprobs += prompt_logprobs(logits[row : row + len(targets)], targets, k)
+            row += num_rows
+            if chunk.completes:
+                rows.append(row - 1)
+        return rows
+
+    def _seal(self, plan: list[tuple[Job, Chunk]]) -> None:
+        """Seal every block that this step filled, and the partial last block of prompts that are complete."""
+        items: list[SealItem] = []
+        places: list[tuple[Sequence, int]] = []
+        for _, chunk in plan:
+            sequence = chunk.sequence
+            full = sequence.num_full_blocks(self._block_size)
+            sequence.extend_hashes(full, self._block_size, next_hash)
+            for block in range(sequence.num_sealed, full):
+                items.append(SealItem(sequence.table[block], sequence.block_hash(block)))
+                places.append((sequence, block))
+            sequence.num_sealed = full
+            if sequence.num_computed == sequence.num_tokens and full < len(sequence.table):
+                items.append(SealItem(sequence.table[full], None))
+                places.append((sequence, full))
+        if items:
+            for (sequence, block), ref in zip(places, self._attached.held.seal(items), strict=True):
+                sequence.table[block] = ref
+
+    def _finish(self, jobs: list[Job], logits: torch.Tensor) -> None:
+        """Draw each job's next token and hand its blocks to a ticket."""
+        samples = sample_rows(logits, [_sample_row(job.sequence) for job in jobs])
+        for job, sample in zip(jobs, samples, strict=True):
+            self._scheduler.remove(job)
+            sequence = job.sequence
+            num_tokens = sequence.num_tokens
+            sequence.output_ids.append(sample.token_id)
+            reason = sequence.finish_reason(self._runner.max_model_len)
+            ticket = None if reason is not None else self._hand_over(sequence.table, num_tokens)
+            if ticket is None:
+                self._release(sequence)
+            now = time.monotonic_ns()
+            timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=now - job.started_ns)
+            emit = self._emits.pop(job)
+            emit(
+                Done(
+                    ticket,
+                    sequence.sample_index,
+                    sample.token_id,
+                    sample.logprob,
+                    reason,
+                    sequence.sources(),
+                    timings,
+                    tuple(sequence.prompt_logprobs),
+                    self._scheduler.load(),
+                )
+            )
+
+    def _hand_over(self, table: list[BlockRef], num_tokens: int) -> Ticket:
+        epoch = self._attached.held.hand_over([table])
+        return Ticket(self._attached.arena.arena_id, epoch, ((tuple(table),),), num_tokens)
+
+    # --- failures
+
+    def _release(self, sequence: Sequence) -> None:
+        self._attached.held.release(sequence.table)
+        sequence.table = []
+
+    def _fail(self, job: Job, error: LooseleafError) -> None:
+        if self._scheduler.remove(job):
+            self._release(job.sequence)
+        if (emit := self._emits.pop(job, None)) is not None:
+            emit(error)
+
+    def _start_over(self, reason: str) -> None:
+        """Fenced: nothing that we hold is ours any more. Fail everything as retryable and register anew."""
+        logger.warning("starting over: %s", reason)
+        for job in self._scheduler.drop_all():
+            if (emit := self._emits.pop(job, None)) is not None:
+                emit(Aborted(reason))
+        self._attached.renew()
+
+
+def _wanted_rows(plan: list[tuple[Job, Chunk]], arrays: StepArrays) -> list[int]:
+    """Rows of the step whose logits are needed: the last of a complete prompt; all where prompt logprobs are asked."""
+    rows: list[int] = []
+    for index, (_, chunk) in enumerate(plan):
+        start, end = int(arrays.cu_seqlens_q[index]), int(arrays.cu_seqlens_q[index + 1])
+        if chunk.sequence.sampling.prompt_logprobs is not None:
+            rows += range(start, end)
+        elif chunk.completes:
+            rows.append(end - 1)
+    return rows
+
+
+def _step_input(arrays: StepArrays, rows: list[int]) -> StepInput:
+    return StepInput(
+        arrays.token_ids,
+        arrays.positions,
+        (arrays.slot_mapping,),
+        arrays.cu_seqlens_q,
+        arrays.context_lens,
+        (arrays.block_table,),
+        np.array(rows, np.int64),
+    )
+
+
+def _sample_row(sequence: Sequence) -> SampleRow:
+    return SampleRow(
+        sequence.sampling,
+        sequence.stopping,
+        sequence.prompt_ids,
+        sequence.output_ids,
+        sequence.sample_index,
+        len(sequence.output_ids),
+    )
