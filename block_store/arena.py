@@ -1,0 +1,207 @@
+"""The arena: one file in shared memory with a header and equally sized blocks, mapped by every process of the node.
+
+Readable without Redis. Knows nothing of references; that is the ledger's business. Here live the writer rule (a header
+generation is raised from a lower value before the first store) and the reader rule (a block is good only while its
+header names the generation in the block table).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from block_store import atomics
+from block_store.errors import (
+    ArenaError,
+    ArenaExists,
+    HeaderAheadError,
+    HeaderMismatch,
+    LayoutMismatch,
+    NotEnoughSharedMemory,
+)
+from block_store.header import FIXED_BYTES, ArenaOffsets, FixedHeader, HeaderState, arena_bytes, round_up
+from block_store.writer_slots import WriterSlot, WriterSlots
+from common.types import BlockRef, KvLayout
+
+U8 = npt.NDArray[np.uint8]
+FILE_NAME = "arena"
+_NO_HASH = bytes(32)
+
+
+def ref_arrays(refs: Sequence[BlockRef]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Block numbers int64[n] and generations uint64[n] of `refs`."""
+    ids = np.fromiter((ref.block for ref in refs), np.int64, len(refs))
+    return ids, np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
+
+
+class Arena:
+    """A mapped arena. Views stay valid while the object, or any array taken from it, lives."""
+
+    def __init__(self, directory: Path, header: FixedHeader, mapping: mmap.mmap) -> None:
+        self.directory = directory
+        self._header = header
+        self._map = mapping
+        n, at = header.num_blocks, ArenaOffsets.of(header.num_blocks)
+        self.generations: npt.NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, n, at.generations)  # [num_blocks]
+        self.digests: npt.NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, n, at.digests)  # [num_blocks]
+        self.hashes: U8 = np.frombuffer(mapping, np.uint8, n * 32, at.hashes).reshape(n, 32)
+        self.writer_slots: npt.NDArray[np.uint32] = np.frombuffer(mapping, np.uint32, n, at.writer_slots)
+        self.states: U8 = np.frombuffer(mapping, np.uint8, n, at.states)  # [num_blocks], HeaderState
+        size = header.block_bytes
+        self.data: U8 = np.frombuffer(mapping, np.uint8, n * size, at.data).reshape(n, size)  # [blocks, bytes]
+        self._slots = WriterSlots(directory / "writers")
+
+    @classmethod
+    def create(
+        cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = ""
+    ) -> Arena:
+        """Makes the file, all blocks empty, its memory really there (no SIGBUS later).
+
+        `run_id` and `dataset` are usually filled in by `Ledger.initialise`. Errors: ArenaExists, NotEnoughSharedMemory.
+        """
+        if num_blocks < 1:
+            raise ArenaError(f"an arena of {num_blocks} blocks cannot hold anything")
+        where = Path(directory)
+        where.mkdir(parents=True, exist_ok=True)
+        if (where / FILE_NAME).exists():
+            raise ArenaExists(f"{where / FILE_NAME} exists; open it, or remove it if no worker uses it")
+        header = FixedHeader(
+            num_blocks, layout.block_bytes, ArenaOffsets.of(num_blocks).data, secrets.token_hex(8), layout.fingerprint,
+            0, run_id, dataset, layout,
+        )  # fmt: skip
+        _write_file(where, header.encode(), arena_bytes(num_blocks, layout.block_bytes))
+        return cls.open(where, layout.fingerprint)
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], layout_fingerprint: bytes | None = None) -> Arena:
+        """Maps the arena found there. Errors: ArenaError (none, or damaged), LayoutMismatch."""
+        path = Path(directory) / FILE_NAME
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ArenaError(f"no arena at {path}") from None
+        try:
+            header = FixedHeader.decode(os.pread(fd, FIXED_BYTES, 0), str(path))
+            size, found = arena_bytes(header.num_blocks, header.block_bytes), os.fstat(fd).st_size
+            if found < size:
+                raise ArenaError(f"{path} has {found} bytes, its header needs {size}")
+            if layout_fingerprint is not None and layout_fingerprint != header.layout_fingerprint:
+                raise LayoutMismatch(f"{path} was made for another KV layout: {header.layout}")
+            return cls(path.parent, header, mmap.mmap(fd, size))
+        finally:
+            os.close(fd)
+
+    @property
+    def arena_id(self) -> str:
+        return self._header.arena_id
+
+    @property
+    def num_blocks(self) -> int:
+        return self._header.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._header.block_bytes
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._header.layout
+
+    @property
+    def fixed(self) -> FixedHeader:
+        """The fixed page as it is now: another process may have entered a new ledger since this one mapped it."""
+        return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
+
+    def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
+        """Writes which ledger the blocks belong to. The store's business, while no worker is attached."""
+        self._header = replace(self._header, run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
+        encoded = self._header.encode()
+        self._map[: len(encoded)] = encoded
+
+    def acquire_writer_slot(self) -> WriterSlot:
+        """A slot that this process holds until `close` or its end; take one before registering as a holder."""
+        return self._slots.acquire()
+
+    def is_writer_alive(self, number: int) -> bool:
+        return self._slots.is_alive(number)
+
+    def live_writers(self) -> list[int]:
+        """Numbers of the writer slots that a process still holds."""
+        return self._slots.alive()
+
+    def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
+        """Writer rule: before the first store into `refs`. HeaderAheadError: write nothing into any of them."""
+        if not refs:
+            return
+        ids, gens = ref_arrays(refs)
+        if (bad := atomics.raise_generations(self.generations, ids, gens)) is not None:
+            block = refs[bad].block
+            raise HeaderAheadError(refs[bad], int(self.generations[block]) if 0 <= block < self.num_blocks else -1)
+        self.states[ids] = HeaderState.WRITING
+        self.writer_slots[ids] = writer_slot
+        self.hashes[ids] = 0
+
+    def mark_sealed(
+        self, refs: Sequence[BlockRef], hashes: Sequence[bytes | None] | None, digests: Sequence[int]
+    ) -> None:
+        """Enters hash (None: a partial block) and digest of blocks whose content is final. HeaderMismatch: not ours any
+        more.
+        """
+        ids, gens = ref_arrays(refs)
+        if not self.check(ids, gens):
+            raise HeaderMismatch("a block to be sealed lives another life now")
+        entered = hashes if hashes is not None else [None] * len(refs)
+        packed = b"".join(_NO_HASH if h is None else h for h in entered)
+        self.hashes[ids] = np.frombuffer(packed, np.uint8).reshape(len(refs), 32)
+        self.digests[ids] = np.asarray(digests, np.uint64)
+        self.states[ids] = HeaderState.SEALED
+
+    def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
+        """Reader rule: whether every block's header names the block table's generation. Before and after each step."""
+        return atomics.first_mismatch(self.generations, block_ids, generations) is None
+
+    def check_refs(self, refs: Sequence[BlockRef]) -> bool:
+        """`check` for a few references."""
+        return self.check(*ref_arrays(refs))
+
+    def digest(self, block: int) -> int:
+        """XXH3 (64 bits) of the block's bytes as they are now."""
+        return xxhash.xxh3_64_intdigest(self.data[block].data)
+
+    def remove(self) -> None:
+        """Removes the files; mapped views stay usable until they are dropped."""
+        (self.directory / FILE_NAME).unlink(missing_ok=True)
+        self._slots.remove()
+
+
+def _write_file(where: Path, head: bytes, size: int) -> None:
+    """Makes the file under another name and links it in place when complete; link, unlike rename, never replaces."""
+    scratch = where / f".{FILE_NAME}.{os.getpid()}"
+    fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o660)
+    try:
+        stat = os.statvfs(where)
+        available = stat.f_bavail * stat.f_frsize
+        if available < size:
+            raise NotEnoughSharedMemory(str(where), size, available)
+        try:
+            os.posix_fallocate(fd, 0, round_up(size, mmap.PAGESIZE))
+        except OSError as error:
+            raise NotEnoughSharedMemory(str(where), size, available) from error
+        os.pwrite(fd, head, 0)
+        os.link(scratch, where / FILE_NAME)
+    except FileExistsError:
+        raise ArenaExists(f"{where / FILE_NAME} exists") from None
+    finally:
+        os.close(fd)
+        scratch.unlink(missing_ok=True)
+
+
+__all__ = ["Arena", "WriterSlot", "ref_arrays"]

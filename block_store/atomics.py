@@ -1,0 +1,61 @@
+"""Loads the C helper that raises and compares the generations of an arena's header. Knows arrays only, not what they
+mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+U64Array = npt.NDArray[np.uint64]
+I64Array = npt.NDArray[np.int64]
+
+
+def library_path() -> Path:
+    """The built helper beside this file; FileNotFoundError names the command that builds it."""
+    here = Path(__file__).parent
+    for suffix in (*EXTENSION_SUFFIXES, ".so"):
+        if (path := here / f"_atomics{suffix}").exists():
+            return path
+    raise FileNotFoundError(
+        f"{here}/_atomics.so is not built; run `pip install -e .` or "
+        f"`gcc -O2 -shared -fPIC -o {here}/_atomics.so {here}/atomics.c`"
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(library_path()))
+    for name in ("looseleaf_raise_generations", "looseleaf_check_generations"):
+        function = getattr(library, name)
+        function.restype = ctypes.c_int64
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return library
+
+
+def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
+    blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64).ravel()
+    wanted: U64Array = np.ascontiguousarray(gens, dtype=np.uint64).ravel()
+    if blocks.size != wanted.size:
+        raise ValueError(f"{blocks.size} blocks but {wanted.size} generations")
+    function = getattr(_library(), name)
+    first = int(function(base.ctypes.data, base.size, blocks.ctypes.data, wanted.ctypes.data, blocks.size))
+    return None if first < 0 else first
+
+
+def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
+    """Raises `base[ids]` to `gens`, each by compare-and-swap from a lower value.
+
+    Returns the index of the first that was not lower (those before it are raised), or None.
+    """
+    return _run("looseleaf_raise_generations", base, ids, gens)
+
+
+def first_mismatch(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
+    """Index of the first block whose generation is not the wanted one, or None. Ids outside the arena never match."""
+    return _run("looseleaf_check_generations", base, ids, gens)

@@ -1,0 +1,55 @@
+"""How references, hashes and seal items are packed for the ledger's scripts, whose `unpack`s are the other half."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from block_store.hashing import HASH_BYTES
+from common.types import BlockRef
+
+_REF = struct.Struct("<IQ")
+_ITEM = struct.Struct("<IQB32s")
+_NO_HASH = bytes(HASH_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class SealItem:
+    """A block whose content is final: full with its prefix hash, or partial without one."""
+
+    ref: BlockRef
+    prefix_hash: bytes | None = None
+
+
+def pack_refs(refs: Iterable[BlockRef]) -> bytes:
+    return b"".join(_REF.pack(block, generation) for block, generation in refs)
+
+
+def unpack_refs(packed: bytes) -> list[BlockRef]:
+    return [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
+
+
+def pack_items(items: Iterable[SealItem]) -> bytes:
+    return b"".join(
+        _ITEM.pack(item.ref.block, item.ref.generation, item.prefix_hash is not None, item.prefix_hash or _NO_HASH)
+        for item in items
+    )
+
+
+def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
+    """u32 number of groups, then per group u32 count and the hashes. ValueError: a hash has not 32 bytes."""
+    parts = [struct.pack("<I", len(hashes_by_group))]
+    for hashes in hashes_by_group:
+        packed = b"".join(hashes)
+        if any(len(one) != HASH_BYTES for one in hashes):
+            raise ValueError(f"a prefix hash has {HASH_BYTES} bytes")
+        parts += [struct.pack("<I", len(hashes)), packed]
+    return b"".join(parts)
+
+
+def unpack_prefix(packed: bytes, num_groups: int) -> list[list[BlockRef]]:
+    """The reply of `acquire`: u32 length, then `length` references per group."""
+    (length,) = struct.unpack_from("<I", packed)
+    refs = unpack_refs(packed[4:])
+    return [refs[group * length : (group + 1) * length] for group in range(num_groups)]

@@ -1,0 +1,108 @@
+"""What the block store refuses, one class per refusal of DESIGN section 5. Knows nothing of gRPC or of how the errors
+are answered.
+"""
+
+from __future__ import annotations
+
+from common.types import BlockRef
+
+
+class BlockStoreError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class LedgerError(BlockStoreError):
+    """The ledger refused an operation; nothing was changed by it."""
+
+
+class Fenced(LedgerError):
+    """The holder's lease ran out and it was reaped: stop, drop the writer slot, register anew."""
+
+
+class Stale(LedgerError):
+    """A block is not in the state or generation that the caller believes."""
+
+
+class NotHolder(LedgerError):
+    """The caller does not hold one of the blocks."""
+
+
+class Gone(LedgerError):
+    """The ticket was claimed already or has expired."""
+
+
+class StaleDataset(LedgerError):
+    """The ledger was built anew (or another Redis answers): everything known about it is void."""
+
+
+class OutOfOrder(LedgerError):
+    """A call's running number lies below the holder's last one: two lanes drive one holder, a programming error."""
+
+
+class Exhausted(LedgerError):
+    """Fewer blocks can be had than asked for."""
+
+    def __init__(self, wanted: int, available: int) -> None:
+        super().__init__(f"{wanted} blocks wanted, {available} can be had (others' unused floors are kept free)")
+        self.wanted = wanted
+        self.available = available
+
+
+class FloorsExceedArena(LedgerError):
+    """The floors of all live holders would not fit into the arena."""
+
+    def __init__(self, floors: int, num_blocks: int) -> None:
+        super().__init__(f"the workers' floors need {floors} blocks, the arena has {num_blocks}")
+        self.floors = floors
+        self.num_blocks = num_blocks
+
+
+class LedgerUnavailable(LedgerError):
+    """Redis gave no answer; whether the operation happened is known only once it has been repeated."""
+
+
+class RedisUnusable(BlockStoreError):
+    """Redis cannot be reached or started, or is set up in a way that would lose references."""
+
+
+class ArenaError(BlockStoreError):
+    """The arena file cannot be made or used."""
+
+
+class ArenaExists(ArenaError):
+    """There is an arena already; it is never truncated."""
+
+
+class ArenaBusy(ArenaError):
+    """Processes still hold writer slots of an arena whose ledger would be made anew."""
+
+
+class LayoutMismatch(ArenaError):
+    """The arena was made for another KV layout."""
+
+
+class NotEnoughSharedMemory(ArenaError):
+    """The shared-memory filesystem cannot take the arena."""
+
+    def __init__(self, directory: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(
+            f"shared memory at {directory}: the arena needs {needed_bytes} bytes, {available_bytes} are available; "
+            "lower the memory budget or enlarge the filesystem (docker: --shm-size)"
+        )
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class HeaderAheadError(ArenaError):
+    """A block's header generation is not below the one to be written: the ledger is older than the arena. Write
+    nothing.
+    """
+
+    def __init__(self, ref: BlockRef, found: int) -> None:
+        super().__init__(f"block {ref.block}: header has generation {found}, not below {ref.generation}")
+        self.ref = ref
+        self.found = found
+
+
+class HeaderMismatch(ArenaError):
+    """A block's header names another generation than the block table: it lives another life now."""

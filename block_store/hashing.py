@@ -1,0 +1,59 @@
+"""Prefix hashes: a SHA-256 chain over (domain and salt, parent hash, token ids of one full block, extra keys).
+
+Knows nothing of tenants (the gateway derives the salt) or of where blocks lie. Every field is preceded by its length,
+so that no two different inputs give the same bytes to hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from sys import byteorder
+
+from common.types import PrefixHash
+
+HASH_BYTES = 32
+
+
+def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
+    state = hashlib.sha256(b"looseleaf/" + kind + b"\0")
+    for field in fields:
+        state.update(len(field).to_bytes(8, "little"))
+        state.update(field)
+    return state.digest()
+
+
+def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes, numerics: str) -> bytes:
+    """Domain of the hashes of one KV group: other model, layout or numerics, other bits, other blocks (DESIGN section
+    5).
+    """
+    return _digest(b"domain", (model_fingerprint, group.to_bytes(4, "little"), layout_fingerprint, numerics.encode()))
+
+
+def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
+    """The parent of a sequence's first block; `salt` keeps tenants apart."""
+    return _digest(b"start", (domain, salt))
+
+
+def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> PrefixHash:
+    """Hash of the full block that holds `token_ids` (each as little-endian u32) after `parent`.
+
+    `extra` names whatever else decides the block's content (an adapter, an image). Ids outside u32 raise OverflowError.
+    """
+    ids = array("I", token_ids)
+    if byteorder == "big":
+        ids.byteswap()
+    return PrefixHash(_digest(b"block", (parent, ids.tobytes(), extra)))
+
+
+def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"") -> list[PrefixHash]:
+    """Hashes of the full blocks of `token_ids`, in order; a last partial block has none.
+
+    `parent` is `chain_start(...)` or the hash of the block before `token_ids[0]`.
+    """
+    hashes: list[PrefixHash] = []
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = next_hash(parent, token_ids[end - block_size : end], extra)
+        hashes.append(PrefixHash(parent))
+    return hashes

