@@ -44,7 +44,7 @@ async def main(settings: DecodeSettings) -> None:
     )
     attached = await asyncio.to_thread(Attached.to_store, settings.block_store, needs)
     runner.bind(attached.arena.data)
-    domain = hash_domain(runner.model_fingerprint, 0, runner.layout.fingerprint, runner.numerics)
+    domain = hash_domain(bytes.fromhex(runner.model_fingerprint), 0, runner.layout.fingerprint, runner.numerics)
     scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
     worker = DecodeWorker(runner, attached, scheduler, domain)
     loop = asyncio.get_running_loop()

@@ -14,9 +14,9 @@ from enum import Enum
 import numpy as np
 
 from block_store.attach import Attached
-from block_store.errors import Exhausted, Fenced, Gone, LedgerError
+from block_store.codec import SealItem
+from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
 from block_store.hashing import chain_start, next_hash
-from block_store.held import SealItem
 from common.types import BlockRef, FinishReason, Ticket, Timings, TokenLogprob, WorkerLoad
 from decode_svc.scheduler import DecodeScheduler, Group
 from engine.runner import ModelRunner, StepInput
@@ -106,8 +106,8 @@ class DecodeWorker:
 
     def _claim(self, session: Session, group: Group, ticket: Ticket) -> None:
         try:
-            self._attached.held.claim(ticket.epoch, [groups[0] for groups in ticket.tables])
-        except (Gone, Fenced, LedgerError) as error:
+            self._attached.held.claim(ticket)
+        except LedgerError as error:
             logger.info("ticket %d cannot be claimed: %s", ticket.epoch, error)
             self._reject_new(session, group, Rejection.LOST)
             if isinstance(error, Fenced):
@@ -149,7 +149,7 @@ class DecodeWorker:
                 self._run(plan)
         except Fenced:
             self._start_over("the worker's lease was over")
-        except LedgerError as error:
+        except (LedgerError, ArenaError) as error:
             logger.error("the ledger refused: %s", error)
             self._start_over("the ledger refused an operation")
         self.load = self._scheduler.load()
@@ -160,7 +160,7 @@ class DecodeWorker:
 
     def _fits(self, group: Group) -> bool:
         """Admission below a watermark: a group starts only while blocks for its first step can be had at once."""
-        return self._attached.held.can_alloc(2 * len(group.live))
+        return self._attached.held.num_free_hint >= 2 * len(group.live) or not self._scheduler.running
 
     def _reserve(self) -> list[tuple[Group, Chunk]]:
         """Give every running sequence a block of its own for its next position, preempting where there is none."""

@@ -34,7 +34,7 @@ async def main(settings: PrefillSettings) -> None:
     needs = Needs(name, "prefill", runner.layout, runner.weights_bytes, peak, runner.max_model_len, floor_blocks=0)
     attached = await asyncio.to_thread(Attached.to_store, settings.block_store, needs)
     runner.bind(attached.arena.data)
-    domain = hash_domain(runner.model_fingerprint, 0, runner.layout.fingerprint, runner.numerics)
+    domain = hash_domain(bytes.fromhex(runner.model_fingerprint), 0, runner.layout.fingerprint, runner.numerics)
     scheduler = PrefillScheduler(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,

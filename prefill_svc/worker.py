@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from block_store.errors import Exhausted, Fenced, LedgerError
-from block_store.hashing import chain_start, next_hash
-from block_store.held import SealItem
 from block_store.attach import Attached
+from block_store.codec import SealItem
+from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
+from block_store.hashing import chain_start, next_hash
 from common.errors import Aborted, Internal, LooseleafError
 from common.types import BlockRef, FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
 from engine.runner import ModelRunner, StepInput
@@ -101,7 +101,7 @@ class PrefillWorker:
                 self._run(plan)
         except Fenced:
             self._start_over("the worker's lease was over")
-        except LedgerError as error:
+        except (LedgerError, ArenaError) as error:
             logger.error("the ledger refused: %s", error)
             self._start_over("the ledger refused an operation")
         self.load = self._scheduler.load()
@@ -117,7 +117,7 @@ class PrefillWorker:
         held = self._attached.held
         reusable = 0 if sequence.sampling.prompt_logprobs is not None else (sequence.num_tokens - 1) // self._block_size
         sequence.extend_hashes(reusable, self._block_size, next_hash)
-        cached = held.acquire(sequence.hashes[1 : reusable + 1])
+        [cached] = held.acquire([sequence.hashes[1 : reusable + 1]]) if reusable else [[]]
         try:
             fresh = held.alloc(self._blocks_of(sequence.num_tokens) - len(cached))
         except Exhausted:
@@ -228,7 +228,7 @@ class PrefillWorker:
             )
 
     def _hand_over(self, table: list[BlockRef], num_tokens: int) -> Ticket:
-        epoch = self._attached.held.hand_over([table])
+        epoch = self._attached.held.hand_over([[table]])
         return Ticket(self._attached.arena.arena_id, epoch, ((tuple(table),),), num_tokens)
 
     # --- failures

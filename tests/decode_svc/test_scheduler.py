@@ -1,0 +1,80 @@
+"""Decode scheduling: continuous batching, admission, victims."""
+
+from __future__ import annotations
+
+from common.types import SamplingParams, StoppingParams
+from decode_svc.scheduler import DecodeScheduler, Group
+from engine.sequence import Sequence
+
+
+def group(handle: int, priority: int = 0, samples: int = 1, deadline_ns: int | None = None) -> Group:
+    sequences = [Sequence([1], [2], SamplingParams(), StoppingParams(), index) for index in range(samples)]
+    result = Group(handle, 0, sequences, priority=priority, deadline_ns=deadline_ns)
+    result.live = list(sequences)
+    return result
+
+
+def scheduler(*groups: Group, max_num_seqs: int = 4, max_queue: int = 4) -> DecodeScheduler:
+    result = DecodeScheduler(max_num_seqs=max_num_seqs, max_queue=max_queue)
+    for item in groups:
+        result.add(item)
+    return result
+
+
+def test_groups_start_in_order_of_priority_then_arrival() -> None:
+    late, early, urgent = group(1), group(2), group(3, priority=-1)
+    target = scheduler(late, early, urgent, max_num_seqs=2)
+    target.admit(lambda _: True)
+    assert [g.handle for g in target.running] == [3, 1]
+
+
+def test_a_group_starts_as_a_whole() -> None:
+    target = scheduler(group(1, samples=3), group(2, samples=2), group(3), max_num_seqs=4)
+    target.admit(lambda _: True)
+    assert [g.handle for g in target.running] == [1]
+    assert target.load().num_running == 3
+    assert target.load().num_waiting == 3
+
+
+def test_nobody_overtakes_a_group_that_does_not_fit() -> None:
+    first, second = group(1), group(2)
+    target = scheduler(first, second)
+    target.admit(lambda item: item is second)
+    assert target.running == []
+
+
+def test_the_victim_is_the_latest_of_the_lowest_priority_and_never_the_last_one_left() -> None:
+    urgent, old, new = group(1, priority=-1), group(2), group(3)
+    target = scheduler(old, new, urgent)
+    target.admit(lambda _: True)
+    assert target.victim() is new
+    target.remove(new)
+    assert target.victim() is old
+    target.remove(old)
+    assert target.victim() is None
+
+
+def test_waiting_groups_are_victims_before_running_ones_that_came_earlier() -> None:
+    running, waiting = group(1), group(2)
+    target = scheduler(running, waiting, max_num_seqs=1)
+    target.admit(lambda _: True)
+    assert target.victim() is waiting
+
+
+def test_deadlines() -> None:
+    item = group(1, deadline_ns=100)
+    target = scheduler(item, group(2))
+    assert target.expired(99) == []
+    assert target.expired(100) == [item]
+
+
+def test_the_queue_is_bounded() -> None:
+    target = scheduler(max_num_seqs=2, max_queue=1)
+    for handle in range(3):
+        assert not target.full
+        target.add(group(handle))
+    assert target.full
+    target.admit(lambda _: True)
+    assert target.full
+    target.remove(target.running[0])
+    assert not target.full

@@ -1,0 +1,97 @@
+"""Sequences and the arrays of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from block_store.hashing import chain_start, hash_blocks, next_hash
+from common.types import BlockRef, FinishReason, SamplingParams, StoppingParams
+from engine.sequence import Chunk, Sequence, step_arrays
+
+
+def sequence(prompt: int, outputs: int = 0, computed: int = 0, blocks: int = 0, first_block: int = 10) -> Sequence:
+    table = [BlockRef(first_block + i, 100 + i) for i in range(blocks)]
+    result = Sequence(
+        list(range(prompt)), list(range(1000, 1000 + outputs)), SamplingParams(), StoppingParams(), table=table
+    )
+    result.num_computed = computed
+    return result
+
+
+def test_worked_example_seven_tokens_in_blocks_of_four() -> None:
+    """Seven prompt tokens take two blocks; the next token fills the second; then a third is needed."""
+    item = sequence(7, blocks=2)
+    assert -(-item.num_tokens // 4) == 2
+    arrays = step_arrays([Chunk(item, 7)], 4)
+    assert arrays.slot_mapping.tolist() == [40, 41, 42, 43, 44, 45, 46]
+    item.num_computed = 7
+    item.output_ids.append(1)
+    assert item.num_computed // 4 == 1 < len(item.table)
+    assert step_arrays([Chunk(item, 1)], 4).slot_mapping.tolist() == [47]
+    item.num_computed = 8
+    item.output_ids.append(2)
+    assert item.num_full_blocks(4) == 2
+    assert item.num_computed // 4 == 2 == len(item.table)
+
+
+def test_step_arrays_of_a_mixed_batch() -> None:
+    chunks = [Chunk(sequence(20, computed=16, blocks=2), 4), Chunk(sequence(3, 1, 3, 1, first_block=50), 1)]
+    arrays = step_arrays(chunks, 16)
+    assert arrays.token_ids.tolist() == [16, 17, 18, 19, 1000]
+    assert arrays.positions.tolist() == [16, 17, 18, 19, 3]
+    assert arrays.cu_seqlens_q.tolist() == [0, 4, 5]
+    assert arrays.context_lens.tolist() == [20, 4]
+    assert arrays.slot_mapping.tolist() == [176, 177, 178, 179, 803]
+    assert arrays.block_table.tolist() == [[10, 11], [50, 50]]
+    assert arrays.generations.tolist() == [[100, 101], [100, 100]]
+    assert arrays.block_table.dtype == np.int32
+
+
+def test_generations_above_32_bits_survive_the_arrays() -> None:
+    item = sequence(1, blocks=0)
+    item.table = [BlockRef(3, (7 << 32) + 5)]
+    assert step_arrays([Chunk(item, 1)], 16).generations.tolist() == [[(7 << 32) + 5]]
+
+
+@pytest.mark.parametrize("start,end", [(0, 3), (3, 5), (5, 7), (2, 7), (0, 7)])
+def test_tokens_between_spans_prompt_and_outputs(start: int, end: int) -> None:
+    item = sequence(5, 2)
+    assert item.tokens_between(start, end) == item.token_ids[start:end]
+
+
+def test_hashes_extend_over_prompt_and_outputs_as_one_chain() -> None:
+    start = chain_start(b"d" * 32, b"")
+    item = sequence(10, 30)
+    item.hashes = [start]
+    item.extend_hashes(1, 8, next_hash)
+    item.extend_hashes(5, 8, next_hash)
+    assert item.hashes[1:] == hash_blocks(start, item.token_ids, 8)
+    assert item.block_hash(4) == item.hashes[-1]
+
+
+@pytest.mark.parametrize(
+    "outputs,stopping,max_model_len,reason",
+    [
+        ([5], StoppingParams(8, 0, (5,)), 100, FinishReason.STOP),
+        ([5], StoppingParams(8, 2, (5,)), 100, None),
+        ([5, 5], StoppingParams(8, 2, (5,)), 100, FinishReason.STOP),
+        ([1, 2], StoppingParams(2), 100, FinishReason.LENGTH),
+        ([5, 5], StoppingParams(2, 0, (5,)), 100, FinishReason.STOP),
+        ([1], StoppingParams(9), 4, FinishReason.LENGTH),
+        ([], StoppingParams(9, 0, (0,)), 100, None),
+    ],
+)
+def test_finish_reason(
+    outputs: list[int], stopping: StoppingParams, max_model_len: int, reason: FinishReason | None
+) -> None:
+    item = Sequence([0, 0, 0], outputs, SamplingParams(), stopping)
+    assert item.finish_reason(max_model_len) is reason
+
+
+def test_sources_count_prompt_tokens_only() -> None:
+    item = sequence(20, 30)
+    item.num_cached = 48
+    assert (item.sources().cached, item.sources().computed) == (20, 0)
+    item.num_cached = 16
+    assert (item.sources().cached, item.sources().computed) == (16, 4)

@@ -1,0 +1,90 @@
+"""Prefill scheduling: order, budget, all-or-nothing admission."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import ResourceExhausted
+from common.types import SamplingParams, StoppingParams
+from engine.sequence import Sequence
+from prefill_svc.scheduler import Job, PrefillScheduler
+
+
+def job(num_tokens: int, priority: int = 0) -> Job:
+    return Job(Sequence([1] * num_tokens, [], SamplingParams(), StoppingParams()), b"", priority)
+
+
+def scheduler(budget: int = 64, max_num_seqs: int = 8, max_queue: int = 8) -> PrefillScheduler:
+    return PrefillScheduler(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_queue=max_queue)
+
+
+def run(target: PrefillScheduler) -> list[tuple[Job, int]]:
+    """Plan a step, carry it out, return who got how many tokens."""
+    plan = [(item, chunk.num_tokens) for item, chunk in target.plan(lambda _: True)]
+    for item, num_tokens in plan:
+        item.sequence.num_computed += num_tokens
+        if item.sequence.num_computed == item.sequence.num_tokens:
+            assert target.remove(item)
+    return plan
+
+
+def test_long_prompts_are_chunked_and_short_ones_fill_the_rest_of_the_budget() -> None:
+    target, long, short = scheduler(), job(100), job(20)
+    target.add(long)
+    target.add(short)
+    assert run(target) == [(long, 64)]
+    assert run(target) == [(long, 36), (short, 20)]
+    assert target.idle
+
+
+def test_first_come_first_served_within_a_priority() -> None:
+    target = scheduler(budget=10)
+    jobs = [job(10, 1), job(10, 0), job(10, 1), job(10, 0)]
+    for item in jobs:
+        target.add(item)
+    assert [run(target)[0][0] for _ in jobs] == [jobs[1], jobs[3], jobs[0], jobs[2]]
+
+
+def test_nobody_overtakes_a_head_that_waits_for_blocks() -> None:
+    target, big, small = scheduler(), job(60), job(1)
+    target.add(big)
+    target.add(small)
+    assert target.plan(lambda item: item is small) == []
+    assert target.num_waiting == 2
+    assert [item for item, _ in target.plan(lambda _: True)] == [big, small]
+
+
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
+    target = scheduler(max_queue=2)
+    target.add(job(1))
+    target.add(job(1))
+    with pytest.raises(ResourceExhausted) as error:
+        target.add(job(1))
+    assert error.value.retry_after_s
+
+
+def test_cancelled_jobs_leave_the_queue_and_say_whether_they_hold_blocks() -> None:
+    target, first, second = scheduler(budget=4), job(8), job(8)
+    target.add(first)
+    target.add(second)
+    target.plan(lambda _: True)
+    assert target.remove(second) is False
+    assert target.remove(first) is True
+    assert target.idle
+    assert target.load().num_waiting == 0
+
+
+def test_load_counts_tokens_not_yet_computed() -> None:
+    target = scheduler(budget=10)
+    target.add(job(30))
+    target.add(job(5))
+    run(target)
+    load = target.load()
+    assert (load.num_running, load.num_waiting, load.waiting_tokens) == (1, 1, 25)
+
+
+def test_at_most_max_num_seqs_run() -> None:
+    target = scheduler(max_num_seqs=2)
+    for _ in range(3):
+        target.add(job(4))
+    assert len(target.plan(lambda _: True)) == 2
