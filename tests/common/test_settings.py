@@ -1,0 +1,48 @@
+"""Settings: flags and variables from one definition, mistakes refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.settings import ServerSettings, WorkerSettings, settings_config
+
+
+class Example(WorkerSettings):
+    model_config = settings_config("LOOSELEAF_EXAMPLE_", "example")
+
+
+class Plain(ServerSettings):
+    model_config = settings_config("LOOSELEAF_PLAIN_", "plain")
+
+
+def test_flags_win_over_variables_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOSELEAF_EXAMPLE_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("LOOSELEAF_EXAMPLE_BLOCK_SIZE", "32")
+    settings = Example.load(["--model", "m", "--max-num-seqs", "9"])
+    assert (settings.max_num_seqs, settings.block_size, settings.dtype) == (9, 32, "auto")
+
+
+def test_a_mistyped_variable_stops_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOOSELEAF_PLAIN_PROT", "1")
+    with pytest.raises(SystemExit) as exit_:
+        Plain.load([])
+    assert exit_.value.code == 2
+    assert "LOOSELEAF_PLAIN_PROT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv,names",
+    [
+        (["--model", "m", "--dtype", "int3"], ["--dtype", "int3"]),
+        (["--model", "m", "--block-size", "0"], ["--block-size", "0"]),
+        (["--model", "m", "--max-num-seqs", "many"], ["--max-num-seqs", "many"]),
+        (["--model", "m", "--max-num-seq", "3"], ["--max-num-seq"]),
+        ([], ["--model"]),
+    ],
+)
+def test_a_bad_flag_is_named(argv: list[str], names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        Example.load(argv)
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert all(name in message for name in names), message
