@@ -1,0 +1,9 @@
+"""Tensors in, tensors out: one file per kernel. Knows nothing of blocks' owners, sequences or requests.
+
+Every file holds `<k>_reference` (plain torch, written to be read) and the public `<k>`, which takes the C++ path of
+`kernels.cpu` where it applies. Importing loads no library; the first call does.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,80 @@
+"""From tensors to the C++ attention core: checks, strides, and the way back to the reference. No arithmetic here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import count_fallback, current
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _check_shapes(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor, softmax_scale: float
+) -> None:
+    _check(q.dim() == 3 and key_cache.dim() == 4, "q must be [rows, heads, head_dim], caches [blocks, heads, slots, d]")
+    _check(key_cache.shape == value_cache.shape, "key_cache and value_cache differ in shape")
+    _check(q.dtype == key_cache.dtype == value_cache.dtype, "q and the caches differ in dtype")
+    _check(q.shape[2] == key_cache.shape[3] and q.shape[2] % 8 == 0, "head_dim must match and be a multiple of 8")
+    _check(key_cache.shape[1] > 0 and q.shape[1] % key_cache.shape[1] == 0, "num_heads must be a multiple of kv heads")
+    _check(block_table.dtype == context_lens.dtype == torch.int32, "block_table and context_lens must be int32")
+    _check(block_table.dim() == 2 and block_table.shape[0] == context_lens.shape[0], "one block table row per sequence")
+    _check(softmax_scale > 0, "softmax_scale must be positive")
+
+
+def attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    softmax_scale: float,
+    window: int | None,
+    out: Tensor | None,
+) -> Tensor:
+    """`paged_attention` (cu_seqlens_q None) and `paged_prefill`: picks the operator or the reference."""
+    _check_shapes(q, key_cache, value_cache, block_table, context_lens, softmax_scale)
+    _check(window is None or window > 0, "window must be positive")
+    num_seqs = context_lens.shape[0]
+    if cu_seqlens_q is None:
+        _check(q.shape[0] == num_seqs, "decode takes one query per sequence")
+    else:
+        fits = cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.shape == (num_seqs + 1,)
+        _check(fits, "cu_seqlens_q must be int32 [num_seqs + 1]")
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _check(out.shape == q.shape and out.dtype == q.dtype and out.stride(-1) == 1, "out must be like q")
+    library = current()
+    if library.handle is None or q.device.type != "cpu" or q.dtype not in (torch.bfloat16, torch.float32):
+        if library.isa != "reference":
+            count_fallback("attention", f"no fast path for {q.dtype} on {q.device.type}")
+        return _reference(q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window, out)
+    torch.ops.looseleaf.attention(
+        out, q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window or 0
+    )
+    return out
+
+
+def _reference(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    softmax_scale: float,
+    window: int | None,
+    out: Tensor,
+) -> Tensor:
+    from kernels.paged_attention import paged_attention_reference
+    from kernels.paged_prefill import paged_prefill_reference
+
+    where = (q, key_cache, value_cache, block_table, context_lens)
+    if cu_seqlens_q is None:
+        return out.copy_(paged_attention_reference(*where, softmax_scale=softmax_scale, window=window))
+    return out.copy_(paged_prefill_reference(*where, cu_seqlens_q, softmax_scale=softmax_scale, window=window))

@@ -1,0 +1,152 @@
+"""Finds, loads and selects a build of the C++ kernels; counts what had to run on the torch reference instead.
+
+The builds carry no OpenMP library of their own: torch's is made visible first, so that both share one thread pool
+(two pools would spin against each other). Knows nothing of what the kernels compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+Isa = Literal["avx512", "avx2", "portable", "reference"]
+ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best first; "reference" is plain torch
+
+# What each build was compiled for, in the names of /proc/cpuinfo.
+_NEEDS: dict[str, frozenset[str]] = {
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "f16c"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "portable": frozenset(),
+}
+_LOG = logging.getLogger("looseleaf.kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLibrary:
+    """One loaded build. `handle` is None when the torch reference stands in; `why` then says why."""
+
+    isa: Isa
+    handle: ctypes.CDLL | None
+    why: str
+
+
+@dataclass(slots=True)
+class _Selection:
+    """The process's choice and the counts of what did not take the fast path."""
+
+    library: CpuLibrary | None = None
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+
+@functools.cache
+def _selection() -> _Selection:
+    return _Selection()
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
+
+
+def supported_isas() -> tuple[Isa, ...]:
+    """The builds that are installed and that this CPU can run, best first (without "reference")."""
+    return tuple(i for i in ISAS if i != "reference" and _NEEDS[i] <= _cpu_flags() and _find(i) is not None)
+
+
+def best_isa() -> Isa:
+    """What `load()` takes when nothing is forced."""
+    return next(iter(supported_isas()), "reference")
+
+
+def _find(isa: str) -> Path | None:
+    if isa != "portable" and platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    return next(iter(sorted(Path(__file__).parent.parent.glob(f"_cpu_{isa}.*so"))), None)
+
+
+def openmp_libraries() -> set[str]:
+    """Paths of the OpenMP runtimes mapped into this process; more than one means two thread pools."""
+    names = ("libgomp", "libiomp", "libomp")
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/") > 0}
+    return {p for p in paths if os.path.basename(p).startswith(names)}
+
+
+@functools.cache
+def _open(isa: str) -> CpuLibrary:
+    """Loads one build. Errors: ValueError when this CPU or installation does not have it; OSError from the loader."""
+    if isa == "reference":
+        return CpuLibrary("reference", None, "asked for")
+    path = _find(isa)
+    if isa not in supported_isas() or path is None:
+        raise ValueError(f"kernels for {isa!r} are not built or not supported by this CPU; have {supported_isas()}")
+    import torch  # noqa: F401  its OpenMP runtime must be there first
+
+    for omp in openmp_libraries():
+        ctypes.CDLL(omp, mode=ctypes.RTLD_GLOBAL)
+    return CpuLibrary(cast(Isa, isa), ctypes.CDLL(str(path)), "best of this CPU")
+
+
+def load(isa: Isa | None = None) -> CpuLibrary:
+    """Chooses the process's kernels: `isa`, or the best this CPU has. Returns what runs from now on.
+
+    Errors: ValueError when a forced `isa` cannot run here. Without one, a library that cannot be loaded is replaced
+    by the torch reference, which is logged and counted under "library".
+    """
+    from kernels.cpu.ops import register
+
+    wanted = isa or best_isa()
+    try:
+        library = _open(wanted)
+        if isa is None and wanted == "reference":
+            count_fallback("library", "no build is installed: run `python setup.py build_ext --inplace`")
+    except OSError as error:
+        if isa is not None:
+            raise ValueError(f"kernels for {isa!r} cannot be loaded: {error}") from error
+        library = CpuLibrary("reference", None, str(error))
+        count_fallback("library", str(error))
+    register()
+    _LOG.info("kernels: %s (%s)", library.isa, library.why)
+    _selection().library = library
+    return library
+
+
+def current() -> CpuLibrary:
+    """The library in use, loading the best one on first use."""
+    return _selection().library or load()
+
+
+@contextlib.contextmanager
+def using(isa: Isa) -> Iterator[CpuLibrary]:
+    """Runs a block of code on another build, for tests and benchmarks. Process-wide: not for concurrent threads."""
+    before = current()
+    try:
+        yield load(isa)
+    finally:
+        _selection().library = before
+
+
+def count_fallback(what: str, why: str) -> None:
+    """Counts one use of a reference in place of a fast path and logs the first one of each kind."""
+    counts = _selection().fallbacks
+    counts[what] += 1
+    if counts[what] == 1:
+        _LOG.warning("kernels: %s runs on the torch reference: %s", what, why)
+
+
+def fallbacks() -> dict[str, int]:
+    """How often each kernel ran on the torch reference though nobody asked for it."""
+    return dict(_selection().fallbacks)

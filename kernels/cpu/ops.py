@@ -1,0 +1,217 @@
+"""The C entry points as torch operators (namespace `looseleaf`), so that no build is tied to a torch version.
+
+Every operator writes into tensors it is given and returns nothing. Threads are torch's own number, passed in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import current
+
+I64, F32, PTR = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+_ERRORS = {
+    1: "a block table entry that a visible key needs is out of range, or the table is too short",
+    2: "cu_seqlens_q does not ascend within q, or a chunk is longer than its context",
+    3: "a slot or position is out of range",
+    4: "a block id is out of range",
+    5: "a token id is out of range",
+}
+
+
+def _raise(code: int) -> None:
+    if code:
+        raise ValueError(_ERRORS.get(code, f"kernel error {code}"))
+
+
+def _call(name: str, *arguments: int | float | None) -> None:
+    """Calls one entry point: floats as float, everything else as 64-bit integer or pointer (same size and class)."""
+    _raise(_entry(current().isa, name)(*arguments))
+
+
+_SIGNATURES: dict[str, list[type]] = {
+    "ll_attention": [PTR] * 7 + [I64] * 18 + [F32],
+    "ll_write_blocks": [PTR] * 8 + [I64] * 24,
+    "ll_copy_blocks": [PTR] * 4 + [I64] * 7,
+    "ll_rms_norm": [PTR] * 5 + [I64] * 6 + [F32],
+    "ll_silu_mul": [PTR] * 2 + [I64] * 5,
+    "ll_sample": [PTR] * 9 + [I64] * 4,
+    "ll_log_softmax_top": [PTR] * 6 + [I64] * 5,
+}
+
+
+@functools.cache
+def _entry(isa: str, name: str) -> Callable[..., int]:
+    handle = current().handle
+    assert handle is not None
+    function = handle[name]
+    function.argtypes, function.restype = _SIGNATURES[name], ctypes.c_int
+    return function  # type: ignore[no-any-return]
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _dtype(t: Tensor) -> int:
+    return 1 if t.dtype == torch.bfloat16 else 0
+
+
+def _last_contiguous(*tensors: Tensor) -> None:
+    if any(t.stride(-1) != 1 and t.shape[-1] != 1 for t in tensors):
+        raise ValueError("the last dimension must be contiguous")
+
+
+def _attention(
+    out: Tensor,
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    softmax_scale: float,
+    window: int,
+) -> None:
+    _last_contiguous(out, q, key_cache, value_cache, block_table)
+    context_lens = context_lens.contiguous()
+    cu = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
+    num_blocks, kv_heads, block_size, head_dim = key_cache.shape
+    _call(
+        "ll_attention",
+        out.data_ptr(), q.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_table.data_ptr(),
+        context_lens.data_ptr(), _pointer(cu),
+        *out.stride()[:2], *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
+        (block_table.shape[1] << 32) | num_blocks, (q.shape[0] << 32) | context_lens.shape[0],
+        (q.shape[1] << 32) | kv_heads, (block_size << 32) | head_dim, window, _dtype(q), torch.get_num_threads(),
+        softmax_scale,
+    )  # fmt: skip
+
+
+def _write_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cos_sin: Tensor | None,
+) -> None:
+    _last_contiguous(q, k, v, key_cache, value_cache)
+    positions, slot_mapping = positions.contiguous(), slot_mapping.contiguous()
+    table = None if cos_sin is None else cos_sin.contiguous()
+    num_blocks, kv_heads, block_size, head_dim = key_cache.shape
+    max_pos, rotary = (0, 0) if table is None else table.shape
+    _call(
+        "ll_write_blocks",
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
+        key_cache.data_ptr(), value_cache.data_ptr(), _pointer(table),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+        q.shape[0], q.shape[1], kv_heads, head_dim, num_blocks, block_size, max_pos, rotary, _dtype(q),
+        torch.get_num_threads(), 0, 0,
+    )  # fmt: skip
+
+
+def _copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    src_ids, dst_ids = src_ids.contiguous(), dst_ids.contiguous()
+    _call(
+        "ll_copy_blocks", src.data_ptr(), dst.data_ptr(), src_ids.data_ptr(), dst_ids.data_ptr(),
+        src.stride(0), dst.stride(0), src.shape[0], dst.shape[0], src.shape[1], src_ids.shape[0],
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _rms_norm(
+    out: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, summed: Tensor | None
+) -> None:
+    _last_contiguous(out, x, weight)
+    rows, hidden = x.shape
+    _call(
+        "ll_rms_norm", out.data_ptr(), x.data_ptr(), weight.data_ptr(), _pointer(residual), _pointer(summed),
+        rows, hidden, x.stride(0), 0 if residual is None else residual.stride(0), _dtype(x), torch.get_num_threads(),
+        eps,
+    )  # fmt: skip
+
+
+def _silu_mul(out: Tensor, x: Tensor) -> None:
+    _last_contiguous(out, x)
+    rows, width = x.shape
+    _call(
+        "ll_silu_mul", out.data_ptr(), x.data_ptr(), rows, width // 2, x.stride(0), _dtype(x), torch.get_num_threads()
+    )
+
+
+def _sample(
+    out: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
+    seeds: Tensor,
+    sample_indices: Tensor,
+    positions: Tensor,
+) -> None:
+    columns = (temperature, top_p, min_p, top_k, seeds, sample_indices, positions)
+    _call(
+        "ll_sample", out.data_ptr(), logits.data_ptr(), *(c.data_ptr() for c in columns),
+        *logits.shape, logits.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _log_softmax_top(
+    chosen: Tensor, rank: Tensor, top_ids: Tensor, top: Tensor, logits: Tensor, token_ids: Tensor
+) -> None:
+    _call(
+        "ll_log_softmax_top", chosen.data_ptr(), rank.data_ptr(), top_ids.data_ptr(), top.data_ptr(),
+        logits.data_ptr(), token_ids.data_ptr(), *logits.shape, logits.stride(0), top_ids.shape[1],
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+_OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
+    "attention": (
+        "(Tensor(a!) out, Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lens, "
+        "Tensor? cu_seqlens_q, float softmax_scale, int window) -> ()",
+        _attention,
+    ),
+    "write_blocks": (
+        "(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor slot_mapping, Tensor(b!) key_cache, "
+        "Tensor(c!) value_cache, Tensor? cos_sin) -> ()",
+        _write_blocks,
+    ),
+    "copy_blocks": ("(Tensor src, Tensor(a!) dst, Tensor src_ids, Tensor dst_ids) -> ()", _copy_blocks),
+    "rms_norm": (
+        "(Tensor(a!) out, Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(b!)? summed) -> ()",
+        _rms_norm,
+    ),
+    "silu_mul": ("(Tensor(a!) out, Tensor x) -> ()", _silu_mul),
+    "sample": (
+        "(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_p, Tensor min_p, Tensor top_k, Tensor seeds, "
+        "Tensor sample_indices, Tensor positions) -> ()",
+        _sample,
+    ),
+    "log_softmax_top": (
+        "(Tensor(a!) chosen, Tensor(b!) rank, Tensor(c!) top_ids, Tensor(d!) top, Tensor logits, "
+        "Tensor token_ids) -> ()",
+        _log_softmax_top,
+    ),
+}
+
+
+@functools.cache
+def register() -> torch.library.Library:
+    """Defines the operators, once per process; the returned library keeps them alive."""
+    library = torch.library.Library("looseleaf", "FRAGMENT")  # noqa: TOR901
+    for name, (schema, function) in _OPERATORS.items():
+        library.define(name + schema)
+        library.impl(name, function, "CPU")
+        library.impl(name, lambda *_: None, "Meta")
+    return library

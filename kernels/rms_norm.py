@@ -1,0 +1,54 @@
+"""RMS norm, optionally after adding a residual. Rounds as Hugging Face's Llama: normalise in fp32, round, multiply."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import count_fallback, current
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Same contract as `rms_norm`."""
+    summed = x if residual is None else x + residual
+    wide = summed.float()
+    out = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return out if residual is None else (out, summed)
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root mean square layer norm (Zhang and Sennrich 2019) over the last dimension.
+
+    x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype.
+    Returns the norm of x, or with a residual (norm of x + residual, x + residual), the sum rounded to the dtype.
+    A row's sum runs in an order fixed by its length. Errors: ValueError for shapes and dtypes.
+    """
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError("weight must be [hidden] in the dtype of x")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError("residual must be like x")
+    library = current()
+    if library.handle is None or x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32):
+        if library.isa != "reference":
+            count_fallback("rms_norm", f"no fast path for {x.dtype} on {x.device.type}")
+        return rms_norm_reference(x, weight, eps, residual)
+    rows = x.reshape(-1, x.shape[-1])  # a view unless x is strided in the middle
+    out = torch.empty(x.shape, dtype=x.dtype)
+    if residual is None:
+        torch.ops.looseleaf.rms_norm(out, rows, weight, eps, None, None)
+        return out
+    summed = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops.looseleaf.rms_norm(out, rows, weight, eps, residual.reshape(-1, x.shape[-1]), summed)
+    return out, summed

@@ -1,0 +1,171 @@
+"""From logits to tokens: a pure function of (logits row, seed, sample, position). Knows no sequence and no history.
+
+Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011),
+so there is no generator state to carry. Filters run in vLLM's order: temperature, min_p, top_k, top_p. Then one uniform
+number picks by inverse CDF in token-id order over the kept set. Ties break by token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import count_fallback, current
+
+_MASK = 0xFFFFFFFF
+Numbers = Sequence[float] | Sequence[int] | Tensor
+
+
+def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Ten rounds of Philox-4x32 on 32-bit words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, sample: int, position: int) -> float:
+    """The one number in [0, 1), of 53 bits, that belongs to (seed, sample, position)."""
+    counter = (position & _MASK, (position >> 32) & _MASK, sample & _MASK, (sample >> 32) & _MASK)
+    high, low, _, _ = philox_4x32_10(counter, (seed & _MASK, (seed >> 32) & _MASK))
+    return ((high << 32 | low) >> 11) * 2.0**-53
+
+
+def _kept(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """x: float64 [V] logits over temperature -> bool [V], what the three filters leave."""
+    order = torch.sort(x, descending=True, stable=True).indices  # stable: ties keep token-id order
+    weights = torch.exp(x - x.max())
+    kept = weights[order] >= min_p
+    if 0 < top_k < len(x):
+        kept[top_k:] = False
+    sorted_weights = weights[order] * kept
+    before = sorted_weights.cumsum(0) - sorted_weights
+    kept &= (before < top_p * sorted_weights.sum()) if top_p < 1.0 else sorted_weights > 0
+    kept[0] = True
+    return torch.zeros_like(kept).scatter(0, order, kept)
+
+
+def sample_reference(
+    logits: Tensor,
+    temperature: Numbers,
+    top_k: Numbers,
+    top_p: Numbers,
+    min_p: Numbers,
+    seeds: Numbers,
+    sample_indices: Numbers,
+    positions: Numbers,
+) -> Tensor:
+    """Same contract as `sample`, row by row in float64."""
+    columns = [_tolist(c) for c in (temperature, top_k, top_p, min_p, seeds, sample_indices, positions)]
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    for i, (heat, k, p, floor, seed, index, position) in enumerate(zip(*columns, strict=True)):
+        if heat == 0:
+            out[i] = torch.nonzero(logits[i] == logits[i].max())[0, 0]
+            continue
+        x = (logits[i].float() / heat).double()
+        weights = torch.exp(x - x.max()) * _kept(x, int(k), p, floor)
+        cdf = weights.cumsum(0)
+        target = uniform(int(seed), int(index), int(position)) * cdf[-1]
+        picked = torch.nonzero(cdf > target)
+        out[i] = picked[0, 0] if len(picked) else torch.nonzero(weights)[-1, 0]
+    return out
+
+
+def _tolist(column: Numbers) -> list[float]:
+    return column.tolist() if isinstance(column, Tensor) else list(column)
+
+
+def _column(values: Numbers, dtype: torch.dtype, length: int) -> Tensor:
+    if dtype == torch.int64 and not isinstance(values, Tensor):  # seeds are unsigned 64-bit: keep the bits
+        values = [v - (1 << 64) if v >= 1 << 63 else v for v in map(int, values)]
+    column = torch.as_tensor(values, dtype=dtype).contiguous()
+    if column.shape != (length,):
+        raise ValueError(f"expected [{length}], got {tuple(column.shape)}")
+    return column
+
+
+def sample(
+    logits: Tensor,
+    temperature: Numbers,
+    top_k: Numbers,
+    top_p: Numbers,
+    min_p: Numbers,
+    seeds: Numbers,
+    sample_indices: Numbers,
+    positions: Numbers,
+) -> Tensor:
+    """Picks one token per row; a row's result does not depend on the batch.
+
+    logits: fp32 [B, V], already penalised; -inf bans a token. All others: length B.
+    temperature: >= 0; 0 takes the highest logit (the lowest id among equals). top_k: <= 0 or >= V is off. top_p: in
+    (0, 1], 1 is off: the fewest most likely tokens whose mass reaches top_p. min_p: in [0, 1], 0 is off: drops tokens
+    less likely than min_p times the likeliest. seeds: 64 bits; sample_indices, positions: >= 0.
+    Returns int64 [B]. Errors: ValueError for shapes and dtypes.
+    """
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError("logits must be fp32 [B, V]")
+    library, batch = current(), logits.shape[0]
+    if library.handle is None or logits.device.type != "cpu":
+        if library.isa != "reference":
+            count_fallback("sampling", f"no fast path on {logits.device.type}")
+        return sample_reference(logits, temperature, top_k, top_p, min_p, seeds, sample_indices, positions)
+    floats = [_column(c, torch.float32, batch) for c in (temperature, top_p, min_p)]
+    ints = [_column(c, torch.int64, batch) for c in (top_k, seeds, sample_indices, positions)]
+    out = torch.empty(batch, dtype=torch.int64)
+    torch.ops.looseleaf.sample(out, logits if logits.stride(1) == 1 else logits.contiguous(), *floats, *ints)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log-probabilities of one batch of rows. `rank` counts from 1; equal logits share a rank."""
+
+    chosen: Tensor  # fp32 [B]
+    rank: Tensor  # int64 [B]
+    top_ids: Tensor  # int64 [B, k], likeliest first, ties by id
+    top: Tensor  # fp32 [B, k]
+
+
+def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+    """Same contract as `log_softmax_top`."""
+    logprobs = torch.log_softmax(logits.double(), dim=-1).float()
+    chosen = logits.gather(1, token_ids[:, None])
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    return TopLogprobs(
+        logprobs.gather(1, token_ids[:, None])[:, 0], (logits > chosen).sum(1) + 1, order, logprobs.gather(1, order)
+    )
+
+
+def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+    """Log-probability and rank of a chosen token per row, and of the k likeliest.
+
+    logits: fp32 [B, V]; token_ids: int64 [B]; 0 <= k <= V. Sums in a fixed order: rows do not depend on the batch.
+    Errors: ValueError for shapes, dtypes, ids and k out of range.
+    """
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not 0 <= k <= logits.shape[1]:
+        raise ValueError("logits must be fp32 [B, V] and 0 <= k <= V")
+    if token_ids.dtype != torch.int64 or token_ids.shape != logits.shape[:1]:
+        raise ValueError("token_ids must be int64 [B]")
+    library = current()
+    if library.handle is None or logits.device.type != "cpu":
+        if library.isa != "reference":
+            count_fallback("sampling", f"no fast path on {logits.device.type}")
+        return log_softmax_top_reference(logits, token_ids, k)
+    batch = logits.shape[0]
+    result = TopLogprobs(
+        torch.empty(batch),
+        torch.empty(batch, dtype=torch.int64),
+        torch.empty((batch, k), dtype=torch.int64),
+        torch.empty((batch, k)),
+    )
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    torch.ops.looseleaf.log_softmax_top(
+        result.chosen, result.rank, result.top_ids, result.top, logits, token_ids.contiguous()
+    )
+    return result

@@ -1,0 +1,28 @@
+"""SwiGLU's elementwise half: silu(gate) * up. Rounds as Hugging Face's Llama: once after silu, once after the product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import count_fallback, current
+
+
+def silu_mul_reference(x: Tensor) -> Tensor:
+    """Same contract as `silu_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """x: [..., 2 * intermediate], gate then up -> [..., intermediate]. Errors: ValueError for an odd last dimension."""
+    if x.shape[-1] % 2:
+        raise ValueError("the last dimension must be gate and up, of one size")
+    library = current()
+    if library.handle is None or x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32):
+        if library.isa != "reference":
+            count_fallback("silu_mul", f"no fast path for {x.dtype} on {x.device.type}")
+        return silu_mul_reference(x)
+    out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
+    torch.ops.looseleaf.silu_mul(out, x.reshape(-1, x.shape[-1]))
+    return out

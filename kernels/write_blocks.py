@@ -1,0 +1,78 @@
+"""RoPE on q and k, then k and v into their slots, in one pass. Knows neither layers nor who owns a block.
+
+Rotation is the half (neox) form of Hugging Face's Llama, computed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import count_fallback, current
+
+
+def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] -> rotated, in x's dtype; dimensions past cos_sin's width pass through."""
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions.long()][:, None, :].split(half, dim=-1)  # [T, 1, half]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def write_blocks_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cos_sin: Tensor | None,
+) -> None:
+    """Same contract as `write_blocks`."""
+    if cos_sin is not None:
+        q.copy_(_rotate(q, positions, cos_sin))
+        k = _rotate(k, positions, cos_sin)
+    kept = slot_mapping >= 0
+    slots, block_size = slot_mapping[kept], key_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = k[kept]
+    value_cache[blocks, :, offsets] = v[kept]
+
+
+def write_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cos_sin: Tensor | None,
+) -> None:
+    """Rotates q in place; writes rotated k, and v, into the caches. k itself is left as it is.
+
+    q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; strided views of a fused qkv output are fine.
+    positions: int64 [T]. slot_mapping: int64 [T] = block * block_size + offset; negative writes nothing.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], strided.
+    cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.
+    Errors: ValueError for shapes and dtypes, and for a slot or position out of range (then nothing is written).
+    """
+    if not (q.dtype == k.dtype == v.dtype == key_cache.dtype == value_cache.dtype):
+        raise ValueError("q, k, v and the caches differ in dtype")
+    if not (positions.dtype == slot_mapping.dtype == torch.int64 and positions.shape == slot_mapping.shape):
+        raise ValueError("positions and slot_mapping must be int64 [T]")
+    if not q.shape[0] == k.shape[0] == v.shape[0] == positions.shape[0]:
+        raise ValueError("q, k, v and positions differ in the number of tokens")
+    if k.shape != v.shape or k.shape[1:] != (key_cache.shape[1], key_cache.shape[3]) or q.shape[2] != k.shape[2]:
+        raise ValueError("k, v [T, kv_heads, head_dim] do not fit the caches")
+    if cos_sin is not None and (cos_sin.dtype != torch.float32 or cos_sin.shape[1] > q.shape[2]):
+        raise ValueError("cos_sin must be fp32 [max_pos, rotary_dim <= head_dim]")
+    library = current()
+    if library.handle is None or q.device.type != "cpu" or q.dtype not in (torch.bfloat16, torch.float32):
+        if library.isa != "reference":
+            count_fallback("write_blocks", f"no fast path for {q.dtype} on {q.device.type}")
+        write_blocks_reference(q, k, v, positions, slot_mapping, key_cache, value_cache, cos_sin)
+        return
+    torch.ops.looseleaf.write_blocks(q, k, v, positions, slot_mapping, key_cache, value_cache, cos_sin)
