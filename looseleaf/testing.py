@@ -1,0 +1,50 @@
+"""For tests of a running system: seeded prompts, block accounting, waiting. Ships with the package, so users test alike."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import grpc
+
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+
+
+def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size: int = 256) -> list[list[int]]:
+    """Random token ids, `lengths` being the shortest and the longest; ids 10..vocab_size-1."""
+    rng = random.Random(seed)
+    return [[rng.randrange(10, vocab_size) for _ in range(rng.randint(*lengths))] for _ in range(num_prompts)]
+
+
+def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResponse:
+    """The block store's counts."""
+    with grpc.insecure_channel(block_store) as channel:
+        stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
+        request = pb.InspectRequest(include_blocks=include_blocks)
+        return cast(pb.InspectResponse, stub.Inspect(request, timeout=10))
+
+
+def assert_nothing_held(block_store: str, *, within_s: float = 15.0) -> pb.InspectResponse:
+    """FREE + CACHED + RESERVED is everything and nobody holds a sealed block, at the latest after `within_s`.
+
+    15 s are a ticket's lease and a sweep: what a cancelled request left in a ticket goes then.
+    """
+    state = wait_for(
+        lambda: inspect(block_store), lambda s: s.sealed == 0 and s.quarantine == 0, within_s, "blocks stay held"
+    )
+    assert state.free + state.cached + state.reserved == state.num_blocks, state
+    held = sum(holder.num_references for holder in state.holders)
+    assert held == state.reserved, f"{held} references, {state.reserved} reserved blocks"
+    return state
+
+
+def wait_for(look: Callable[[], Any], good: Callable[[Any], bool], within_s: float, otherwise: str) -> Any:
+    """The first value of `look` that is `good`; AssertionError with the last one after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not good(value := look()):
+        assert time.monotonic() < deadline, f"{otherwise}: {value}"
+        time.sleep(0.05)
+    return value

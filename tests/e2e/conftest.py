@@ -1,0 +1,33 @@
+"""One real stack (Redis, block store, workers, gateway as processes) per module that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.tiny import make_checkpoint
+from looseleaf import LLM
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama in bf16; drawn wide, so that a wrong KV block changes tokens."""
+    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+    make_checkpoint(directory, "llama", seed=1, dtype="bfloat16", max_position_embeddings=8192)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    """One prefill and one decode worker."""
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=8192) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def two_by_two(checkpoint: Path) -> Iterator[LLM]:
+    """Two prefill and two decode workers."""
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=2048, prefill=2, decode=2) as running:
+        yield running

@@ -1,0 +1,51 @@
+"""More requests than fit: all answered where the queue admits them, refused at once where not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from common.errors import ResourceExhausted
+from looseleaf import LLM, AsyncClient
+from looseleaf.testing import assert_nothing_held, prompts
+
+OPTIONS = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+
+
+async def test_1000_at_once_are_all_answered_with_the_tokens_they_have_alone(checkpoint: Path) -> None:
+    kinds = prompts(25, seed=13, lengths=(5, 40))
+    with LLM(str(checkpoint), num_blocks=512, max_model_len=512, max_queue=1000) as llm:
+        alone = [llm.client.generate(p, **OPTIONS, cache_salt="alone").token_ids for p in kinds]  # type: ignore[misc]
+        async with AsyncClient(llm.addresses.grpc) as client:
+            done = await asyncio.gather(*(client.generate(kinds[i % 25], **OPTIONS) for i in range(1000)))
+        assert [item.token_ids for item in done] == [alone[i % 25] for i in range(1000)]
+        assert_nothing_held(llm.addresses.block_store)
+
+
+async def test_beyond_the_limit_refusals_come_at_once_with_a_time_to_retry(llm: LLM) -> None:
+    refusals: list[float] = []
+
+    async def one(client: AsyncClient, prompt: list[int]) -> bool:
+        started = time.monotonic()
+        try:
+            await client.generate(prompt, max_tokens=64, temperature=0.0, ignore_eos=True)
+        except ResourceExhausted as error:
+            refusals.append(time.monotonic() - started)
+            assert error.retry_after_s is not None and error.retry_after_s > 0
+            return False
+        return True
+
+    many = prompts(600, seed=14, lengths=(5, 40))
+    async with AsyncClient(llm.addresses.grpc) as client:
+        # A first wave fills the gateway; then single requests are refused while it works.
+        wave = [asyncio.create_task(one(client, prompt)) for prompt in many]
+        await asyncio.sleep(0.5)
+        refusals.clear()
+        for prompt in many[:20]:
+            await one(client, prompt)
+        answered = await asyncio.gather(*wave)
+    assert sum(answered) >= 256
+    assert refusals, "nothing was refused"
+    assert sorted(refusals)[len(refusals) // 2] <= 0.05, refusals
+    assert_nothing_held(llm.addresses.block_store)
