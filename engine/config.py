@@ -1,0 +1,304 @@
+"""What a model is: sizes, positions, norms, biases, read from a Hugging Face directory's `config.json`.
+
+Knows no tensors. Everything that would change the numbers is either honoured or refused by name (`UnsupportedModel`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from common.types import DType, KvKind, KvLayout, KvSpec
+from engine.errors import ModelError, UnsupportedModel
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "opt"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "OPTForCausalLM": "opt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions; the fields beyond `theta` belong to the scaling named by `kind` (as in transformers)."""
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_len: int = 0
+    """Positions the model was trained on before scaling."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One model. Lengths in tokens, sizes in elements."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    norm_eps: float = 1e-6
+    rope: RopeConfig | None = None
+    """None: learned positions."""
+    window: int | None = None
+    """Sliding window: a query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    embed_dim: int = 0
+    """Width of the word embedding (OPT may project it to `hidden_size`)."""
+    norm_before: bool = True
+    """LayerNorm before (True) or after each sublayer (OPT-350m)."""
+    final_norm: bool = True
+    checkpoint_dtype: DType = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelConfig:
+        """Read `config.json` (and end-of-sequence ids from `generation_config.json`).
+
+        Raises: ModelError: missing directory or file, invalid JSON or field; UnsupportedModel: names what is not
+        supported.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ModelError(f"model directory {directory} does not exist")
+        raw = read_json(directory / "config.json")
+        family = _family(raw)
+        _refuse_common(raw)
+        try:
+            config = _opt(raw) if family == "opt" else _llama_like(raw, family)
+            _check_sizes(config)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"lacks {error}" if isinstance(error, KeyError) else f"has a bad value ({error})"
+            raise ModelError(f"{directory / 'config.json'} {what}") from error
+        return _with_eos(config, raw, directory)
+
+    def kv_spec(self, dtype: DType) -> KvSpec:
+        """What one token position stores: all layers form one KV group."""
+        kind = KvKind.FULL if self.window is None else KvKind.SLIDING
+        return KvSpec(self.num_layers, self.num_kv_heads, self.head_dim, dtype, kind, self.window)
+
+    def kv_layout(self, block_size: int, dtype: DType) -> KvLayout:
+        return KvLayout(block_size, (self.kv_spec(dtype),))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+# --- families
+
+
+def _family(raw: dict[str, Any]) -> Family:
+    """The family by `architectures`, or by `model_type` where that is absent."""
+    names = raw.get("architectures") or []
+    name = str(names[0]) if names else str(raw.get("model_type", "(none)"))
+    by_type = {family: family for family in ARCHITECTURES.values()}
+    family = ARCHITECTURES.get(name) if names else by_type.get(cast(Family, name))
+    if family is None:
+        raise UnsupportedModel(f"architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    return family
+
+
+def _refuse_common(raw: dict[str, Any]) -> None:
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModel(f"quantization_config ({method}) is not supported; use an unquantized checkpoint")
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
+
+
+def _refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:
+    """Refuse a setting whose value changes the numbers in a way we do not compute. The first allowed is the default."""
+    value = raw.get(name, allowed[0])
+    if value not in allowed:
+        raise UnsupportedModel(f"{name}={value!r} is not supported; supported is {allowed[0]!r}")
+
+
+def _llama_like(raw: dict[str, Any], family: Family) -> ModelConfig:
+    _refuse_unless(raw, "hidden_act", "silu", "swish")
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    # Defaults of absent keys are transformers', which differ by family.
+    default_kv_heads = {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(family, heads)
+    default_len = {"llama": 2048, "mistral": 131_072}.get(family, 32_768)
+    default_head_dim = 128 if family == "qwen3" else hidden // heads
+    attention_bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
+    length = int(raw.get("max_position_embeddings") or default_len)
+    rope, max_model_len = _rope(raw, length)
+    return ModelConfig(
+        family=family,
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=hidden,
+        intermediate_size=int(raw["intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or default_kv_heads),
+        head_dim=int(raw.get("head_dim") or default_head_dim),
+        max_model_len=max_model_len,
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        window=_window(raw, family),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        embed_dim=hidden,
+        checkpoint_dtype=_dtype(raw),
+    )
+
+
+def _opt(raw: dict[str, Any]) -> ModelConfig:
+    _refuse_unless(raw, "activation_function", "relu")
+    _refuse_unless(raw, "layer_norm_elementwise_affine", True)
+    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    bias = bool(raw.get("enable_bias", True))
+    norm_before = bool(raw.get("do_layer_norm_before", True))
+    return ModelConfig(
+        family="opt",
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=hidden,
+        intermediate_size=int(raw["ffn_dim"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_model_len=int(raw.get("max_position_embeddings", 2048)),
+        norm_eps=1e-5,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        embed_dim=int(raw.get("word_embed_proj_dim") or hidden),
+        norm_before=norm_before,
+        final_norm=norm_before and not raw.get("_remove_final_layer_norm", False),
+        checkpoint_dtype=_dtype(raw),
+    )
+
+
+def _window(raw: dict[str, Any], family: Family) -> int | None:
+    """The one window of all layers; models that mix windowed and full layers are refused."""
+    window = raw.get("sliding_window")
+    if family == "llama" or not window:
+        return None
+    if family == "mistral":
+        return int(window)
+    if not raw.get("use_sliding_window", False):
+        return None
+    layers = int(raw["num_hidden_layers"])
+    first = int(raw.get("max_window_layers", 28))
+    kinds = raw.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if len(set(kinds)) > 1:
+        raise UnsupportedModel(
+            f"layers that mix full and sliding attention (use_sliding_window with max_window_layers={first}) "
+            "are not supported; supported is one kind for all layers"
+        )
+    return int(window) if kinds[0] == "sliding_attention" else None
+
+
+# --- rotary positions
+
+
+def _rope(raw: dict[str, Any], length: int) -> tuple[RopeConfig, int]:
+    """Rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`); and the longest
+    sequence. As in vLLM, linear, dynamic and yarn stretch `max_position_embeddings` (yarn: the original length)."""
+    scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind not in ("default", "linear", "dynamic", "yarn", "llama3"):
+        raise UnsupportedModel(
+            f"RoPE scaling {kind} is not supported; supported are default, linear, dynamic, yarn, llama3"
+        )
+    for source in (raw, scaling):
+        _refuse_unless(source, "partial_rotary_factor", 1.0, 1, None)
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta), length
+    original = int(scaling.get("original_max_position_embeddings") or length)
+    factor = scaling.get("factor")
+    if factor is None and kind == "yarn":
+        factor = length / original
+    attention_factor = scaling.get("attention_factor")
+    rope = RopeConfig(
+        theta=theta,
+        kind=cast(RopeKind, kind),
+        factor=float(cast(float, factor)),
+        original_max_len=length if kind == "dynamic" else original,
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        mscale=float(scaling.get("mscale") or 0.0),
+        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+    stretch: dict[str, Callable[[], float]] = {
+        "linear": lambda: length * rope.factor,
+        "dynamic": lambda: length * rope.factor,
+        "yarn": lambda: max(length, original * rope.factor),
+    }
+    return rope, int(stretch[kind]()) if kind in stretch else length
+
+
+# --- small things
+
+
+def _dtype(raw: dict[str, Any]) -> DType:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("bfloat16", "float32", "float16"):
+        raise UnsupportedModel(f"checkpoint dtype {name} is not supported; supported are bfloat16, float16, float32")
+    return cast(DType, name)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    for name in (*sizes, "max_model_len", "embed_dim"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"{config.num_heads} heads cannot share {config.num_kv_heads} KV heads")
+    if config.family == "opt" and config.hidden_size % config.num_heads:
+        raise ValueError(f"hidden_size {config.hidden_size} is not a multiple of {config.num_heads} heads")
+    if config.head_dim % 8:
+        raise UnsupportedModel(f"head_dim {config.head_dim} is not supported; supported are multiples of 8")
+
+
+def _with_eos(config: ModelConfig, raw: dict[str, Any], directory: Path) -> ModelConfig:
+    path = directory / "generation_config.json"
+    ids = read_json(path).get("eos_token_id") if path.exists() else None
+    ids = raw.get("eos_token_id") if ids is None else ids
+    as_list = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return replace(config, eos_token_ids=tuple(int(i) for i in as_list))

@@ -1,0 +1,176 @@
+"""Weights by name and shape, as models ask for them: from safetensors (memory-mapped) or random from the config alone.
+
+A model pulls every tensor it needs; `finish` then refuses a checkpoint that holds others. Knows no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from rich.progress import Progress, TaskID
+from safetensors import SafetensorError, safe_open
+
+from engine.checkpoint import WeightFile, weight_files
+from engine.config import ModelConfig
+from engine.errors import ModelError
+from kernels.linear import PackedLinear
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+logger = logging.getLogger("engine")
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+"""Buffers that old checkpoints carry and nobody needs."""
+DUMMY_POOL = 1_048_573
+"""Random numbers that dummy weights are cut from; a prime, so that rows of any width differ."""
+DUMMY_STD = 0.02
+
+
+class TensorSource(Protocol):
+    """Where tensors come from. `take` may return a view that lives only as long as the source."""
+
+    def has(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def unused(self) -> list[str]: ...
+
+
+class SafetensorsSource:
+    """The tensors of a checkpoint's files, memory-mapped."""
+
+    def __init__(self, files: Sequence[WeightFile]) -> None:
+        self._place = {name: file for file in files for name in file.tensors}
+        self._unused = set(self._place)
+        self._open = {file.path: self._map(file.path) for file in files}
+
+    @staticmethod
+    def _map(path: Path) -> safe_open:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is corrupt ({error})") from error
+
+    def has(self, name: str) -> bool:
+        return name in self._place
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name not in self._place:
+            raise ModelError(f"the checkpoint lacks tensor {name}, shape {list(shape)}")
+        file = self._place[name]
+        found = file.tensors[name][1]
+        if found != shape:
+            raise ModelError(f"tensor {name} in {file.path} has shape {list(found)}, the config asks for {list(shape)}")
+        self._unused.discard(name)
+        return self._open[file.path].get_tensor(name).to(dtype)
+
+    def unused(self) -> list[str]:
+        return sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIXES))
+
+
+class DummySource:
+    """Random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=dtype)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype)
+        size = shape[0] * shape[1]
+        start = zlib.crc32(name.encode()) % DUMMY_POOL
+        turned = torch.cat((self._pool[start:], self._pool[:start])).to(dtype)
+        return turned.repeat(-(-size // DUMMY_POOL))[:size].view(shape)
+
+    def unused(self) -> list[str]:
+        return []
+
+
+class Weights:
+    """What a model's constructor pulls its parameters from, in the compute dtype, fused and packed."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype, progress: Progress | None, task: TaskID) -> None:
+        self.dtype = dtype
+        self.num_bytes = 0
+        self._source = source
+        self._progress = progress
+        self._task = task
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """A parameter of our own memory (a mapped file may change or vanish)."""
+        found = self._source.take(name, shape, self.dtype)
+        return self._count(torch.empty(shape, dtype=self.dtype).copy_(found))
+
+    def linear(self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False) -> PackedLinear:
+        """The projections `names` (each [out, size_in]) as one, outputs in order; optionally with their biases."""
+        weight = self._stack(
+            [self._source.take(f"{n}.weight", (o, size_in), self.dtype) for n, o in zip(names, outs, strict=True)]
+        )
+        biases = None
+        if bias:
+            biases = self._stack(
+                [self._source.take(f"{n}.bias", (o,), self.dtype) for n, o in zip(names, outs, strict=True)]
+            )
+        return self.pack(weight, biases)
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """A linear of a weight that the caller has; counted, since packing copies."""
+        self._count(weight)
+        return PackedLinear(weight, bias)
+
+    def finish(self, allowed: Sequence[str] = ()) -> None:
+        """Refuse a checkpoint with tensors that nobody asked for: it is another model than the config says."""
+        extra = [name for name in self._source.unused() if name not in allowed]
+        if extra:
+            raise ModelError(f"the checkpoint has unexpected tensor {extra[0]} ({len(extra)} in all)")
+
+    def layer_done(self) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._task)
+
+    @staticmethod
+    def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+@contextlib.contextmanager
+def open_weights(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, load_format: LoadFormat, seed: int
+) -> Iterator[Weights]:
+    """The weights of a model directory, with a progress bar on a terminal and a log line elsewhere.
+
+    Raises: ModelError naming the file or tensor.
+    """
+    source: TensorSource
+    source = DummySource(seed) if load_format == "dummy" else SafetensorsSource(weight_files(directory))
+    logger.info("loading %s weights of %s", "dummy" if load_format == "dummy" else "safetensors", directory)
+    with contextlib.ExitStack() as stack:
+        progress: Progress | None = None
+        task = TaskID(0)
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+            task = progress.add_task("loading layers", total=config.num_layers)
+        weights = Weights(source, dtype, progress, task)
+        yield weights
+    logger.info("loaded %.2f GiB of weights", weights.num_bytes / 2**30)

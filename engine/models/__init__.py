@@ -1,0 +1,1 @@
+"""Model definitions: one decoder for the Llama-like families, one for OPT."""

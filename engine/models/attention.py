@@ -1,0 +1,68 @@
+"""The attention part of a layer over blocks: rotate, write K and V to their slots, attend. Shared by all models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.paged_attention import paged_attention
+from kernels.paged_prefill import paged_prefill
+from kernels.write_blocks import write_blocks
+
+
+@dataclass(slots=True)
+class StepMetadata:
+    """What attention needs to know of a step: T tokens of B sequences. Tensors of one KV group."""
+
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
+    cu_seqlens_q: torch.Tensor  # int32 [B + 1]
+    context_lens: torch.Tensor  # int32 [B], this step's tokens included
+    block_table: torch.Tensor  # int32 [B, max_blocks]
+    decode_only: bool
+    """Every sequence has one token, T == B."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's view of the arena."""
+
+    keys: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim], strided
+    values: torch.Tensor  # as keys
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Sizes of a layer's attention; no parameters."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float
+    window: int | None
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the fused projection [T, (H + 2 KVH) * D] as q [T, H, D], k and v [T, KVH, D]."""
+        heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return q, k, v
+
+    def __call__(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: LayerCache,
+        step: StepMetadata,
+        cos_sin: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write the step's K and V, attend to everything written so far; [T, H * D]. q is rotated in place."""
+        q, k, v = qkv
+        write_blocks(q, k, v, step.positions, step.slot_mapping, cache.keys, cache.values, cos_sin)
+        options = {"softmax_scale": self.softmax_scale, "window": self.window}
+        if step.decode_only:
+            out = paged_attention(q, cache.keys, cache.values, step.block_table, step.context_lens, **options)
+        else:
+            out = paged_prefill(
+                q, cache.keys, cache.values, step.block_table, step.context_lens, step.cu_seqlens_q, **options
+            )
+        return out.reshape(q.shape[0], self.num_heads * self.head_dim)

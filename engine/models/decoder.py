@@ -1,0 +1,102 @@
+"""The Llama-like decoder: Llama, Mistral, Qwen2, Qwen3. RMSNorm, rotary positions, grouped queries, SwiGLU.
+
+Differences between the families are data in `ModelConfig` (biases, q/k norm, window), not code paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding
+
+from engine.config import ModelConfig
+from engine.loader import Weights
+from engine.models.attention import Attention, LayerCache, StepMetadata
+from engine.models.rope import cos_sin_table
+from kernels.linear import PackedLinear
+from kernels.rms_norm import rms_norm
+from kernels.silu_mul import silu_mul
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Parameters of one layer; sizes: h hidden, q = heads * head_dim, kv = kv_heads * head_dim, i intermediate."""
+
+    input_norm: torch.Tensor  # [h]
+    qkv: PackedLinear  # h -> q + 2 kv
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None
+    o: PackedLinear  # q -> h
+    post_norm: torch.Tensor  # [h]
+    gate_up: PackedLinear  # h -> 2 i
+    down: PackedLinear  # i -> h
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: Weights, index: int) -> DecoderLayer:
+        c, at = config, f"model.layers.{index}."
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        attn, mlp = f"{at}self_attn.", f"{at}mlp."
+        layer = cls(
+            input_norm=weights.tensor(f"{at}input_layernorm.weight", c.hidden_size),
+            qkv=weights.linear(
+                [f"{attn}q_proj", f"{attn}k_proj", f"{attn}v_proj"], [q, kv, kv], c.hidden_size, bias=c.qkv_bias
+            ),
+            q_norm=weights.tensor(f"{attn}q_norm.weight", c.head_dim) if c.qk_norm else None,
+            k_norm=weights.tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
+            o=weights.linear([f"{attn}o_proj"], [c.hidden_size], q, bias=c.o_bias),
+            post_norm=weights.tensor(f"{at}post_attention_layernorm.weight", c.hidden_size),
+            gate_up=weights.linear(
+                [f"{mlp}gate_proj", f"{mlp}up_proj"], [c.intermediate_size] * 2, c.hidden_size, bias=c.mlp_bias
+            ),
+            down=weights.linear([f"{mlp}down_proj"], [c.hidden_size], c.intermediate_size, bias=c.mlp_bias),
+        )
+        weights.layer_done()
+        return layer
+
+
+class Decoder:
+    """token ids [T] -> logits of the wanted rows [R, vocab], with K and V going to and coming from blocks."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
+        c = config
+        assert c.rope is not None
+        self._eps = c.norm_eps
+        self._vocab_size = c.vocab_size
+        self._attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window)
+        self._cos_sin = cos_sin_table(c.rope, c.head_dim, max_len)  # fp32 [max_len, head_dim]
+        self._embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        self._layers = [DecoderLayer.load(c, weights, i) for i in range(c.num_layers)]
+        self._norm = weights.tensor("model.norm.weight", c.hidden_size)
+        tied = c.tie_embeddings
+        self._lm_head = (
+            weights.pack(self._embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
+        )
+        weights.finish(allowed=["lm_head.weight"] if tied else [])
+
+    def forward(
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        residual = embedding(token_ids, self._embed)  # [T, h]
+        x = rms_norm(residual, self._layers[0].input_norm, self._eps)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            x = self._attend(layer, layer.qkv(x), caches[index], step)  # [T, q]
+            if index == last and rows is not None:  # only wanted rows go on
+                if not len(rows):
+                    return x.new_empty((0, self._vocab_size))
+                x, residual = x[rows], residual[rows]
+            x, residual = rms_norm(layer.o(x), layer.post_norm, self._eps, residual)
+            x = layer.down(silu_mul(layer.gate_up(x)))
+            norm = self._norm if index == last else self._layers[index + 1].input_norm
+            x, residual = rms_norm(x, norm, self._eps, residual)
+        return self._lm_head(x)
+
+    def _attend(self, layer: DecoderLayer, qkv: torch.Tensor, cache: LayerCache, step: StepMetadata) -> torch.Tensor:
+        q, k, v = self._attention.split(qkv)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q.reshape(-1, q.shape[-1]), layer.q_norm, self._eps).view(q.shape)
+            k = rms_norm(k.reshape(-1, k.shape[-1]), layer.k_norm, self._eps).view(k.shape)
+        return self._attention((q, k, v), cache, step, self._cos_sin)

@@ -1,0 +1,90 @@
+"""Rotary position tables. Formulas as in transformers' `modeling_rope_utils`; computed once per model in fp32.
+
+A table is a pure function of the position, so that cached KV never depends on how a prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.config import RopeConfig
+
+
+def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
+    """Rotations of positions 0..max_len-1: fp32 [max_len, head_dim], head_dim/2 cosines and then as many sines."""
+    positions = torch.arange(max_len, dtype=torch.float32)
+    if rope.kind == "dynamic":
+        angles = positions[:, None] * _dynamic(rope, head_dim, positions)  # [max_len, head_dim/2]
+    else:
+        angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair, fp32 [head_dim/2] (not for dynamic scaling, where they grow with position)."""
+    plain = _plain(rope.theta, head_dim)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
+    return plain
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What YaRN scales cosine and sine by (eq. 22 of arXiv 2309.00071); 1 for the others."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _plain(theta: float, head_dim: int) -> torch.Tensor:
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """Dynamic NTK: the base grows with the sequence. Position p gets the base of a sequence of p + 1 tokens, which is
+    what transformers computes when it decodes with a cache; a longer prompt in one pass would rotate all its
+    positions by its last one, so KV would depend on the chunking. [max_len, head_dim/2]"""
+    length = (positions.double() + 1).clamp(min=rope.original_max_len)
+    growth = rope.factor * length / rope.original_max_len - (rope.factor - 1)
+    base = rope.theta * growth ** (head_dim / (head_dim - 2))  # [max_len]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (base.float()[:, None] ** exponents)
+
+
+def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    wavelen = 2 * math.pi / plain
+    smooth = (rope.original_max_len / wavelen - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * plain / rope.factor + smooth * plain
+    scaled = torch.where(wavelen > rope.original_max_len / rope.low_freq_factor, plain / rope.factor, between)
+    return torch.where(wavelen < rope.original_max_len / rope.high_freq_factor, plain, scaled)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """YaRN: interpolate the dimensions that turn slowly, keep those that turn fast, a linear ramp between."""
+    frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(rope.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, head_dim - 1.0)
+    high += 0.001 if low == high else 0.0
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return (1.0 / (rope.factor * frequencies)) * (1 - keep) + (1.0 / frequencies) * keep

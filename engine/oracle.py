@@ -1,0 +1,86 @@
+"""The answer that everything else is compared with: one process, one sequence, no cache, no scheduler; same kernels.
+
+Lays out its own steps (without `engine.sequence`) over a private arena, so that it shares no bookkeeping with what it
+judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.types import SamplingParams, StoppingParams
+from engine.runner import ModelRunner, StepInput
+from engine.sampler import SampleRow, sample_rows
+
+
+class Oracle:
+    """Runs a runner's model over private memory; the runner's own arena stays bound."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        stopping: StoppingParams,
+        *,
+        sample_index: int = 0,
+        chunk: int | None = None,
+    ) -> list[int]:
+        """Output token ids, the stop token included. `chunk`: tokens per prefill step (default: the whole prompt)."""
+        tokens, outputs = list(prompt_ids), list[int]()
+        limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
+        with self._runner.using(self._arena(len(tokens) + limit)):
+            logits = self._prefill(tokens, chunk, last_only=True)
+            while True:
+                row = SampleRow(sampling, stopping, prompt_ids, outputs, sample_index, len(outputs))
+                outputs.append(sample_rows(logits, [row])[0].token_id)
+                stopped = outputs[-1] in stopping.stop_token_ids and len(outputs) >= stopping.min_tokens
+                if stopped or len(outputs) >= limit:
+                    return outputs
+                position = len(tokens) + len(outputs) - 1
+                logits = self._runner.step(_one_sequence(outputs[-1:], position, self._block_size, last_only=True))
+
+    def logits(self, token_ids: Sequence[int], *, chunk: int | None = None) -> torch.Tensor:
+        """Teacher-forced fp32 logits [len(token_ids), vocab]: row i predicts token i + 1."""
+        with self._runner.using(self._arena(len(token_ids))):
+            return self._prefill(token_ids, chunk, last_only=False)
+
+    @property
+    def _block_size(self) -> int:
+        return self._runner.layout.block_size
+
+    def _arena(self, num_tokens: int) -> np.ndarray:
+        """Blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot shows."""
+        return np.full((-(-num_tokens // self._block_size), self._runner.layout.block_bytes), 0xFF, np.uint8)
+
+    def _prefill(self, token_ids: Sequence[int], chunk: int | None, *, last_only: bool) -> torch.Tensor:
+        """Chunk by chunk; logits [1, vocab] of the last token or [T, vocab] of all."""
+        size = chunk or len(token_ids)
+        starts = range(0, len(token_ids), size)
+        parts = [
+            self._runner.step(
+                _one_sequence(token_ids[start : start + size], start, self._block_size, last_only=last_only)
+            )
+            for start in starts
+        ]
+        return parts[-1] if last_only else torch.cat(parts)
+
+
+def _one_sequence(token_ids: Sequence[int], start: int, block_size: int, *, last_only: bool) -> StepInput:
+    """A step of one sequence whose block i is block i of the arena, computing positions start.. ."""
+    end = start + len(token_ids)
+    positions = np.arange(start, end, dtype=np.int64)
+    return StepInput(
+        np.array(token_ids, np.int64),
+        positions,
+        (positions,),  # block table is the identity: slot == position
+        np.array([0, len(token_ids)], np.int32),
+        np.array([end], np.int32),
+        (np.arange(-(-end // block_size), dtype=np.int32)[None],),
+        np.array([len(token_ids) - 1], np.int64) if last_only else np.arange(len(token_ids), dtype=np.int64),
+    )
