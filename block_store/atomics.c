@@ -1,11 +1,12 @@
-/* Atomic access to the generations in an arena's header. The file is shared by processes, so plain numpy stores would not do:
- * the writer rule (DESIGN section 5) raises a generation only from a lower value, and two writers must not both succeed.
+/* Atomic access to the generations in an arena's header. The file is shared by processes, so plain numpy stores would
+ * not do: the writer rule (DESIGN section 5) raises a generation only from a lower value, and of two writers one fails.
  * Plain C without Python, called through ctypes. */
 #include <stdint.h>
 
-/* Raises base[ids[i]] to gens[i] for i = 0..n-1. Stops at the first block whose generation is not lower and returns i; -1: all
- * raised. ids outside the arena count as not lower. */
-int64_t looseleaf_raise_generations(uint64_t *base, int64_t num_blocks, const int64_t *ids, const uint64_t *gens, int64_t n) {
+/* Raises base[ids[i]] to gens[i] for i = 0..n-1. Stops at the first block whose generation is not lower and returns i;
+ * -1: all raised. ids outside the arena count as not lower. */
+int64_t looseleaf_raise_generations(uint64_t *base, int64_t num_blocks, const int64_t *ids,
+                                    const uint64_t *gens, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         if (ids[i] < 0 || ids[i] >= num_blocks) return i;
         uint64_t *generation = base + ids[i];
@@ -17,9 +18,10 @@ int64_t looseleaf_raise_generations(uint64_t *base, int64_t num_blocks, const in
     return -1;
 }
 
-/* Index of the first block whose generation is not gens[i]; -1: all are. Fences on both sides keep the loads of block data
- * between a check before the step and one after it. */
-int64_t looseleaf_check_generations(const uint64_t *base, int64_t num_blocks, const int64_t *ids, const uint64_t *gens, int64_t n) {
+/* Index of the first block whose generation is not gens[i]; -1: all are. Fences on both sides keep the loads of block
+ * data between a check before the step and one after it. */
+int64_t looseleaf_check_generations(const uint64_t *base, int64_t num_blocks, const int64_t *ids,
+                                    const uint64_t *gens, int64_t n) {
     int64_t bad = -1;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     for (int64_t i = 0; i < n; i++) {

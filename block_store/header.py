@@ -87,7 +87,8 @@ class ArenaOffsets:
         offsets = [FIXED_BYTES]
         for field_bytes in (8, 8, 32, 4, 1):
             offsets.append(round_up(offsets[-1] + field_bytes * num_blocks, 64))
-        return cls(*offsets[:-1], round_up(offsets[-1], DATA_ALIGNMENT))
+        generations, digests, hashes, writer_slots, states, end = offsets
+        return cls(generations, digests, hashes, writer_slots, states, round_up(end, DATA_ALIGNMENT))
 
 
 def arena_bytes(num_blocks: int, block_bytes: int) -> int:

@@ -154,6 +154,14 @@ class Ledger:
         epochs = tuple(Epoch(int(epoch)) for epoch in reaped.split(",") if epoch)
         return ReapReport(epochs, int(freed), postponed == "1", tuple(int(float(s)) for s in waiting.split(",") if s))
 
+    def forget(self) -> None:
+        """Removes the ledger's keys, for the end of the arena's life. Calls that come later are refused as
+        StaleDataset.
+        """
+        self.client.delete(self.tag + "meta")
+        for key in list(self.client.scan_iter(f"{self.tag}*", count=1000)):
+            self.client.delete(key)
+
     def inspect_raw(self, with_blocks: bool) -> list[Any]:
         """The reply of `inspect.lua`; `inspection` decodes it."""
         reply = self._execute("inspect", int(with_blocks))

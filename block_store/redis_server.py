@@ -28,6 +28,7 @@ CONNECT_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 1.0
 _MIN_VERSION = (6, 2)
 _SOCKET_PATH_LIMIT = 107
+_LOG_NAME = "redis.log"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,6 +42,8 @@ class RedisHandle:
     version: str
     process: subprocess.Popen[bytes] | None
     """The private server, if this process started it."""
+    log: Path
+    """Its log, removed with it."""
 
     def close(self) -> None:
         """Closes the connections; ends a private server."""
@@ -52,6 +55,7 @@ class RedisHandle:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+            self.log.unlink(missing_ok=True)
 
 
 def connect(url: str | None, directory: str | os.PathLike[str]) -> RedisHandle:
@@ -64,7 +68,7 @@ def connect(url: str | None, directory: str | os.PathLike[str]) -> RedisHandle:
         binary, origin = find_server()
         process, where = _start(binary, Path(directory))
     try:
-        handle = _check(where, process)
+        handle = _check(where, process, Path(directory) / _LOG_NAME)
     except BaseException:
         if process is not None:
             process.kill()
@@ -108,7 +112,7 @@ def _start(binary: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     socket = directory.resolve() / "redis.sock"
     if len(str(socket)) > _SOCKET_PATH_LIMIT:
         raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
-    log = directory / "redis.log"
+    log = directory / _LOG_NAME
     command = [
         binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
         "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
@@ -130,7 +134,7 @@ def _die_with_parent() -> Callable[[], None]:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def _check(url: str, process: subprocess.Popen[bytes] | None) -> RedisHandle:
+def _check(url: str, process: subprocess.Popen[bytes] | None, log: Path) -> RedisHandle:
     shown = _without_password(url)
     try:
         client = open_client(url, call_timeout_s=CONNECT_TIMEOUT_S)
@@ -143,7 +147,7 @@ def _check(url: str, process: subprocess.Popen[bytes] | None) -> RedisHandle:
         raise RedisUnusable(f"redis at {shown} is {version}; 6.2 or later is needed")
     if (found := policy["maxmemory_policy"]) != "noeviction":
         raise RedisUnusable(f"redis at {shown} has maxmemory-policy {found}; it must be noeviction")
-    return RedisHandle(url, open_client(url, info["run_id"]), str(info["run_id"]), version, process)
+    return RedisHandle(url, open_client(url, info["run_id"]), str(info["run_id"]), version, process, log)
 
 
 def _same_server(run_id: str) -> Callable[[Any], None]:

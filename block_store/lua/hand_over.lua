@@ -1,4 +1,5 @@
--- hand_over(epoch, number, moved, kept, ticket lease ms): a ticket with references on all of them; the holder gives up `moved`.
+-- hand_over(epoch, number, moved, kept, ticket lease ms): a ticket with references on all of them; the holder gives up
+-- `moved`.
 local epoch, number, lease_ms = ARGV[2], ARGV[3], tonumber(ARGV[6])
 local early = lane(epoch, number)
 if early then return early end

@@ -1,5 +1,6 @@
--- initialise(dataset, run_id, num_blocks, rebuild count, dataset of the arena's header): all blocks FREE, in a new ledger.
--- A ledger of the header's dataset is kept; any other is refused. No prelude: there is no dataset to compare yet.
+-- initialise(dataset, run_id, num_blocks, rebuild count, dataset of the arena's header): all blocks FREE, in a new
+-- ledger. A ledger of the header's dataset is kept; any other is refused. No prelude: there is no dataset to compare
+-- yet.
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
 local found = redis.call('HMGET', META, 'dataset', 'num_blocks')

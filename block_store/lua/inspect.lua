@@ -1,4 +1,5 @@
--- inspect(with blocks): counts and live holders; with blocks also everything else, for the map of blocks and the invariants.
+-- inspect(with blocks): counts and live holders; with blocks also everything else, for the map of blocks and the
+-- invariants.
 local function count(name) return tonumber(call('HGET', META, name)) end
 local holders, leases = {}, call('ZRANGE', LEASES, 0, -1, 'WITHSCORES')
 for i = 1, #leases, 2 do
@@ -11,5 +12,6 @@ local counts = { call('LLEN', FREE_LIST), count('reserved'), count('sealed'), ca
   call('ZCARD', QUARANTINE_SET), count('num_blocks') }
 if ARGV[2] ~= '1' then return { text(now_ms()), counts, holders } end
 return { text(now_ms()), counts, holders, call('GET', BLOCKS), call('HGETALL', REFS), call('HGETALL', INDEX),
-  call('LRANGE', FREE_LIST, 0, -1), call('ZRANGE', CACHED_SET, 0, -1), call('ZRANGE', QUARANTINE_SET, 0, -1, 'WITHSCORES'),
+  call('LRANGE', FREE_LIST, 0, -1), call('ZRANGE', CACHED_SET, 0, -1),
+  call('ZRANGE', QUARANTINE_SET, 0, -1, 'WITHSCORES'),
   call('HGETALL', FLOORS), call('HVALS', TOKENS) }

@@ -2,11 +2,13 @@
 -- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
 --
 -- Keys: meta (hash: dataset, run_id, num_blocks, rebuild, epoch, tick, reserved, sealed, last_reap)
---   blocks (string, RECORD bytes each: state u8, hashed u8, u16, writer slot u32, generation u64, writer epoch u64, hash[32])
+--   blocks (string, RECORD bytes each: state u8, hashed u8, u16, writer slot u32, generation u64, writer epoch u64,
+--           hash[32])
 --   refs   (hash: block -> its holders' epochs, u64 each)          the block side
 --   own:<epoch>    (hash: block -> generation u64, order u64)      the holder side
 --   holder:<epoch> (hash: kind, name, slot, floor, token, number, reply)
---   index  (hash: prefix hash -> block)      free (list)      cached (zset: eviction order)      quarantine (zset: writer slot)
+--   index  (hash: prefix hash -> block)
+--   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot)
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
 -- Generations are passed on as 8 opaque bytes: a Lua number holds only 53 bits.
 local call = redis.call
@@ -137,8 +139,8 @@ local function pin(epoch, epoch8, block, order)
   return generation_of(record)
 end
 
--- Takes `epoch` from the block side of `blocks` (a chain, head first). A block that nobody holds any more becomes CACHED if it is
--- indexed, else FREE; `reaped`: unsealed ones go to quarantine. The chain enters the eviction order tail first.
+-- Takes `epoch` from the block side of `blocks` (a chain, head first). A block that nobody holds any more becomes CACHED
+-- if it is indexed, else FREE; `reaped`: unsealed ones go to quarantine. The chain enters the eviction order tail first.
 local function let_go(epoch, blocks, reaped)
   local epoch8, sides = u64(epoch), hmget(REFS, blocks)
   local kept, gone, freed, cached, waiting = {}, {}, {}, {}, {}
@@ -200,8 +202,8 @@ local function end_holder(epoch, reaped)
   call('DEL', own_key(epoch), holder_key(epoch))
 end
 
--- Hashes as passed: number of groups u32, then per group a count u32 and the hashes. Returns the length of the longest prefix
--- indexed for every group, and the blocks per group.
+-- Hashes as passed: number of groups u32, then per group a count u32 and the hashes. Returns the length of the longest
+-- prefix indexed for every group, and the blocks per group.
 local function indexed_prefix(packed)
   local num_groups, at = struct.unpack('<I4', packed)
   local longest, groups = nil, {}

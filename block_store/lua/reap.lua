@@ -1,5 +1,6 @@
--- reap(lease ms, gap ms, free writer slots u32[]): first frees what waited for these slots, then ends holders whose lease is past.
--- In this order, since the caller looked at the locks before the call: what enters quarantine now was not yet looked at.
+-- reap(lease ms, gap ms, free writer slots u32[]): first frees what waited for these slots, then ends holders whose
+-- lease is past. In this order, since the caller looked at the locks before the call: what enters quarantine now was
+-- not yet looked at.
 local lease_ms, gap_ms, slots = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local freed = 0
 for at = 1, #slots, 4 do
@@ -34,4 +35,5 @@ for i = 2, #waiting, 2 do
     slot_list[#slot_list + 1] = waiting[i]
   end
 end
-return '+' .. table.concat(reaped, ',') .. ' ' .. freed .. ' ' .. (postponed and 1 or 0) .. ' ' .. table.concat(slot_list, ',')
+local flag = postponed and '1' or '0'
+return '+' .. table.concat({ table.concat(reaped, ','), text(freed), flag, table.concat(slot_list, ',') }, ' ')

@@ -7,7 +7,8 @@ local ITEM, epoch8, seen, n = 45, u64(epoch), {}, 0
 for at = 1, #packed, ITEM do
   local block = text((struct.unpack('<I4', packed, at)))
   local record = read(block)
-  if seen[block] or state_of(record) ~= RESERVED or string.sub(record, 9, 24) ~= string.sub(packed, at + 4, at + 11) .. epoch8 then
+  local mine = string.sub(record, 9, 24) == string.sub(packed, at + 4, at + 11) .. epoch8 -- generation, writer
+  if seen[block] or state_of(record) ~= RESERVED or not mine then
     return answer(epoch, number, '-STALE ' .. block)
   end
   seen[block], n = true, n + 1

@@ -1,3 +1,4 @@
--- unregister(epoch): releases everything and ends the holder, who says by it that its writes are complete. Once gone, stays gone.
+-- unregister(epoch): releases everything and ends the holder, who says by it that its writes are complete. Once gone,
+-- stays gone.
 if live(ARGV[2]) then end_holder(ARGV[2], false) end
 return '+'

@@ -1,0 +1,56 @@
+"""Starts the block store: `python -m block_store --directory DIR`. Builds every object it needs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from block_store import redis_server
+from block_store.errors import BlockStoreError
+from block_store.owner import ArenaOwner, DirectoryLock
+from block_store.redis_server import RedisHandle
+from block_store.service import BlockStoreServicer
+from block_store.settings import BlockStoreSettings
+from common.errors import StartupError
+from common.rpc import RpcServer, wait_for_signal, write_ready_file
+from common.service_main import run_service
+from protos.v1 import block_store_pb2_grpc
+
+
+async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
+    """Serves until a signal; removes what it made."""
+    server = RpcServer(settings.host, settings.port)
+    server.bind()
+    owner = ArenaOwner(settings, redis, settings.advertise or f"{settings.host}:{server.port}")
+    try:
+        await asyncio.to_thread(owner.find)
+        servicer = BlockStoreServicer(owner, settings.expect_workers, settings.attach_timeout_s)
+        server.add(
+            block_store_pb2_grpc.add_BlockStoreServiceServicer_to_server, servicer, "looseleaf.v1.BlockStoreService"
+        )
+        await server.start()
+        await server.set_ready(True)
+        write_ready_file(settings.ready_file, [f"{settings.host}:{server.port}", redis.url])
+        await wait_for_signal(asyncio.Event())
+        await server.stop(1.0)
+    finally:
+        await asyncio.to_thread(owner.close)
+
+
+async def main(settings: BlockStoreSettings) -> None:
+    lock = DirectoryLock(Path(settings.directory))
+    try:
+        # In the main thread: a private server dies with the thread that started it.
+        redis = redis_server.connect(settings.redis_url, settings.directory)
+        try:
+            await serve(settings, redis)
+        finally:
+            redis.close()
+    except BlockStoreError as error:
+        raise StartupError(str(error)) from error
+    finally:
+        lock.close()
+
+
+if __name__ == "__main__":
+    run_service("block_store", BlockStoreSettings, main)

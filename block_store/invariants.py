@@ -1,0 +1,102 @@
+"""The ledger's invariants (DESIGN section 5), checked over one moment, or over two moments of one ledger.
+
+`check` is for tests after every step, and for a check of a running store. Each finding begins with the invariant's
+name. I7, I8 and I10 speak of operations and bytes, not of one moment; the tests hold them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from block_store.inspection import BlockState, Inspection, inspect
+from block_store.ledger import Ledger
+from common.types import BlockRef, Epoch
+
+
+def check(ledger: Ledger, before: Inspection | None = None) -> list[str]:
+    """Every broken invariant of the ledger now; with `before`, an earlier moment, also of what changed since."""
+    now = inspect(ledger, with_blocks=True)
+    found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
+    return found if before is None else [*found, *changes(before, now)]
+
+
+def changes(before: Inspection, now: Inspection) -> list[str]:
+    """I3 and I11 over one operation: a new generation needs no references and no quarantine, and goes up."""
+    found: list[str] = []
+    for block, (old, new) in enumerate(zip(before.blocks, now.blocks, strict=True)):
+        if new.generation == old.generation:
+            continue
+        if old.state not in (BlockState.FREE, BlockState.CACHED) or old.holders:
+            found.append(f"I3: block {block} changed generation in state {old.state.name} held by {old.holders}")
+        if new.generation < old.generation:
+            found.append(f"I11: block {block} went from generation {old.generation} back to {new.generation}")
+    return found
+
+
+def _accounting(now: Inspection) -> list[str]:
+    found: list[str] = []
+    states, counts = Counter(block.state for block in now.blocks), now.counts
+    told = (counts.free, counts.reserved, counts.sealed, counts.cached, counts.quarantine)
+    if told != tuple(states[state] for state in BlockState) or sum(told) != counts.total:
+        found.append(f"I1: counts {counts} but blocks say {dict(states)}")
+    listed = {
+        BlockState.FREE: now.free, BlockState.CACHED: now.cached, BlockState.QUARANTINE: [b for b, _ in now.quarantine],
+    }  # fmt: skip
+    for state, blocks in listed.items():
+        if sorted(blocks) != [i for i, block in enumerate(now.blocks) if block.state is state]:
+            found.append(f"I1: the list of {state.name} blocks is {sorted(blocks)}")
+    for block, slot in now.quarantine:
+        if now.blocks[block].writer_slot != slot:
+            found.append(f"I1: block {block} waits for writer slot {slot}, not for its own")
+    return found
+
+
+def _references(now: Inspection) -> list[str]:
+    found: list[str] = []
+    holder_side = {(holder.epoch, ref) for holder in now.holders for ref in holder.own}
+    block_side = {
+        (epoch, BlockRef(i, block.generation)) for i, block in enumerate(now.blocks) for epoch in block.holders
+    }
+    live = {holder.epoch: holder for holder in now.holders}
+    for epoch, ref in holder_side:
+        if now.blocks[ref.block].generation != ref.generation:
+            found.append(f"I2: holder {epoch} holds {ref}, current is {now.blocks[ref.block].generation}")
+    if holder_side != block_side:
+        found.append(f"I4: sides differ by {sorted(holder_side ^ block_side)}")
+    for i, block in enumerate(now.blocks):
+        if len(set(block.holders)) != len(block.holders):
+            found.append(f"I4: block {i} names a holder twice: {block.holders}")
+        if bool(block.holders) != (block.state in (BlockState.RESERVED, BlockState.SEALED)):
+            found.append(f"I1: block {i} is {block.state.name} with holders {block.holders}")
+        if block.state is BlockState.RESERVED and block.holders != (Epoch(block.writer_epoch),):
+            found.append(f"I1: block {i} is written by {block.writer_epoch} but held by {block.holders}")
+        if gone := set(block.holders) - set(live):
+            found.append(f"I5: block {i} is held by {gone}, who are not live")
+    return found
+
+
+def _index(now: Inspection) -> list[str]:
+    found: list[str] = []
+    index = now.index or {}
+    for prefix_hash, block in index.items():
+        view = now.blocks[block]
+        if view.state not in (BlockState.SEALED, BlockState.CACHED) or view.prefix_hash != prefix_hash:
+            found.append(f"I6: the index has block {block} ({view.state.name}) under a hash that is not its own")
+    for i, view in enumerate(now.blocks):
+        if view.prefix_hash is not None and index.get(view.prefix_hash) != i:
+            found.append(f"I6: block {i} has a hash but the index does not name it")
+        if view.state is BlockState.CACHED and view.prefix_hash is None:
+            found.append(f"I6: block {i} is cached without a hash")
+    return found
+
+
+def _fencing(ledger: Ledger, now: Inspection) -> list[str]:
+    live = {str(holder.epoch).encode() for holder in now.holders}
+    left: set[bytes] = set()
+    for kind in ("own", "holder"):
+        left |= {key.rpartition(b":")[2] for key in ledger.client.scan_iter(f"{ledger.tag}{kind}:*", count=1000)}
+    if dead := left - live:
+        return [f"I5: keys of holders that are not live: {sorted(dead)}"]
+    if floors := set(now.floors or ()) - {holder.epoch for holder in now.holders}:
+        return [f"I5: floors of holders that are not live: {sorted(floors)}"]
+    return []

@@ -1,0 +1,172 @@
+"""BlockStoreService: workers attach, people inspect, other hosts read blocks.
+
+Translates between protobuf and `owner.ArenaOwner`; every blocking call runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from block_store.arena import Arena, ref_arrays
+from block_store.errors import BlockStoreError, LedgerUnavailable
+from block_store.header import HeaderState
+from block_store.inspection import BlockView, HolderView, Inspection, inspect
+from block_store.owner import ArenaOwner
+from block_store.sizing import CannotSize, WorkerNeeds
+from common import convert
+from common.errors import Aborted, FailedPrecondition, Internal, InvalidArgument, LooseleafError, NotFound, Unavailable
+from common.types import BlockRef, KvLayout
+from protos.v1 import block_store_pb2 as pb
+
+_LOG = logging.getLogger(__name__)
+
+
+class BlockStoreServicer:
+    """One arena. The first `expect_workers` attachments decide its size; later ones join it."""
+
+    def __init__(self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float) -> None:
+        self._owner = owner
+        self._expect_workers = expect_workers
+        self._timeout_s = attach_timeout_s
+        self._layout: KvLayout | None = None
+        self._needs: dict[str, WorkerNeeds] = {}
+        self._making: asyncio.Task[None] | None = None
+        self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
+        """Waits until the arena exists. FAILED_PRECONDITION: other layout, no room; UNAVAILABLE: too late."""
+        layout = _layout_of(request)
+        if self._owner.arena is None:
+            await self._wait_for_arena(request, layout)
+        arena = self._owner.arena
+        assert arena is not None
+        if arena.layout.fingerprint != layout.fingerprint:
+            raise FailedPrecondition(
+                f"worker {request.worker_id} has another KV layout than the arena in {arena.directory}"
+            )
+        if request.floor_blocks > arena.num_blocks:
+            raise FailedPrecondition(
+                f"floor_blocks {request.floor_blocks} exceeds the arena of {arena.num_blocks}; lower --max-model-len"
+            )
+        _LOG.info("worker %s (%s) attached", request.worker_id, request.role)
+        return pb.AttachResponse(
+            arena_id=arena.arena_id, directory=str(arena.directory), num_blocks=arena.num_blocks,
+            block_bytes=arena.block_bytes, redis_url=self._owner.redis_url,
+        )  # fmt: skip
+
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
+        """Counts and holders; empty before there is an arena."""
+        arena, ledger = self._owner.arena, self._owner.ledger
+        if arena is None or ledger is None:
+            return pb.InspectResponse()
+        try:
+            moment = await asyncio.to_thread(inspect, ledger, request.include_blocks)
+        except BlockStoreError as error:
+            _LOG.warning("inspect: %s", error)
+            raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
+        return _inspect_response(arena, moment)
+
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
+        """Block by block, each checked before and after it was read. ABORTED: a block lives another life."""
+        arena = self._owner.arena
+        if arena is None or request.arena_id != arena.arena_id:
+            raise NotFound(f"arena_id {request.arena_id} is not served here")
+        for index, ref in enumerate(convert.table_from_pb(request.table)):
+            data, digest = await asyncio.to_thread(read_block, arena, ref)
+            yield pb.ReadBlocksResponse(index=index, data=data, digest=digest)
+
+    async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
+        if self._layout is not None and self._layout.fingerprint != layout.fingerprint and self._needs:
+            raise FailedPrecondition(f"worker {request.worker_id} has another KV layout than the workers before it")
+        self._layout, made = layout, self._made
+        self._needs[request.worker_id] = WorkerNeeds(
+            request.weights_bytes, request.peak_activation_bytes, request.max_model_len, request.floor_blocks
+        )
+        try:
+            if len(self._needs) == self._expect_workers and self._making is None:
+                self._making = asyncio.create_task(self._make(layout))
+            await asyncio.wait_for(asyncio.shield(made), self._timeout_s)
+        except TimeoutError:
+            raise Unavailable(
+                f"{len(self._needs)} of {self._expect_workers} expected workers attached within {self._timeout_s:g} s"
+            ) from None
+        finally:
+            self._needs.pop(request.worker_id, None)
+
+    async def _make(self, layout: KvLayout) -> None:
+        """Makes the arena, or tells all who wait why not; then the next ones may try again.
+
+        A task of its own: the worker whose call began it may be gone before it ends.
+        """
+        error: LooseleafError | None = None
+        try:
+            await asyncio.to_thread(self._owner.create, layout, list(self._needs.values()))
+        except LedgerUnavailable:
+            error = Unavailable("the ledger in Redis does not answer")
+        except (CannotSize, BlockStoreError) as refusal:
+            error = FailedPrecondition(str(refusal))
+        except Exception:
+            _LOG.exception("the arena could not be made")
+            error = Internal("the arena could not be made; the block store's log says why")
+        made, self._making = self._made, None
+        if error is None:
+            made.set_result(None)
+            return
+        _LOG.error("no arena: %s", error)
+        self._made = asyncio.get_running_loop().create_future()
+        made.set_exception(error)
+
+
+def read_block(arena: Arena, ref: BlockRef) -> tuple[bytes, int]:
+    """Bytes and digest of a sealed block. Aborted: not sealed, or not this generation, before or after the copy."""
+    ids, generations = ref_arrays([ref])
+    if not arena.check(ids, generations) or arena.states[ref.block] != HeaderState.SEALED:
+        raise Aborted(f"block {ref.block} is not sealed in the generation asked for")
+    data, digest = arena.data[ref.block].tobytes(), int(arena.digests[ref.block])
+    if not arena.check(ids, generations):
+        raise Aborted(f"block {ref.block} changed while it was read")
+    return data, digest
+
+
+def _layout_of(request: pb.AttachRequest) -> KvLayout:
+    """The request's layout. InvalidArgument names the field."""
+    if not request.worker_id:
+        raise InvalidArgument.of("worker_id", "must not be empty")
+    if not request.layout.groups:
+        raise InvalidArgument.of("layout.groups", "must have at least one KV group")
+    try:
+        layout = convert.layout_from_pb(request.layout)
+        positive = layout.block_size > 0 and layout.block_bytes > 0
+    except (ValueError, KeyError):
+        positive = False
+    if not positive:
+        raise InvalidArgument.of("layout", "must have known kinds and types and positive sizes")
+    return layout
+
+
+def _inspect_response(arena: Arena, moment: Inspection) -> pb.InspectResponse:
+    counts = moment.counts
+    return pb.InspectResponse(
+        arena_id=arena.arena_id, num_blocks=arena.num_blocks, free=counts.free, reserved=counts.reserved,
+        sealed=counts.sealed, cached=counts.cached, quarantine=counts.quarantine,
+        holders=[_holder_info(holder) for holder in moment.holders],
+        blocks=[_block_info(i, block) for i, block in enumerate(moment.blocks)],
+        block_size=arena.layout.block_size, block_bytes=arena.block_bytes,
+    )  # fmt: skip
+
+
+def _holder_info(holder: HolderView) -> pb.HolderInfo:
+    return pb.HolderInfo(
+        epoch=holder.epoch, name=holder.name, num_references=holder.num_references, lease_ms=holder.lease_ms,
+        floor_blocks=holder.floor,
+    )  # fmt: skip
+
+
+def _block_info(number: int, block: BlockView) -> pb.BlockInfo:
+    return pb.BlockInfo(
+        block=number, generation=block.generation, state=cast("pb.BlockState", int(block.state)),
+        prefix_hash=block.prefix_hash or b"", holders=block.holders,
+    )  # fmt: skip

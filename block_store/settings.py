@@ -1,0 +1,29 @@
+"""Settings of the block store."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field
+
+from common.settings import ServerSettings, settings_config
+
+
+class BlockStoreSettings(ServerSettings):
+    """Flags of `python -m block_store`; LOOSELEAF_BLOCK_STORE_* in the environment."""
+
+    model_config = settings_config("LOOSELEAF_BLOCK_STORE_", "block_store")
+
+    port: int = Field(50054, ge=0, le=65535)
+    directory: str = Field(
+        default_factory=lambda: f"/dev/shm/looseleaf-{os.getuid()}",
+        description="shared memory for arena and writer slots",
+    )
+    redis_url: str | None = Field(None, description="Redis for the ledger; default: a private redis-server")
+    expect_workers: int = Field(2, ge=1, le=1024, description="workers to wait for before the arena is made")
+    attach_timeout_s: float = Field(600.0, gt=0, description="most seconds that a worker waits for the others")
+    memory_budget: int | None = Field(None, gt=0, description="bytes for weights, activations and KV; default: half")
+    reserve_bytes: int = Field(256 << 20, ge=0, description="bytes of the budget that stay unused")
+    num_blocks: int | None = Field(None, ge=1, description="blocks of the arena; default: from the budget")
+    keep_arena: bool = Field(False, description="leave the arena behind at exit")
+    advertise: str | None = Field(None, description="host:port under which others reach this store")

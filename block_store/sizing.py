@@ -1,0 +1,135 @@
+"""How many blocks an arena gets: (budget - weights - activations - reserve) / block bytes. Arithmetic and node limits.
+
+Knows nothing of gRPC. All sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from block_store.header import DATA_ALIGNMENT
+from common.types import KvLayout
+
+DEFAULT_MEMORY_SHARE = 0.5
+SHARED_MEMORY_SHARE = 0.9
+HEADER_BYTES_PER_BLOCK = 53
+
+
+class CannotSize(ValueError):
+    """The workers do not fit; the text says which numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNeeds:
+    """What one worker takes beside the arena."""
+
+    weights_bytes: int
+    peak_activation_bytes: int
+    max_model_len: int
+    floor_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the arena may take."""
+
+    budget_bytes: int
+    """For weights, activations, reserve and KV together."""
+    shared_memory_bytes: int
+    """The most that the arena file may take."""
+    reserve_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The outcome."""
+
+    layout: KvLayout
+    limits: Limits
+    weights_bytes: int
+    activation_bytes: int
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Token positions; each takes a slot in every KV group."""
+        return self.num_blocks * self.layout.block_size // len(self.layout.groups)
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many sequences of full length fit at once."""
+        size = self.layout.block_size
+        return self.num_blocks / sum(group.max_blocks(self.max_model_len, size) for group in self.layout.groups)
+
+    def lines(self) -> list[str]:
+        """For the log."""
+        kv_bytes = self.num_blocks * self.layout.block_bytes
+        per_token = sum(group.bytes_per_token for group in self.layout.groups)
+        return [
+            f"memory budget {gib(self.limits.budget_bytes)}: weights {gib(self.weights_bytes)}, "
+            f"activations {gib(self.activation_bytes)}, reserve {gib(self.limits.reserve_bytes)}, KV {gib(kv_bytes)}",
+            f"KV: {per_token:,} bytes per token, {self.layout.block_bytes:,} per block of {self.layout.block_size}; "
+            f"{self.num_blocks:,} blocks, {self.num_tokens:,} tokens, maximum concurrency at "
+            f"{self.max_model_len:,} tokens {self.max_concurrency:.2f}x",
+        ]
+
+
+def size_arena(layout: KvLayout, needs: Sequence[WorkerNeeds], limits: Limits, num_blocks: int | None = None) -> Sizing:
+    """The arena for these workers; `num_blocks` overrides the arithmetic. CannotSize: nothing left, or less than the
+    floors.
+    """
+    weights = sum(worker.weights_bytes for worker in needs)
+    peaks = sum(worker.peak_activation_bytes for worker in needs)
+    left = limits.budget_bytes - weights - peaks - limits.reserve_bytes
+    per_block = layout.block_bytes + HEADER_BYTES_PER_BLOCK
+    fitting = (min(left, limits.shared_memory_bytes) - 2 * DATA_ALIGNMENT) // per_block
+    blocks = fitting if num_blocks is None else num_blocks
+    floors = sum(worker.floor_blocks for worker in needs)
+    if blocks < max(1, floors):
+        raise CannotSize(
+            f"the arena would have {max(0, blocks)} blocks but the workers need at least {max(1, floors)}: "
+            f"budget {gib(limits.budget_bytes)}, weights {gib(weights)}, activations {gib(peaks)}, reserve "
+            f"{gib(limits.reserve_bytes)}, shared memory {gib(limits.shared_memory_bytes)}; raise --memory-budget, "
+            "enlarge the shared memory, or lower --max-model-len"
+        )
+    return Sizing(layout, limits, weights, peaks, blocks, max((worker.max_model_len for worker in needs), default=1))
+
+
+def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> Limits:
+    """Limits of this node: the given budget or half of the memory that is available, and 90 % of the free shared
+    memory.
+    """
+    stat = os.statvfs(directory)
+    shared = int(stat.f_bavail * stat.f_frsize * SHARED_MEMORY_SHARE)
+    budget = int(available_memory() * DEFAULT_MEMORY_SHARE) if budget_bytes is None else budget_bytes
+    return Limits(budget, shared, reserve_bytes)
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """MemAvailable, or what the control group leaves if that is less (version 2, version 1, or none)."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    if found is None:
+        raise CannotSize(f"{proc / 'meminfo'} does not say MemAvailable; give --memory-budget")
+    pairs = (
+        (cgroup / "memory.max", cgroup / "memory.current"),
+        (cgroup / "memory/memory.limit_in_bytes", cgroup / "memory/memory.usage_in_bytes"),
+    )
+    return min([int(found[1]) * 1024, *_left(pairs)])
+
+
+def _left(pairs: Iterable[tuple[Path, Path]]) -> list[int]:
+    left: list[int] = []
+    for limit, used in pairs:
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            left.append(max(0, int(text) - int(used.read_text())))
+    return left
+
+
+def gib(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
