@@ -1,0 +1,55 @@
+# Images of Looseleaf. Targets:
+#   gateway      front of the system; no torch
+#   block_store  owner of the arena; no torch
+#   worker       prefill and decode; torch. TORCH names the build: on machines with a GPU another one (see compose)
+#
+# A CPU-only torch from PyTorch's own index, for hosts that should not fetch CUDA packages:
+#   docker compose build --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+FROM python:3.11-slim-bookworm AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.11-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
+RUN python -m venv /opt/venv && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin looseleaf
+# Dependencies first: they change less often than the code.
+COPY pyproject.toml /tmp/pyproject.toml
+RUN python -c "import tomllib; print(*tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+        > /tmp/requirements.txt \
+    && pip install -r /tmp/requirements.txt
+STOPSIGNAL SIGTERM
+
+FROM base AS worker
+ARG TORCH=torch==2.13.0
+ARG PIP_EXTRA_INDEX_URL=
+# libgomp is torch's own; nothing else of a compiler is needed at run time.
+RUN pip install "$TORCH"
+COPY --from=build /wheels /wheels
+RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine]" && pip check
+# The model that is served when none is given: a small one with random weights.
+RUN python -c "from engine.tiny import make_checkpoint; make_checkpoint('/opt/looseleaf/tiny', 'llama', seed=0)"
+USER 10001:10001
+ENV OMP_WAIT_POLICY=PASSIVE
+EXPOSE 50052 50053
+HEALTHCHECK --interval=5s --timeout=5s --start-period=300s CMD ["looseleaf", "health", "127.0.0.1:50052"]
+CMD ["python", "-m", "prefill_svc", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]
+
+FROM base AS gateway
+COPY --from=build /wheels /wheels
+RUN pip install /wheels/looseleaf-*.whl && pip check
+COPY --from=worker /opt/looseleaf/tiny /opt/looseleaf/tiny
+USER 10001:10001
+EXPOSE 8000 50051
+HEALTHCHECK --interval=5s --timeout=5s --start-period=300s CMD ["looseleaf", "health", "127.0.0.1:50051"]
+CMD ["python", "-m", "gateway", "--host", "0.0.0.0", "--model", "/opt/looseleaf/tiny"]
+
+FROM gateway AS block_store
+EXPOSE 50054
+HEALTHCHECK --interval=5s --timeout=5s --start-period=60s CMD ["looseleaf", "health", "127.0.0.1:50054"]
+CMD ["python", "-m", "block_store", "--host", "0.0.0.0", "--port", "50054", "--directory", "/arena"]

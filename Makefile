@@ -1,0 +1,105 @@
+# `make serve` and `make test` work as the first command on a bare clone: they need python3 (3.11 or later), a C++
+# compiler and make, and install the rest into .venv. Flags go in ARGS: make serve ARGS="--prefill 2 --port 8080"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+# On CPU hosts by this exact version and with pip: other specifiers fetch gigabytes of CUDA packages.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+BUF_VERSION := 1.75.0
+BUF ?= $(VENV)/buf/node_modules/.bin/buf
+USERS ?= 32
+RUN_TIME ?= 60s
+
+PROTOS := $(wildcard protos/v1/*.proto)
+NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
+
+.PHONY: help serve test check proto bench load test-compose install clean lint types imports proto-check buf-lint
+
+help:
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+serve: install ## serve a model on this machine (ARGS="MODEL --prefill 2 ...")
+	@exec $(PY) -m looseleaf serve $(ARGS)
+
+test: install ## run the tests that need no container engine
+	@exec $(PY) -m pytest -m "not compose" $(ARGS)
+
+check: install lint types imports proto-check buf-lint ## linter, types, import rules, protos
+
+lint: install
+	@$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: install
+	@$(PY) -m mypy
+
+imports: install
+	@$(VENV)/bin/lint-imports
+
+proto: install ## generate the Python code of the protos
+	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+proto-check: install
+	@fresh=$$(mktemp -d)
+	trap 'rm -rf "$$fresh"' EXIT
+	$(PY) -m grpc_tools.protoc -I. --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS)
+	for file in "$$fresh"/protos/v1/*; do
+		cmp -s "$$file" "protos/v1/$${file##*/}" || { echo "protos/v1/$${file##*/} is stale: run make proto" >&2; exit 1; }
+	done
+	echo "protos: generated code is fresh"
+
+buf-lint:
+	@if [ ! -x "$(BUF)" ]; then
+		if ! command -v npm >/dev/null; then
+			echo "!!! buf lint SKIPPED: there is no npm to install @bufbuild/buf with" >&2
+			exit 0
+		fi
+		mkdir -p "$(VENV)/buf"
+		npm install --silent --no-save --prefix "$(VENV)/buf" "@bufbuild/buf@$(BUF_VERSION)"
+	fi
+	"$(BUF)" lint
+	echo "buf: protos are clean"
+
+bench: install ## run the micro-benchmarks (ARGS="MODULE ..." to choose)
+	@for module in $(or $(ARGS),kernels.bench engine.bench block_store.bench); do
+		echo "== $$module"
+		$(PY) -m $$module
+	done
+
+load: install ## locust against a running server, else one it starts (USERS=32 RUN_TIME=60s)
+	@exec $(PY) -m loadtest --users $(USERS) --run-time $(RUN_TIME) $(ARGS)
+
+test-compose: install ## bring docker-compose.yml up for real and test it (needs a container engine)
+	@exec $(PY) -m pytest -m compose tests/compose $(ARGS)
+
+clean: ## remove .venv and what was built
+	@rm -rf $(VENV) build *.egg-info kernels/*.so block_store/*.so
+
+# --- installation: three stamps, so that a warm start costs nothing and a changed kernel is rebuilt ---
+
+install: $(VENV)/.built
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+		echo "Python 3.11 or later is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
+	echo "making $(VENV) (once, some minutes) ..."
+	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check 'setuptools>=77'
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml
+	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[engine,redis,dev,loadtest]'
+	touch $@ $(VENV)/.built
+
+$(VENV)/.built: $(VENV)/.installed $(NATIVE)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@

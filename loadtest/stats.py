@@ -1,0 +1,55 @@
+"""Times of one streamed request, reported to locust as separate events: ttft, itl (one per gap), e2e.
+
+Knows locust's event interface and nothing of gRPC or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+Fire = Callable[..., Any]
+"""`environment.events.request.fire` of locust."""
+
+
+class StreamTimer:
+    """Started when a request is sent; told of every message with new tokens; reports once at the end."""
+
+    def __init__(self, fire: Fire, protocol: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`protocol` is the request type under which locust groups the events; `clock` gives seconds."""
+        self._fire = fire
+        self._protocol = protocol
+        self._clock = clock
+        self._start = self._last = clock()
+        self.num_tokens = 0
+
+    def tokens(self, count: int) -> None:
+        """`count` new tokens have arrived: the first ones give the TTFT, later ones a gap."""
+        now = self._clock()
+        if count == 0:
+            return
+        self._report("ttft" if self.num_tokens == 0 else "itl", now - self._last, count)
+        self._last = now
+        self.num_tokens += count
+
+    def done(self) -> None:
+        """The stream ended well. One without tokens is a failure."""
+        if self.num_tokens == 0:
+            self.failed(RuntimeError("the stream ended without a token"))
+            return
+        self._report("e2e", self._clock() - self._start, self.num_tokens)
+
+    def failed(self, error: Exception) -> None:
+        """The stream was refused or broke."""
+        self._report("e2e", self._clock() - self._start, self.num_tokens, error)
+
+    def _report(self, name: str, seconds: float, size: int, error: Exception | None = None) -> None:
+        self._fire(
+            request_type=self._protocol,
+            name=name,
+            response_time=seconds * 1000.0,  # locust counts in milliseconds
+            response_length=size,
+            exception=error,
+            context={},
+        )

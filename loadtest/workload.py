@@ -1,0 +1,89 @@
+"""What the load test asks for: request number i of a seed is always the same request. Does no I/O but reading a trace.
+
+Lengths are drawn from lognormal distributions, or taken from a trace in the form of Azure's (columns ContextTokens and
+GeneratedTokens; lines that begin with # are comments). A share of the prompts begins with one of a few common prefixes,
+as system prompts and few-shot examples do.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+AZURE_TRACE = Path(__file__).parent / "traces" / "azure_conversation_2023_1000.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A lognormal distribution of lengths in tokens, cut to [1, most]."""
+
+    median: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        return max(1, min(self.most, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: what to send and what to ask for."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A seeded stream of requests for a model with `vocab_size` token ids."""
+
+    seed: int
+    vocab_size: int
+    max_model_len: int
+    prompt: Lengths = Lengths(median=96.0, sigma=0.8, most=1024)
+    output: Lengths = Lengths(median=32.0, sigma=0.6, most=256)
+    shared_share: float = 0.5
+    """Share of the prompts that begin with a common prefix."""
+    num_prefixes: int = 4
+    prefix_len: int = 64
+    first_token_id: int = 16
+    """Smaller ids, where special tokens usually are, are not drawn."""
+    trace: tuple[tuple[int, int], ...] = ()
+    """(prompt, output) lengths in tokens, used in turn instead of the distributions."""
+
+    def request(self, number: int) -> Request:
+        """Request `number` (from 0), a pure function of the workload and the number."""
+        rng = random.Random(f"{self.seed}/{number}")
+        prompt_len, output_len = self._lengths(number, rng)
+        prompt_len = max(1, min(prompt_len, self.max_model_len - output_len))
+        prefix = self._prefix(rng.randrange(self.num_prefixes)) if rng.random() < self.shared_share else ()
+        own = max(1, prompt_len - len(prefix))
+        prompt = (*prefix[: prompt_len - own], *self._tokens(rng, own))
+        return Request(prompt, output_len, rng.randrange(1 << 31))
+
+    def _lengths(self, number: int, rng: random.Random) -> tuple[int, int]:
+        if self.trace:
+            prompt_len, output_len = self.trace[number % len(self.trace)]
+        else:
+            prompt_len, output_len = self.prompt.draw(rng), self.output.draw(rng)
+        return prompt_len, max(1, min(output_len, self.max_model_len // 2))
+
+    def _prefix(self, index: int) -> tuple[int, ...]:
+        return self._tokens(random.Random(f"{self.seed}/prefix/{index}"), self.prefix_len)
+
+    def _tokens(self, rng: random.Random, count: int) -> tuple[int, ...]:
+        first = min(self.first_token_id, self.vocab_size - 1)
+        return tuple(rng.randrange(first, self.vocab_size) for _ in range(count))
+
+
+def read_trace(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], ...]:
+    """(prompt, output) lengths of a trace in Azure's form, divided by `divisor` and at least 1."""
+    with path.open(encoding="utf-8") as file:
+        rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        pairs = [(float(row["ContextTokens"]), float(row["GeneratedTokens"])) for row in rows]
+    return tuple((max(1, round(prompt / divisor)), max(1, round(output / divisor))) for prompt, output in pairs)

@@ -1,0 +1,40 @@
+"""What a user imports: `Client`, `AsyncClient`, `LLM`, their results and errors. Loads nothing until asked."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.errors import LooseleafError, StartupError
+    from looseleaf.client import AsyncClient, Client
+    from looseleaf.llm import LLM
+    from looseleaf.results import Completion, ModelInfo, Piece, Usage
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "LooseleafError",
+    "ModelInfo",
+    "Piece",
+    "StartupError",
+    "Usage",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'looseleaf' has no attribute {name!r}")
+    return getattr(importlib.import_module(_home(name)), name)
+
+
+def _home(name: str) -> str:
+    if name in ("LooseleafError", "StartupError"):
+        return "common.errors"
+    if name in ("Client", "AsyncClient"):
+        return "looseleaf.client"
+    return "looseleaf.llm" if name == "LLM" else "looseleaf.results"

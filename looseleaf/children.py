@@ -1,0 +1,132 @@
+"""Child processes of the launcher: start, logs, readiness, an orderly end. Does not know which services."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import StartupError
+
+_POLL_S = 0.05
+_TAIL_LINES = 20
+Echo = Callable[[str], None]
+"""Takes one line of log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process to start."""
+
+    name: str
+    """Unique; the prefix of its log lines."""
+    package: str
+    flags: tuple[str, ...]
+    environment: Mapping[str, str]
+    inherited_fd: int
+    """A descriptor it keeps open until it ends (the launcher's lock)."""
+
+
+class ChildDied(StartupError):
+    """A service ended by itself. The message names it and ends with its last log lines."""
+
+
+class Child:
+    """A running service, in a session of its own so that a terminal's Ctrl-C reaches the launcher only."""
+
+    def __init__(self, spec: ServiceSpec, directory: Path, echo: Echo) -> None:
+        """Start it. `directory` takes its ready file."""
+        self.name = spec.name
+        self._ready_file = directory / f"{spec.name}.ready"
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        command = [sys.executable, "-m", "looseleaf.child", str(os.getpid()), spec.package, *spec.flags]
+        self._process = subprocess.Popen(
+            [*command, "--ready-file", str(self._ready_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(spec.environment),
+            start_new_session=True,
+            pass_fds=(spec.inherited_fd,),
+        )
+        self._reader = threading.Thread(target=self._forward, args=(echo,), name=f"log-{spec.name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _forward(self, echo: Echo) -> None:
+        assert self._process.stdout is not None
+        for raw in self._process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self._tail.append(line)
+            echo(f"{self.name:<11} | {line}")
+
+    def check(self) -> None:
+        """Raise ChildDied if it has ended."""
+        status = self._process.poll()
+        if status is None:
+            return
+        self._reader.join(timeout=1.0)  # its last lines
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        last = "\n".join(f"    {line}" for line in self._tail) or "    (it logged nothing)"
+        raise ChildDied(f"{self.name} {how}; its last lines:\n{last}")
+
+    def ready_lines(self) -> tuple[str, ...] | None:
+        """The lines of its ready file; None: not ready yet."""
+        try:
+            return tuple(self._ready_file.read_text(encoding="utf-8").split())
+        except FileNotFoundError:
+            return None
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it now (SIGKILL)."""
+        self._process.kill()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended within `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=max(0.0, seconds))
+        return self._process.poll() is not None
+
+
+def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: float) -> list[tuple[str, ...]]:
+    """The ready lines of `waited`, in order, once all are there.
+
+    Raises ChildDied as soon as any of `all_children` ends, StartupError after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        for child in all_children:
+            child.check()
+        lines = [child.ready_lines() for child in waited]
+        ready = [item for item in lines if item is not None]
+        if len(ready) == len(waited):
+            return ready
+        if time.monotonic() > deadline:
+            late = ", ".join(child.name for child, item in zip(waited, lines, strict=True) if item is None)
+            raise StartupError(f"not ready after {seconds:.0f} s: {late}")
+        time.sleep(_POLL_S)
+
+
+def end(children: Sequence[Child], grace_s: float) -> None:
+    """SIGTERM to all, SIGKILL to those still there after `grace_s` seconds. Returns when all are gone."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        if not child.wait(deadline - time.monotonic()):
+            child.kill()
+            child.wait(5.0)

@@ -1,0 +1,60 @@
+"""The command `looseleaf`: serve, complete, chat, health, doctor. Each command loads only what it needs.
+
+    looseleaf serve [MODEL]             start everything on this machine
+    looseleaf complete "Once upon"      stream a continuation
+    looseleaf chat ["message"]          talk; without a message, turn by turn
+    looseleaf health [ADDRESS]          exit status 0 if the service there is ready
+    looseleaf doctor [MODEL]            check this machine
+
+Exit status: 0 fine, 1 refused or failed (one sentence on stderr), 2 a mistake in flags or variables, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+_COMMANDS = {
+    "serve": "looseleaf.commands.serve",
+    "complete": "looseleaf.commands.complete",
+    "chat": "looseleaf.commands.chat",
+    "health": "looseleaf.commands.health",
+    "doctor": "looseleaf.commands.doctor",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\n`looseleaf COMMAND --help` shows the flags of a command.")
+        return 0 if words else 2
+    if name == "--version":
+        from looseleaf import __version__
+
+        print(f"looseleaf {__version__}")
+        return 0
+    if name not in _COMMANDS:
+        print(f"looseleaf: no command {name!r}; there are {', '.join(_COMMANDS)}", file=sys.stderr)
+        return 2
+    run: Callable[[Sequence[str]], int] = import_module(_COMMANDS[name]).run
+    return _guarded(run, words[1:])
+
+
+def _guarded(run: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Expected failures become one sentence."""
+    from common.errors import LooseleafError, StartupError
+
+    try:
+        return run(argv)
+    except (LooseleafError, StartupError) as error:
+        print(f"looseleaf: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output is gone; keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -1,0 +1,203 @@
+"""Clients of the gateway over gRPC: `Client` blocks, `AsyncClient` awaits; both stream.
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("Once upon a time", max_tokens=32).text)
+        for piece in client.generate("Once upon a time", stream=True):
+            print(piece.text, end="")
+
+A refused or failed call raises a subclass of `LooseleafError` whose message is the gateway's one sentence. Leaving a
+stream early (break, `close`, garbage collection) cancels the request at the gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack, cast, overload
+
+import grpc
+import grpc.aio
+
+from common.errors import Unavailable
+from common.rpc import CHANNEL_OPTIONS, error_of, open_channel
+from looseleaf.options import GenerateOptions, Message, Prompt, build_request, chat_to_pb
+from looseleaf.results import Completion, ModelInfo, Piece, join, model_from_pb, piece_from_pb
+from protos.v1 import inference_pb2 as pb
+from protos.v1 import inference_pb2_grpc as pb_grpc
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+class _Base:
+    """What both clients share: address, credential, time limit."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, timeout: float = 600.0) -> None:
+        """`address` is the gateway's host:port; `timeout` bounds every call, in seconds."""
+        self.address = address
+        self._timeout = timeout
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
+
+    def _call(self, options: GenerateOptions) -> dict[str, Any]:
+        return {"timeout": options.get("timeout", self._timeout), "metadata": self._metadata}
+
+    def _error(self, error: grpc.RpcError) -> Exception:
+        mapped = error_of(error)
+        if isinstance(mapped, Unavailable) and "failed to connect" in mapped.message:
+            return Unavailable(f"nothing answers at {self.address}; `looseleaf serve` starts a server")
+        return mapped
+
+
+class Client(_Base):
+    """A blocking client; one connection, safe to use from several threads."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, timeout: float = 600.0) -> None:
+        super().__init__(address, api_key=api_key, timeout=timeout)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = cast(Any, pb_grpc.InferenceServiceStub)(self._channel)
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Iterator[Piece]: ...
+    def generate(
+        self, prompt: Prompt, *, stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Completion | Iterator[Piece]:
+        """Continue a prompt (text, token ids, or turns of a chat): a Completion, or with `stream` its pieces."""
+        pieces = self._pieces(build_request(prompt, options), options)
+        return pieces if stream else join(pieces)
+
+    @overload
+    def chat(
+        self, messages: str | Sequence[Message], *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: str | Sequence[Message], *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Iterator[Piece]: ...
+    def chat(
+        self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Completion | Iterator[Piece]:
+        """The assistant's next turn after `messages`; a string is one turn of the user."""
+        pieces = self._pieces(build_request(turns_of(messages), options), options)
+        return pieces if stream else join(pieces)
+
+    def tokenize(self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Token ids of a text, or of turns put through the chat template."""
+        reply = self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
+        return tuple(reply.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self._unary(self._stub.Detokenize, pb.DetokenizeRequest(token_ids=token_ids)).text)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The models that the gateway serves."""
+        return tuple(map(model_from_pb, self._unary(self._stub.ListModels, pb.ListModelsRequest()).models))
+
+    def close(self) -> None:
+        """Close the connection; running calls are cancelled."""
+        self._channel.close()
+
+    def _unary(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+
+    def _pieces(self, request: pb.GenerateRequest, options: GenerateOptions) -> Iterator[Piece]:
+        call = self._stub.Generate(request, **self._call(options))
+        try:
+            for message in call:
+                yield piece_from_pb(message)
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient(_Base):
+    """The same for asyncio: `await client.generate(...)`, `async for piece in client.stream(...)`."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, timeout: float = 600.0) -> None:
+        super().__init__(address, api_key=api_key, timeout=timeout)
+        self._channel = open_channel(address)
+        self._stub = cast(Any, pb_grpc.InferenceServiceStub)(self._channel)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
+        """Continue a prompt (text, token ids, or turns of a chat)."""
+        return join([piece async for piece in self.stream(prompt, **options)])
+
+    async def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
+        """The assistant's next turn after `messages`; a string is one turn of the user."""
+        return await self.generate(turns_of(messages), **options)
+
+    async def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncIterator[Piece]:
+        """The pieces of a continuation as they come."""
+        call = self._stub.Generate(build_request(prompt, options), **self._call(options))
+        try:
+            async for message in call:
+                yield piece_from_pb(message)
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+
+    async def tokenize(
+        self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a text, or of turns put through the chat template."""
+        reply = await self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
+        return tuple(reply.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str((await self._unary(self._stub.Detokenize, pb.DetokenizeRequest(token_ids=token_ids))).text)
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """The models that the gateway serves."""
+        reply = await self._unary(self._stub.ListModels, pb.ListModelsRequest())
+        return tuple(map(model_from_pb, reply.models))
+
+    async def close(self) -> None:
+        """Close the connection; running calls are cancelled."""
+        await self._channel.close()
+
+    async def _unary(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, timeout=self._timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def turns_of(messages: str | Sequence[Message]) -> Sequence[Message]:
+    """Turns of a chat; a string is one turn of the user."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def tokenize_request(text: str | Sequence[Message], add_special_tokens: bool | None) -> pb.TokenizeRequest:
+    request = pb.TokenizeRequest(add_special_tokens=add_special_tokens)
+    if isinstance(text, str):
+        request.text = text
+    else:
+        request.chat.CopyFrom(chat_to_pb(text))
+    return request

@@ -1,0 +1,65 @@
+"""`looseleaf chat ["message"]`: one answer, or a conversation turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from common.errors import LooseleafError
+from common.settings import settings_config
+from looseleaf.client import Client
+from looseleaf.commands.options import ClientSettings
+from looseleaf.options import GenerateOptions, Message
+
+
+class ChatSettings(ClientSettings):
+    """Talk with the model. With a message: one answer. Without: turn by turn until an empty line or Ctrl-D."""
+
+    model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf chat")
+
+    message: CliPositionalArg[str | None] = Field(None, description="what to say; without it, turn by turn")
+    system: str | None = Field(None, description="a system message to begin with")
+    max_tokens: int | None = 256
+
+
+def run(argv: Sequence[str]) -> int:
+    settings = ChatSettings.load(argv)
+    turns: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
+    with settings.client() as client:
+        if settings.message is not None:
+            answer(client, [*turns, {"role": "user", "content": settings.message}], settings.options())
+            return 0
+        return converse(client, turns, settings.options())
+
+
+def converse(client: Client, turns: list[Message], options: GenerateOptions) -> int:
+    """Read a line, answer it, until there is none. A refused turn is said and left out."""
+    while text := read_line():
+        turns.append({"role": "user", "content": text})
+        try:
+            turns.append({"role": "assistant", "content": answer(client, turns, options)})
+        except LooseleafError as error:
+            turns.pop()
+            print(f"looseleaf: {error}", file=sys.stderr)
+    return 0
+
+
+def read_line() -> str:
+    """The next line of the user; empty at the end. The prompt sign is shown on a terminal only."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def answer(client: Client, turns: Sequence[Message], options: GenerateOptions) -> str:
+    """Print the answer as it comes, and return it."""
+    text = ""
+    for piece in client.chat(turns, stream=True, **options):
+        text += piece.text
+        print(piece.text, end="", flush=True)
+    print()
+    return text

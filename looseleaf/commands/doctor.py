@@ -1,0 +1,146 @@
+"""`looseleaf doctor [MODEL]`: check what `serve` needs on this machine, a line each, and what to do about problems."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from common.errors import StartupError
+from common.settings import Settings, settings_config
+from looseleaf.commands.health import state_of
+from looseleaf.launcher import check_port_free
+from looseleaf.model_source import BUILT_IN
+from looseleaf.shm import ROOT, SharedDirectory
+
+_LEAST_SHARED_BYTES = 256 << 20
+
+
+class DoctorSettings(Settings):
+    """Check this machine: Python, torch, kernels, Redis, shared memory, ports, model. Exit status 1 on a problem."""
+
+    model_config = settings_config("LOOSELEAF_DOCTOR_", "looseleaf doctor")
+
+    model: CliPositionalArg[str | None] = Field(None, description="model directory to check")
+    redis_url: str | None = Field(None, description="the Redis to check; default: a private one is tried")
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port to check")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port to check")
+
+
+class Problem(Exception):
+    """What is wrong and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. `look` returns what was found, or raises."""
+
+    name: str
+    look: Callable[[], str]
+
+
+def run(argv: Sequence[str]) -> int:
+    settings = DoctorSettings.load(argv)
+    checks = (
+        Check("python", python),
+        Check("torch", torch_build),
+        Check("kernels", cpu_kernels),
+        Check("redis", lambda: redis(settings.redis_url)),
+        Check("shared memory", shared_memory),
+        Check("http port", lambda: port(settings.host, settings.port)),
+        Check("grpc port", lambda: port(settings.host, settings.grpc_port)),
+        Check("model", lambda: model(settings.model)),
+    )
+    results = [report(check) for check in checks]
+    return 0 if all(results) else 1
+
+
+def report(check: Check) -> bool:
+    """Print one line; whether it is fine. A check that fails in a way it does not know is a problem too."""
+    try:
+        state, text = "ok     ", check.look()
+    except (Problem, StartupError) as error:
+        state, text = "problem", str(error)
+    except Exception as error:  # a doctor reports, whatever it meets
+        state, text = "problem", f"{type(error).__name__}: {error}"
+    print(f"{state}  {check.name:<14} {text}")
+    return state != "problem"
+
+
+def python() -> str:
+    return f"{platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def torch_build() -> str:
+    if importlib.util.find_spec("torch") is None:
+        raise Problem("not installed; `pip install torch==2.13.0` first, then `pip install 'looseleaf[engine]'`")
+    torch = importlib.import_module("torch")
+    cuda = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "CPU"
+    return f"{torch.__version__}, runs on {cuda} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def cpu_kernels() -> str:
+    kernels = importlib.import_module("kernels")
+    directory = Path(str(kernels.__file__)).parent
+    if not hasattr(kernels, "__version__") or not (directory / "paged_attention.py").exists():
+        raise Problem(f"{directory} is another package of that name; uninstall Hugging Face's `kernels` here")
+    cpu: Any = importlib.import_module("kernels.cpu")
+    library = cpu.load()
+    if library is None:
+        raise Problem("the C++ kernels are not built, torch's are slower; `pip install -e .` with a C++ compiler")
+    return f"C++, {getattr(library, 'isa', 'built')}"
+
+
+def redis(url: str | None) -> str:
+    server: Any = importlib.import_module("block_store.redis_server")
+    errors: Any = importlib.import_module("block_store.errors")
+    with tempfile.TemporaryDirectory(prefix="looseleaf-doctor-") as directory:
+        try:
+            handle = server.connect(url, directory)
+        except errors.RedisUnusable as error:
+            raise Problem(str(error)) from error
+        handle.close()
+    return f"{handle.version}, " + ("at the given URL" if url else f"private, {server.find_server()[0]}")
+
+
+def shared_memory() -> str:
+    directory = SharedDirectory(ROOT)
+    directory.close()
+    stat = os.statvfs(ROOT)
+    free = stat.f_bavail * stat.f_frsize
+    if free < _LEAST_SHARED_BYTES:
+        raise Problem(f"{ROOT} has {free >> 20} MiB free; give it 256 MiB or more (docker: --shm-size)")
+    return f"{ROOT}, {free / 2**30:.1f} GiB free"
+
+
+def port(host: str, number: int) -> str:
+    try:
+        check_port_free(host, number)
+    except StartupError:
+        if state_of(f"{host}:{number}", "", 1.0) == "SERVING":
+            return f"{number}, a Looseleaf service answers there"
+        raise
+    return f"{number} is free on {host}"
+
+
+def model(given: str | None) -> str:
+    if given is None and not BUILT_IN.is_dir():
+        return "none given: `serve` makes a small one with random weights"
+    directory = Path(given) if given is not None else BUILT_IN
+    config: Any = importlib.import_module("engine.config")
+    errors: Any = importlib.import_module("engine.errors")
+    try:
+        found = config.ModelConfig.from_directory(directory)
+    except errors.ModelError as error:
+        raise Problem(str(error)) from error
+    return f"{directory}, up to {found.max_model_len} tokens"

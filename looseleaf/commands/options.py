@@ -1,0 +1,35 @@
+"""Flags that `complete` and `chat` share: where the gateway is and how tokens are drawn."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from pydantic import Field
+
+from common.settings import Settings
+from looseleaf.client import DEFAULT_ADDRESS, Client
+from looseleaf.options import GenerateOptions
+
+
+class ClientSettings(Settings):
+    """The gateway to talk to, and sampling; absent values take the model's or the gateway's default."""
+
+    address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
+    api_key: str | None = Field(None, description="credential (better by variable)")
+    timeout: float = Field(600.0, gt=0, description="most seconds for an answer")
+    temperature: float | None = Field(None, description="0 is greedy")
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: list[str] = Field([], description="strings that end the text")
+
+    def client(self) -> Client:
+        return Client(self.address, api_key=self.api_key, timeout=self.timeout)
+
+    def options(self) -> GenerateOptions:
+        """What was given, for `Client.generate`."""
+        names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return cast(GenerateOptions, given | {"stop": self.stop})

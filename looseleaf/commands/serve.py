@@ -1,0 +1,87 @@
+"""`looseleaf serve`: launch, say where, show one generated line, keep on until a signal or until a service dies."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from common.errors import StartupError
+from looseleaf.client import Client
+from looseleaf.launcher import Addresses, Launcher, echo_to_stderr
+from looseleaf.settings import ServeSettings
+
+_SAMPLE_PROMPT = "Once upon a time"
+_SAMPLE_TOKENS = 24
+_CHECK_S = 0.2
+
+
+def run(argv: Sequence[str]) -> int:
+    started = time.monotonic()
+    settings = ServeSettings.load(argv)
+    if None not in (settings.model, settings.model_directory) and settings.model != settings.model_directory:
+        raise StartupError(f"two models given: {settings.model_directory} and --model {settings.model}")
+    launcher = Launcher(settings, echo_to_stderr)
+    stop = StopSignals(launcher)
+    with launcher:
+        try:
+            addresses = launcher.start()
+            stop.raise_if_set()
+            print(banner(addresses, time.monotonic() - started), flush=True)
+            print(sample(addresses, settings.api_key), flush=True)
+        except Interrupted:
+            return 0
+        while not stop.event.wait(_CHECK_S):
+            launcher.check()
+    return 0
+
+
+class Interrupted(BaseException):
+    """A signal came before the launch was complete."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT end the launch in order; a second one kills the services at once."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.event = threading.Event()
+        self._launcher = launcher
+        self._launched = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.event.is_set():
+            self._launcher.kill()
+            return
+        self.event.set()
+        if not self._launched:
+            raise Interrupted
+
+    def raise_if_set(self) -> None:
+        """From here on a signal only sets the event."""
+        self._launched = True
+        if self.event.is_set():
+            raise Interrupted
+
+
+def banner(addresses: Addresses, seconds: float) -> str:
+    return (
+        f"looseleaf: ready after {seconds:.1f} s\n"
+        f"  HTTP  http://{addresses.http}/v1   (OpenAI API; /metrics and /health beside it)\n"
+        f"  gRPC  {addresses.grpc}   (looseleaf.v1.InferenceService)"
+    )
+
+
+def sample(addresses: Addresses, api_key: str | None) -> str:
+    """A line that the services have just generated, safe for a terminal."""
+    with Client(addresses.grpc, api_key=api_key, timeout=60.0) as client:
+        completion = client.generate(_SAMPLE_PROMPT, max_tokens=_SAMPLE_TOKENS, temperature=0.0, ignore_eos=True)
+    return f"  says  {one_line(_SAMPLE_PROMPT + completion.text)}"
+
+
+def one_line(text: str) -> str:
+    """White space as single blanks, what cannot be printed as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))

@@ -1,0 +1,229 @@
+"""Runs every service on this machine: block store, workers, gateway, as child processes that end together.
+
+Knows the services' flags and in which order they start and stop; `looseleaf.children` knows how a process is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from common.errors import StartupError
+from looseleaf.children import Child, Echo, ServiceSpec, end, wait_ready
+from looseleaf.model_source import REPOSITORY, ModelSource, resolve
+from looseleaf.settings import ServeSettings
+from looseleaf.shm import ROOT, SharedDirectory
+
+_FAILED_GRACE_S = 3.0
+_TINY_BLOCKS = 4096
+"""KV blocks for the small random model: 65,536 tokens, a few megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the gateway of a launch listens, as a client on this machine reaches it."""
+
+    http: str
+    grpc: str
+
+
+def echo_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Launcher:
+    """One launch. `start`, then `check` now and then, then `stop`; or as a context manager."""
+
+    def __init__(self, settings: ServeSettings, echo: Echo = echo_to_stderr) -> None:
+        self._settings = settings
+        self._echo = echo
+        self._children: list[Child] = []
+        self._shared: SharedDirectory | None = None
+        self._run_directory: Path | None = None
+        self._environment: dict[str, str] = {}
+
+    def start(self) -> Addresses:
+        """Start every service; returns when the gateway serves. Raises StartupError and leaves nothing running."""
+        try:
+            return self._start()
+        except BaseException:
+            self.stop(_FAILED_GRACE_S)
+            raise
+
+    def _start(self) -> Addresses:
+        settings = self._settings
+        source = resolve(settings.model or settings.model_directory)
+        if source.notice:
+            self._echo(source.notice)
+        for port in (settings.port, settings.grpc_port):
+            check_port_free(settings.host, port)
+        self._shared = SharedDirectory(Path(settings.directory) if settings.directory else ROOT)
+        self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
+        self._environment = child_environment(os.environ, threads_per_worker(settings))
+        timeout_s = settings.startup_timeout_s
+
+        store = self._spawn("block_store", "block_store", store_flags(settings, self._shared.path, source))
+        ((store_address, *told),) = wait_ready([store], self._children, timeout_s)
+        redis_url = settings.redis_url or (told[0] if told else f"unix://{self._shared.path}/redis.sock")
+        for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
+            for number in range(count):
+                name = role if count == 1 else f"{role}-{number}"
+                self._spawn(name, f"{role}_svc", worker_flags(settings, source, store_address))
+        gateway = self._spawn(
+            "gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings)
+        )
+        ready = wait_ready(self._children, self._children, timeout_s)
+        http, grpc_address = ready[self._children.index(gateway)]
+        return Addresses(reachable(http), reachable(grpc_address))
+
+    def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
+        assert self._shared is not None and self._run_directory is not None
+        environment = {**self._environment, **(extra or {})}
+        spec = ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd)
+        child = Child(spec, self._run_directory, self._echo)
+        self._children.append(child)
+        return child
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process of each service, by name."""
+        return {child.name: child.pid for child in self._children}
+
+    def check(self) -> None:
+        """Raise ChildDied if a service has ended."""
+        for child in self._children:
+            child.check()
+
+    def kill(self) -> None:
+        """SIGKILL to every service, for whoever does not want to wait for `stop`."""
+        for child in self._children:
+            child.kill()
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """End the services from the gateway down to the block store; a second call does nothing."""
+        grace_s = self._settings.grace_s if grace_s is None else grace_s
+        store, workers, gateway = self._children[:1], self._children[1:-1], self._children[1:][-1:]
+        for layer in (gateway, workers, store):
+            end(layer, grace_s)
+        self._children.clear()
+        if self._shared is not None:
+            self._shared.close()
+        if self._run_directory is not None:
+            shutil.rmtree(self._run_directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def flags_of(values: Mapping[str, object | None]) -> list[str]:
+    """{"max_queue": 5, "seed": None} as ["--max-queue", "5"]."""
+    return [
+        text
+        for name, value in values.items()
+        if value is not None
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -> list[str]:
+    """Flags of `python -m block_store`."""
+    tiny_default = _TINY_BLOCKS if source.is_tiny and settings.memory_budget is None else None
+    return flags_of(
+        {
+            "host": "127.0.0.1",
+            "port": 0,
+            "directory": directory,
+            "redis_url": settings.redis_url,
+            "expect_workers": settings.prefill + settings.decode,
+            "memory_budget": settings.memory_budget,
+            "num_blocks": settings.num_blocks or tiny_default,
+            "log_level": settings.log_level,
+        }
+    )
+
+
+def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
+    """Flags of `python -m prefill_svc` and `python -m decode_svc`."""
+    names = ("dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed")
+    return flags_of(
+        {
+            "model": source.directory,
+            "host": "127.0.0.1",
+            "port": 0,
+            "block_store": block_store,
+            "num_threads": threads_per_worker(settings),
+            "log_level": settings.log_level,
+            **{name: getattr(settings, name) for name in names},
+        }
+    )
+
+
+def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str, redis_url: str) -> list[str]:
+    """Flags of `python -m gateway`."""
+    names = ("host", "port", "grpc_port", "max_model_len", "max_queue", "log_level")
+    return flags_of(
+        {
+            "model": source.directory,
+            "served_model_name": settings.served_model_name or source.directory.name,
+            "block_store": block_store,
+            "redis_url": redis_url,
+            **{name: getattr(settings, name) for name in names},
+        }
+    )
+
+
+def api_key(settings: ServeSettings) -> dict[str, str]:
+    """The credential as a variable: flags can be read by every user of the machine."""
+    return {} if settings.api_key is None else {"LOOSELEAF_GATEWAY_API_KEY": settings.api_key}
+
+
+def threads_per_worker(settings: ServeSettings) -> int:
+    """`--threads`, else an even share of the cores this process may use."""
+    if settings.threads:
+        return settings.threads
+    return max(1, len(os.sched_getaffinity(0)) // (settings.prefill + settings.decode))
+
+
+def child_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment of every service.
+
+    OpenMP threads wait passively: on few cores, two processes whose threads spin destroy each other.
+    """
+    environment = dict(base)
+    environment.update({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"})
+    if (REPOSITORY / "pyproject.toml").is_file():  # a checkout, which need not be installed
+        paths = [str(REPOSITORY), *filter(None, [base.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise StartupError if nobody could listen there now; port 0 is always free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise StartupError(f"host {host!r} cannot be resolved: {error.strerror}") from error
+    except OSError as error:
+        raise StartupError(f"port {port} on {host} cannot be had ({error.strerror}); choose another port") from error
+
+
+def reachable(address: str) -> str:
+    """`host:port` as a client on this machine reaches it."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address

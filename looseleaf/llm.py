@@ -1,0 +1,92 @@
+"""`LLM`: a model served on this machine for as long as the object lives.
+
+with LLM("path/to/model") as llm:
+    for completion in llm.generate(["Once upon a time", "The wolf"], max_tokens=32):
+        print(completion.text)
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, Unpack, cast
+
+from pydantic import ValidationError
+
+from common.errors import StartupError
+from looseleaf.client import Client
+from looseleaf.launcher import Launcher
+from looseleaf.options import GenerateOptions, Message, Prompt, check_names
+from looseleaf.results import Completion
+from looseleaf.settings import ServeSettings
+
+_MAX_IN_FLIGHT = 64
+"""Requests sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
+
+
+class LLM:
+    """Starts the services at construction and ends them with `close`, the `with` block, or the interpreter."""
+
+    def __init__(self, model: str | None = None, *, verbose: bool = False, **settings: Any) -> None:
+        """Serve `model` (a Hugging Face directory; default as in `looseleaf serve`).
+
+        `settings` are the flags of `looseleaf serve` with underscores; ports default to any free ones. `verbose`
+        forwards the services' logs to stderr. Raises StartupError in one sentence, TypeError for an unknown setting.
+        """
+        self._launcher = Launcher(serve_settings(model, settings), *([] if verbose else [_drop]))
+        self.addresses = self._launcher.start()
+        atexit.register(self.close)
+        self.client = Client(self.addresses.grpc, api_key=cast("str | None", settings.get("api_key")))
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
+        """One completion per prompt, in their order. One text, list of token ids or chat is one prompt."""
+        check_names(cast(dict[str, object], options))
+        return self._all([cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts), options)
+
+    def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
+        """The assistant's next turn."""
+        return self.client.chat(messages, **options)
+
+    def _all(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[Completion]:
+        if not prompts:
+            return []
+        self._launcher.check()
+        with ThreadPoolExecutor(min(len(prompts), _MAX_IN_FLIGHT)) as pool:
+            return list(pool.map(lambda prompt: self.client.generate(prompt, **options), prompts))
+
+    def close(self) -> None:
+        """End the services; a second call does nothing."""
+        atexit.unregister(self.close)
+        self.client.close()
+        self._launcher.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
+    """Settings of a launch on free ports. Raises TypeError for unknown names, StartupError for bad values."""
+    unknown = sorted(set(given) - set(ServeSettings.model_fields))
+    if unknown:
+        raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(ServeSettings.model_fields))}")
+    try:
+        return ServeSettings(**{"port": 0, "grpc_port": 0, "model": model, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StartupError(f"setting {first['loc'][0]!r}: {first['msg']} (got {first.get('input')!r})") from None
+
+
+def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt rather than several."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
+
+
+def _drop(line: str) -> None:
+    """Services log to nobody; the last lines are kept for `ChildDied`."""

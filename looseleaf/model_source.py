@@ -1,0 +1,77 @@
+"""Which model directory a launch serves, and the small random model for when none is given. Loads no weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import StartupError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BUILT_IN = REPOSITORY / "models" / "storyteller"
+_MAKE = "import sys; from engine.tiny import make_checkpoint; make_checkpoint(sys.argv[1], 'llama', seed=0)"
+_VERSION = 1
+"""Raised when the random model's shape changes, so that an old cached one is not taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model directory that exists."""
+
+    directory: Path
+    notice: str | None = None
+    """What the user should know about it."""
+    is_tiny: bool = False
+
+
+def resolve(given: str | None) -> ModelSource:
+    """The directory `given`, else the built-in model, else a small random one. StartupError if it is no model."""
+    if given is not None:
+        return ModelSource(_checked(Path(given)))
+    if BUILT_IN.is_dir():
+        return ModelSource(BUILT_IN)
+    return ModelSource(
+        tiny_checkpoint(cache_directory()),
+        notice="no model given: serving a small one with random weights, so its text will be gibberish",
+        is_tiny=True,
+    )
+
+
+def _checked(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise StartupError(f"model directory {directory} does not exist")
+    if not (directory / "config.json").is_file():
+        raise StartupError(f"model directory {directory} has no config.json; a Hugging Face model directory is needed")
+    return directory
+
+
+def cache_directory() -> Path:
+    """$XDG_CACHE_HOME/looseleaf, else ~/.cache/looseleaf."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "looseleaf"
+
+
+def tiny_checkpoint(cache: Path) -> Path:
+    """A small random Llama below `cache`; made in a process of its own (it loads torch) on first use."""
+    target = cache / f"tiny-llama-{_VERSION}"
+    if (target / "config.json").is_file():
+        return target
+    partial = cache / f"{target.name}.{os.getpid()}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made = subprocess.run(
+            [sys.executable, "-c", _MAKE, str(partial)], capture_output=True, text=True, cwd=REPOSITORY, check=False
+        )
+        if made.returncode != 0:
+            raise StartupError(f"the small random model could not be made: {_last_line(made.stderr)}")
+        partial.rename(target)
+    except OSError as error:
+        if not (target / "config.json").is_file():  # another launch may have been quicker
+            raise StartupError(f"cannot write the small random model to {target}: {error.strerror}") from error
+    return target
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]

@@ -1,0 +1,123 @@
+"""What a caller may ask of one generation, and how that becomes a GenerateRequest. Does no I/O.
+
+Values are not checked here: limits are the gateway's, and its refusal names the field. Names are: a misspelt one is a
+TypeError before anything is sent.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, cast
+
+from protos.v1 import inference_pb2 as pb
+
+Message = Mapping[str, str]
+"""One turn of a chat: {"role": ..., "content": ...}."""
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the turns of a chat."""
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+)
+_STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_str_in_output")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of `generate` and `chat`; an absent one takes the model's or the gateway's default."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    logprobs: int
+    """Log-probabilities of each token and of this many most likely ones."""
+    prompt_logprobs: int
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop_str_in_output: bool
+    model: str
+    request_id: str
+    cache_salt: str
+    """Share cached prefixes only with requests of the same salt."""
+    priority: int
+    """Lower first."""
+    timeout: float
+    """Seconds until the request is given up; default: the client's."""
+
+
+def check_names(options: Mapping[str, object]) -> None:
+    """Raise TypeError for an option that does not exist, naming the closest one that does."""
+    known = GenerateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
+            raise TypeError(f"unknown option {name!r}{hint}")
+
+
+def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """The message for `prompt` and `options`. Raises TypeError for unknown options and values of a wrong type."""
+    check_names(cast(Mapping[str, object], options))
+    request = pb.GenerateRequest()
+    _set_prompt(request, prompt)
+    values = cast(Mapping[str, object], options)
+    for name in ("model", "request_id", "priority"):
+        _set(request, name, values)
+    for name in _SAMPLING:
+        _set(request.sampling, name, values)
+    request.sampling.logit_bias.update(options.get("logit_bias", {}))
+    for name in _STOPPING:
+        _set(request.stopping, name, values)
+    stop = options.get("stop", ())
+    request.stopping.stop.extend([stop] if isinstance(stop, str) else stop)
+    request.stopping.stop_token_ids.extend(options.get("stop_token_ids", ()))
+    _set(request.cache, "cache_salt", values)
+    return request
+
+
+def _set(message: object, name: str, values: Mapping[str, object]) -> None:
+    value = values.get(name)
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"option {name!r}: {value!r} is not a value it takes") from error
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(chat_to_pb(cast(Sequence[Message], prompt)))
+    else:
+        request.token_ids.ids.extend(cast(Sequence[int], prompt))
+        request.token_ids.SetInParent()
+
+
+def chat_to_pb(messages: Sequence[Message]) -> pb.Chat:
+    """Turns as a message. Raises TypeError where one has other keys than role and content."""
+    turns = []
+    for index, message in enumerate(messages):
+        if set(message) != {"role", "content"}:
+            raise TypeError(f"message {index} must have the keys 'role' and 'content', it has {sorted(message)}")
+        turns.append(pb.ChatMessage(role=message["role"], content=message["content"]))
+    return pb.Chat(messages=turns)

@@ -1,0 +1,50 @@
+"""Settings of `looseleaf serve` and of `LLM`. Flags are called as in vLLM where they mean the same."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from common.settings import Settings, settings_config
+
+
+class ServeSettings(Settings):
+    """Serve a model on this machine: block store, prefill and decode workers, and the gateway.
+
+    Services also read their own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*, LOOSELEAF_DECODE_*,
+    LOOSELEAF_BLOCK_STORE_*); a flag given here wins.
+    """
+
+    model_config = settings_config("LOOSELEAF_SERVE_", "looseleaf serve")
+
+    model_directory: CliPositionalArg[str | None] = Field(
+        None, description="Hugging Face model directory; default: models/storyteller, else a small random model"
+    )
+    model: str | None = Field(None, description="the same as a flag")
+    served_model_name: str | None = Field(None, description="name in the API; default: the directory's name")
+    prefill: int = Field(1, ge=1, le=64, description="prefill workers")
+    decode: int = Field(1, ge=1, le=64, description="decode workers")
+    threads: int = Field(0, ge=0, le=1024, description="threads of each worker; 0: chosen by the number of cores")
+    host: str = Field("127.0.0.1", description="where the gateway listens")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
+    block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
+    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
+    max_queue: int | None = Field(None, ge=1, description="most requests admitted at once; default: the gateway's")
+    seed: int = Field(0, ge=0, description="seed of dummy weights")
+    memory_budget: int | None = Field(
+        None, ge=1, description="bytes for weights, activations and KV; default: the block store's choice"
+    )
+    num_blocks: int | None = Field(None, ge=1, description="KV blocks, instead of a memory budget")
+    directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")
+    redis_url: str | None = Field(None, description="a Redis of its own; default: a private redis-server is started")
+    api_key: str | None = Field(None, description="credential that clients must present (better by variable)")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    startup_timeout_s: float = Field(600.0, gt=0, description="most seconds until all services are ready")
+    grace_s: float = Field(10.0, ge=0, description="seconds that services get to end before they are killed")

@@ -1,0 +1,69 @@
+"""The launcher's directory in shared memory: made for a launch, removed after it, swept up if a launch was killed.
+
+The directory is locked (flock) by the launcher and, through an inherited descriptor, by every service it starts. A lock
+that can be had says that all of them are gone, whatever became of their pids.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from common.errors import StartupError
+
+ROOT = Path("/dev/shm")
+_PREFIX = "looseleaf-run-"
+_LOCK = "launcher.lock"
+
+
+class SharedDirectory:
+    """A locked directory below `root`; `close` removes it."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        """Raises StartupError where there is no shared memory to write to."""
+        sweep(root)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            self.lock_fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupError(
+                f"no shared memory at {root} ({error.strerror}); mount a tmpfs there or name one with --directory"
+            ) from error
+        fcntl.flock(self.lock_fd, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove the directory; a second call does nothing."""
+        if self.lock_fd >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self.lock_fd)
+            self.lock_fd = -1
+
+
+def sweep(root: Path) -> int:
+    """Remove what killed launches of this user left below `root`; how many directories that were."""
+    if not root.is_dir():
+        return 0
+    stale = [path for path in root.glob(f"{_PREFIX}*") if _is_stale(path)]
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(stale)
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        if path.stat().st_uid != os.getuid():
+            return False
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # being made, being removed, or not ours
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)
