@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import grpc
 
 from block_store.arena import Arena
+from block_store.errors import BlockStoreError
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.ledger import Ledger
@@ -76,7 +77,10 @@ class Attached:
                 reply = stub.Attach(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
             except grpc.RpcError as error:
                 raise StartupError(f"the block store at {address} refuses: {error_of(error).message}") from None
-        return cls(Arena.open(reply.directory, needs.layout.fingerprint), reply.redis_url, needs)
+        try:
+            return cls(Arena.open(reply.directory, needs.layout.fingerprint), reply.redis_url, needs)
+        except BlockStoreError as error:
+            raise StartupError(f"the arena in {reply.directory} cannot be used: {error}") from None
 
     def _register(self) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()

@@ -21,7 +21,17 @@ from protos.v1 import decode_pb2_grpc
 
 def build_runner(settings: DecodeSettings) -> tuple[ModelRunner, int]:
     """The model, and the measured peak of activations of its largest step in bytes."""
-    runner = ModelRunner(RunnerSettings.of(settings))
+    runner = ModelRunner(
+        RunnerSettings(
+            settings.model,
+            settings.dtype,
+            settings.load_format,
+            settings.block_size,
+            settings.max_model_len,
+            settings.num_threads,
+            settings.seed,
+        )
+    )
     return runner, runner.profile(settings.max_num_seqs, settings.max_num_seqs)
 
 
@@ -60,7 +70,7 @@ async def main(settings: DecodeSettings) -> None:
         settings.model,
         attached.arena.arena_id,
         settings.block_size,
-        runner.pairing,
+        domain.hex(),
         domain.hex(),
         runner.max_model_len,
         settings.max_num_seqs,

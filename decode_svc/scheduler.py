@@ -21,8 +21,6 @@ class Group:
     handle: int
     attempt: int
     sequences: list[Sequence]
-    chain_start: bytes = b""
-    """Where the prefix hashes start: domain and salt."""
     priority: int = 0
     deadline_ns: int | None = None
     arrived_ns: int = 0

@@ -88,7 +88,6 @@ class DecodeWorker:
 
     def submit(self, session: Session, group: Group, ticket: Ticket, salt: bytes) -> None:
         """Claim the ticket at once and queue the group; whatever cannot be is rejected."""
-        group.chain_start = chain_start(self._domain, salt)
         if self._draining or self._scheduler.full:
             self._reject_new(session, group, Rejection.DRAINING if self._draining else Rejection.QUEUE_FULL)
         elif ticket.arena_id != self._attached.arena.arena_id:
@@ -96,7 +95,7 @@ class DecodeWorker:
         elif -(-self._longest(group) // self._block_size) > self._attached.arena.num_blocks:
             self._reject_new(session, group, Rejection.TOO_LARGE)
         else:
-            self._claim(session, group, ticket)
+            self._claim(session, group, ticket, chain_start(self._domain, salt))
         self._flush()
 
     def _longest(self, group: Group) -> int:
@@ -104,7 +103,7 @@ class DecodeWorker:
             min(len(s.prompt_ids) + s.stopping.max_tokens, self._runner.max_model_len) for s in group.sequences
         )
 
-    def _claim(self, session: Session, group: Group, ticket: Ticket) -> None:
+    def _claim(self, session: Session, group: Group, ticket: Ticket, start: bytes) -> None:
         try:
             self._attached.held.claim(ticket)
         except LedgerError as error:
@@ -118,7 +117,7 @@ class DecodeWorker:
             sequence.num_computed = ticket.num_tokens
             sequence.num_sealed = ticket.num_tokens // self._block_size
             sequence.tail_sealed = ticket.num_tokens % self._block_size != 0
-            sequence.hashes = [group.chain_start]
+            sequence.hashes = [start]
         group.live = list(group.sequences)
         group.claimed_ns = time.monotonic_ns()
         session.groups[group.handle] = group

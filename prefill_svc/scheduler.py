@@ -20,8 +20,6 @@ class Job:
     """One prompt on its way through prefill."""
 
     sequence: Sequence
-    chain_start: bytes
-    """Where the prompt's prefix hashes start: domain and salt."""
     priority: int = 0
     arrived_ns: int = 0
     started_ns: int = 0

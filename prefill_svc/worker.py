@@ -70,8 +70,7 @@ class PrefillWorker:
 
     def submit(self, job: Job, salt: bytes, emit: Emit) -> None:
         """Queue a job; its events go to `emit`, the last one is Done or an error."""
-        job.chain_start = chain_start(self._domain, salt)
-        job.sequence.hashes = [job.chain_start]
+        job.sequence.hashes = [chain_start(self._domain, salt)]
         num_blocks = self._blocks_of(job.sequence.num_tokens)
         if num_blocks > self._attached.arena.num_blocks:
             limit = self._attached.arena.num_blocks

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.tiny import make_checkpoint
 from looseleaf import LLM
@@ -15,7 +16,7 @@ from looseleaf import LLM
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama in bf16; drawn wide, so that a wrong KV block changes tokens."""
     directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    make_checkpoint(directory, "llama", seed=1, dtype="bfloat16", max_position_embeddings=8192)
+    make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, max_position_embeddings=8192)
     return directory
 
 

@@ -11,7 +11,7 @@ from prefill_svc.scheduler import Job, PrefillScheduler
 
 
 def job(num_tokens: int, priority: int = 0) -> Job:
-    return Job(Sequence([1] * num_tokens, [], SamplingParams(), StoppingParams()), b"", priority)
+    return Job(Sequence([1] * num_tokens, [], SamplingParams(), StoppingParams()), priority)
 
 
 def scheduler(budget: int = 64, max_num_seqs: int = 8, max_queue: int = 8) -> PrefillScheduler:
