@@ -27,10 +27,10 @@ def _pack(weight: Tensor) -> Tensor | str:
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "oneDNN has no bf16 on this CPU"
     try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn())
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         return packed
     except (RuntimeError, AttributeError) as error:
-        return f"packing failed: {error}"
+        return f"packing failed: {str(error).splitlines()[0]}"
 
 
 class PackedLinear:

@@ -36,8 +36,8 @@ def _call(name: str, *arguments: int | float | None) -> None:
 
 
 _SIGNATURES: dict[str, list[type]] = {
-    "ll_attention": [PTR] * 7 + [I64] * 18 + [F32],
-    "ll_write_blocks": [PTR] * 8 + [I64] * 24,
+    "ll_attention": [PTR] * 7 + [I64] * 22 + [F32],
+    "ll_write_blocks": [PTR] * 8 + [I64] * 22,
     "ll_copy_blocks": [PTR] * 4 + [I64] * 7,
     "ll_rms_norm": [PTR] * 5 + [I64] * 6 + [F32],
     "ll_silu_mul": [PTR] * 2 + [I64] * 5,
@@ -88,9 +88,8 @@ def _attention(
         out.data_ptr(), q.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_table.data_ptr(),
         context_lens.data_ptr(), _pointer(cu),
         *out.stride()[:2], *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
-        (block_table.shape[1] << 32) | num_blocks, (q.shape[0] << 32) | context_lens.shape[0],
-        (q.shape[1] << 32) | kv_heads, (block_size << 32) | head_dim, window, _dtype(q), torch.get_num_threads(),
-        softmax_scale,
+        num_blocks, block_table.shape[1], q.shape[0], context_lens.shape[0], q.shape[1], kv_heads, block_size, head_dim,
+        window, _dtype(q), torch.get_num_threads(), softmax_scale,
     )  # fmt: skip
 
 
@@ -115,7 +114,7 @@ def _write_blocks(
         key_cache.data_ptr(), value_cache.data_ptr(), _pointer(table),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         q.shape[0], q.shape[1], kv_heads, head_dim, num_blocks, block_size, max_pos, rotary, _dtype(q),
-        torch.get_num_threads(), 0, 0,
+        torch.get_num_threads(),
     )  # fmt: skip
 
 

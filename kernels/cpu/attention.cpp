@@ -1,0 +1,213 @@
+// Attention over block tables: which tiles and pieces there are, who computes them, where keys lie. Decode splits the
+// key axis over threads and merges after; prefill lets one thread walk a tile's pieces. Both use piece.h, so the bits
+// are the same.
+#include <vector>
+
+#include "piece.h"
+
+namespace ll {
+namespace {
+
+constexpr int TILE_ROWS = 48;  // query rows that share packed keys; no effect on bits
+
+template <class T>
+struct Attention {
+    T* out;
+    const T *q, *k, *v;
+    const int32_t *block_table, *context_lens, *cu;
+    int64_t out_token, out_head, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row;
+    int64_t num_blocks, max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window;
+    float scale;
+
+    int group() const { return int(heads / kv_heads); }
+    int64_t q_begin(int64_t seq) const { return cu ? cu[seq] : seq; }
+    int64_t q_len(int64_t seq) const { return cu ? cu[seq + 1] - cu[seq] : 1; }
+    int64_t position(int64_t seq, int64_t i) const { return context_lens[seq] - q_len(seq) + i; }
+    int64_t first_key(int64_t pos) const { return window && pos >= window ? pos - window + 1 : 0; }
+
+    int check() const {
+        if (cu && (cu[0] != 0 || cu[num_seqs] != total_q)) return 2;
+        for (int64_t s = 0; s < num_seqs; ++s) {
+            int64_t n = q_len(s), len = context_lens[s];
+            if (n < 0 || len < 0 || (len > 0 && n > len)) return 2;
+            if (len == 0 || n == 0) continue;
+            int64_t last = (len - 1) / block_size;
+            if (last >= max_blocks) return 1;
+            for (int64_t b = first_key(position(s, 0)) / block_size; b <= last; ++b) {
+                int32_t id = block_table[s * table_row + b];
+                if (id < 0 || id >= num_blocks) return 1;
+            }
+        }
+        return 0;
+    }
+
+    // Query tokens [i0, i0 + n) of a sequence and the heads of one KV head.
+    void begin(Tile<T>& t, Scratch& scratch, int64_t seq, int64_t kv_head, int64_t i0, int n) const {
+        const int g = group(), rows = n * g;
+        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale);
+        for (int r = 0; r < rows; ++r) {
+            const T* row = q + (q_begin(seq) + i0 + r / g) * q_token + (kv_head * g + r % g) * q_head;
+            Dot<T>::pack_q(t.qpack + size_t(r) * t.steps, row, int(d));
+            t.total_m[r] = NEG_INF, t.total_l[r] = 0.f;
+        }
+    }
+
+    // The piece of keys [base, base + PIECE) for the tile; false if no row sees any of it.
+    bool piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i0, int64_t base) const {
+        const int g = group();
+        int lo = PIECE, hi = 0;
+        for (int r = 0; r < t.rows; ++r) {
+            int64_t pos = position(seq, i0 + r / g);
+            int64_t from = first_key(pos) - base, to = pos + 1 - base;
+            t.lo[r] = int(from < 0 ? 0 : from > PIECE ? PIECE : from);
+            t.hi[r] = int(to < 0 ? 0 : to > PIECE ? PIECE : to);
+            if (t.lo[r] >= t.hi[r]) continue;
+            lo = t.lo[r] < lo ? t.lo[r] : lo, hi = t.hi[r] > hi ? t.hi[r] : hi;
+        }
+        if (lo >= hi) return false;
+        locate(t, seq, kv_head, base, lo, hi);
+        attend(t, lo, hi);
+        return true;
+    }
+
+    // Where each key and value of the piece lies; null outside [lo, hi): those slots and blocks may hold anything.
+    void locate(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
+        for (int j = 0; j < lo; ++j) t.keys[j] = t.values[j] = nullptr;
+        for (int j = lo; j < hi;) {
+            int64_t block = (base + j) / block_size, slot = (base + j) % block_size;
+            int64_t id = block_table[seq * table_row + block];
+            const T* key = k + id * k_block + kv_head * k_head;
+            const T* value = v + id * v_block + kv_head * v_head;
+            for (; j < hi && slot < block_size; ++j, ++slot)
+                t.keys[j] = key + slot * k_slot, t.values[j] = value + slot * v_slot;
+        }
+        for (int j = hi; j < PIECE; ++j) t.keys[j] = t.values[j] = nullptr;
+    }
+
+    T* out_row(int64_t seq, int64_t i, int64_t head) const {
+        return out + (q_begin(seq) + i) * out_token + head * out_head;
+    }
+
+    void finish(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i0) const {
+        const int g = group();
+        for (int r = 0; r < t.rows; ++r)
+            finish_row(out_row(seq, i0 + r / g, kv_head * g + r % g), t.total_o + size_t(r) * t.dpad, t.total_m[r],
+                       t.total_l[r], t.d);
+    }
+
+    void merge(Tile<T>& t) const {
+        for (int r = 0; r < t.rows; ++r)
+            merge_row(t.total_o + size_t(r) * t.dpad, t.total_m[r], t.total_l[r], t.o + size_t(r) * t.dpad, t.m[r],
+                      t.l[r], t.dpad);
+    }
+
+    int64_t pieces_begin(int64_t seq, int64_t i) const {
+        int64_t pos = position(seq, i);
+        return pos < 0 ? 0 : first_key(pos) / PIECE;
+    }
+    int64_t pieces_end(int64_t seq, int64_t i) const { return (position(seq, i) + PIECE) / PIECE; }
+
+    struct Unit {
+        int64_t seq, kv_head, at;  // at: first query of the tile, or the piece
+    };
+
+    void walk(const std::vector<Unit>& units, int tile, int threads) const {
+#pragma omp parallel num_threads(threads) if (units.size() > 1 && threads > 1)
+        {
+            static thread_local Scratch scratch;
+            Tile<T> t;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t u = int64_t(units.size()) - 1; u >= 0; --u) {  // long tiles first
+                const Unit& w = units[u];
+                int64_t left = q_len(w.seq) - w.at;
+                int n = int(left < tile ? left : tile);
+                begin(t, scratch, w.seq, w.kv_head, w.at, n);
+                int64_t end = pieces_end(w.seq, w.at + n - 1);
+                for (int64_t p = pieces_begin(w.seq, w.at); p < end; ++p)
+                    if (piece(t, w.seq, w.kv_head, w.at, p * PIECE)) merge(t);
+                finish(t, w.seq, w.kv_head, w.at);
+            }
+        }
+    }
+
+    void prefill(int threads) const {
+        const int tile = TILE_ROWS / group() > 0 ? TILE_ROWS / group() : 1;
+        std::vector<Unit> units;
+        for (int64_t s = 0; s < num_seqs; ++s)
+            for (int64_t i = 0; i < q_len(s); i += tile)
+                for (int64_t h = 0; h < kv_heads; ++h) units.push_back({s, h, i});
+        walk(units, tile, threads);
+    }
+
+    // Long contexts, too few (sequence, KV head) pairs for the threads: pieces are computed apart, then merged.
+    void split_decode(int threads) const {
+        std::vector<Unit> units;
+        std::vector<size_t> first(num_seqs * kv_heads + 1);
+        for (int64_t s = 0; s < num_seqs; ++s)
+            for (int64_t h = 0; h < kv_heads; ++h) {
+                first[s * kv_heads + h] = units.size();
+                for (int64_t p = pieces_begin(s, 0); p < pieces_end(s, 0); ++p) units.push_back({s, h, p});
+            }
+        first[num_seqs * kv_heads] = units.size();
+        const int g = group(), dpad = int((d + W - 1) / W * W);
+        const size_t width = size_t(g) * (dpad + 2);  // o [g, dpad], m [g], l [g]
+        std::vector<float> partial(units.size() * width);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            static thread_local Scratch scratch;
+            Tile<T> t;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t u = 0; u < int64_t(units.size()); ++u) {
+                begin(t, scratch, units[u].seq, units[u].kv_head, 0, 1);
+                piece(t, units[u].seq, units[u].kv_head, 0, units[u].at * PIECE);
+                float* p = partial.data() + u * width;
+                std::memcpy(p, t.o, size_t(g) * dpad * 4);
+                std::memcpy(p + g * dpad, t.m, g * 4), std::memcpy(p + g * dpad + g, t.l, g * 4);
+            }
+#pragma omp for schedule(static)
+            for (int64_t w = 0; w < num_seqs * kv_heads; ++w) {
+                begin(t, scratch, w / kv_heads, w % kv_heads, 0, 1);
+                for (size_t u = first[w]; u < first[w + 1]; ++u) {
+                    const float* p = partial.data() + u * width;
+                    for (int r = 0; r < g; ++r)
+                        merge_row(t.total_o + size_t(r) * dpad, t.total_m[r], t.total_l[r], p + r * dpad,
+                                  p[g * dpad + r], p[g * dpad + g + r], dpad);
+                }
+                finish(t, w / kv_heads, w % kv_heads, 0);
+            }
+        }
+    }
+
+    int run(int threads) const {
+        if (int error = check()) return error;
+        bool one_each = total_q == num_seqs;
+        for (int64_t s = 0; one_each && s < num_seqs; ++s) one_each = q_len(s) == 1;
+        if (one_each && threads > 1 && num_seqs * kv_heads < 2 * threads)
+            split_decode(threads);
+        else
+            prefill(threads);
+        return 0;
+    }
+};
+
+}  // namespace
+}  // namespace ll
+
+// Layouts as in kernels/paged_prefill.py; cu_seqlens_q null: one query per sequence. Strides in elements.
+LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
+                           const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
+                           int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,
+                           int64_t k_slot, int64_t v_block, int64_t v_head, int64_t v_slot, int64_t table_row,
+                           int64_t num_blocks, int64_t max_blocks, int64_t total_q, int64_t num_seqs, int64_t heads,
+                           int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t is_bf16,
+                           int64_t threads, float scale) {
+    auto run = [&](auto tag) {
+        using T = decltype(tag);
+        ll::Attention<T> a{static_cast<T*>(out), static_cast<const T*>(q), static_cast<const T*>(k),
+                           static_cast<const T*>(v), block_table, context_lens, cu_seqlens_q, out_token, out_head,
+                           q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row, num_blocks,
+                           max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale};
+        return a.run(int(threads));
+    };
+    return is_bf16 ? run(ll::bf16{}) : run(float{});
+}

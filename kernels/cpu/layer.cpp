@@ -1,0 +1,180 @@
+// The rest of a layer: RMS norm, SwiGLU's elementwise half, RoPE with the write into slots, block copies. One row (or
+// token, or block) is always computed by one thread in an order fixed by its length.
+#include "simd.h"
+
+namespace ll {
+namespace {
+
+constexpr int64_t PARALLEL_FROM = 1 << 15;  // elements; below, waking threads costs more than it saves
+
+template <class T>
+LL_INLINE vf sum_to(T* summed, const T* x, const T* residual, int64_t i, int64_t n) {
+    vf v = load_upto(x + i, n - i);
+    if (!residual) return v;
+    v = rounded_to(v + load_upto(residual + i, n - i), x);
+    store_upto(summed + i, v, n - i);
+    return v;
+}
+
+template <class T>
+void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t n, float eps) {
+    vf acc[4] = {};
+    for (int64_t i = 0, lane = 0; i < n; i += W, lane = (lane + 1) % 4) {
+        vf v = sum_to(summed, x, residual, i, n);
+        acc[lane] = fma(v, v, acc[lane]);
+    }
+    const float mean = hsum((acc[0] + acc[1]) + (acc[2] + acc[3])) / float(n);
+    const vf inverse = splat(1.f / std::sqrt(mean + eps));
+    const T* from = residual ? summed : x;
+    for (int64_t i = 0; i < n; i += W) {
+        vf normed = rounded_to(load_upto(from + i, n - i) * inverse, x);
+        store_upto(out + i, normed * load_upto(weight + i, n - i), n - i);
+    }
+}
+
+// exp(-g) for any g, infinities at the ends.
+LL_INLINE vf exp_minus(vf g) {
+    vf x = g * splat(-LOG2E);
+    x = x > splat(127.f) ? splat(127.f) : x;
+    return exp2v(x);
+}
+
+template <class T>
+void silu_mul_row(T* out, const T* x, int64_t n) {
+    for (int64_t i = 0; i < n; i += W) {
+        vf gate = load_upto(x + i, n - i), up = load_upto(x + n + i, n - i);
+        vf silu = rounded_to(gate / (splat(1.f) + exp_minus(gate)), x);
+        store_upto(out + i, silu * up, n - i);
+    }
+}
+
+// dst may be src. Dimensions from `rotary` on are copied.
+template <class T>
+void rotate(T* dst, const T* src, const float* cos_sin, int64_t rotary, int64_t d) {
+    const int64_t half = rotary / 2;
+    for (int64_t i = 0; i < half; i += W) {
+        int64_t n = half - i;
+        vf cos = load_upto(cos_sin + i, n), sin = load_upto(cos_sin + half + i, n);
+        vf a = load_upto(src + i, n), b = load_upto(src + half + i, n);
+        store_upto(dst + i, a * cos - b * sin, n);
+        store_upto(dst + half + i, b * cos + a * sin, n);
+    }
+    if (dst != src) std::memcpy(dst + 2 * half, src + 2 * half, (d - 2 * half) * sizeof(T));
+}
+
+template <class T>
+struct Write {
+    T *q;
+    const T *k, *v;
+    const int64_t *positions, *slots;
+    T *key_cache, *value_cache;
+    const float* cos_sin;
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot;
+    int64_t tokens, heads, kv_heads, d, num_blocks, block_size, max_pos, rotary;
+
+    int check() const {
+        for (int64_t t = 0; t < tokens; ++t) {
+            if (slots[t] >= num_blocks * block_size) return 3;
+            if (cos_sin && (positions[t] < 0 || positions[t] >= max_pos)) return 3;
+        }
+        return 0;
+    }
+
+    void token(int64_t t) const {
+        const float* row = cos_sin ? cos_sin + positions[t] * rotary : nullptr;
+        if (row)
+            for (int64_t h = 0; h < heads; ++h) {
+                T* at = q + t * q_token + h * q_head;
+                rotate(at, at, row, rotary, d);
+            }
+        if (slots[t] < 0) return;
+        const int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
+        for (int64_t h = 0; h < kv_heads; ++h) {
+            T* key = key_cache + block * kc_block + h * kc_head + slot * kc_slot;
+            const T* from = k + t * k_token + h * k_head;
+            if (row)
+                rotate(key, from, row, rotary, d);
+            else
+                std::memcpy(key, from, d * sizeof(T));
+            std::memcpy(value_cache + block * vc_block + h * vc_head + slot * vc_slot, v + t * v_token + h * v_head,
+                        d * sizeof(T));
+        }
+    }
+
+    int run(int threads) const {
+        if (int error = check()) return error;
+        const bool parallel = threads > 1 && tokens * (heads + 2 * kv_heads) * d >= PARALLEL_FROM;
+#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
+        for (int64_t t = 0; t < tokens; ++t) token(t);
+        return 0;
+    }
+};
+
+template <class T>
+void rms_norm(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t rows, int64_t n,
+              int64_t x_row, int64_t residual_row, int64_t threads, float eps) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * n >= PARALLEL_FROM)
+    for (int64_t r = 0; r < rows; ++r)
+        rms_norm_row(out + r * n, x + r * x_row, weight, residual ? residual + r * residual_row : nullptr,
+                     summed ? summed + r * n : nullptr, n, eps);
+}
+
+template <class T>
+void silu_mul(T* out, const T* x, int64_t rows, int64_t n, int64_t x_row, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * n >= PARALLEL_FROM)
+    for (int64_t r = 0; r < rows; ++r) silu_mul_row(out + r * n, x + r * x_row, n);
+}
+
+}  // namespace
+}  // namespace ll
+
+LL_EXPORT int ll_rms_norm(void* out, const void* x, const void* weight, const void* residual, void* summed,
+                          int64_t rows, int64_t n, int64_t x_row, int64_t residual_row, int64_t is_bf16,
+                          int64_t threads, float eps) {
+    auto run = [&](auto tag) {
+        using T = decltype(tag);
+        ll::rms_norm(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(weight),
+                     static_cast<const T*>(residual), static_cast<T*>(summed), rows, n, x_row, residual_row, threads,
+                     eps);
+    };
+    is_bf16 ? run(ll::bf16{}) : run(float{});
+    return 0;
+}
+
+LL_EXPORT int ll_silu_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16,
+                          int64_t threads) {
+    using ll::bf16;
+    if (is_bf16)
+        ll::silu_mul(static_cast<bf16*>(out), static_cast<const bf16*>(x), rows, n, x_row, threads);
+    else
+        ll::silu_mul(static_cast<float*>(out), static_cast<const float*>(x), rows, n, x_row, threads);
+    return 0;
+}
+
+LL_EXPORT int ll_write_blocks(void* q, const void* k, const void* v, const int64_t* positions, const int64_t* slots,
+                              void* key_cache, void* value_cache, const float* cos_sin, int64_t q_token,
+                              int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head,
+                              int64_t kc_block, int64_t kc_head, int64_t kc_slot, int64_t vc_block, int64_t vc_head,
+                              int64_t vc_slot, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
+                              int64_t num_blocks, int64_t block_size, int64_t max_pos, int64_t rotary,
+                              int64_t is_bf16, int64_t threads) {
+    auto run = [&](auto tag) {
+        using T = decltype(tag);
+        ll::Write<T> w{static_cast<T*>(q), static_cast<const T*>(k), static_cast<const T*>(v), positions, slots,
+                       static_cast<T*>(key_cache), static_cast<T*>(value_cache), cos_sin, q_token, q_head, k_token,
+                       k_head, v_token, v_head, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, tokens,
+                       heads, kv_heads, d, num_blocks, block_size, max_pos, rotary};
+        return w.run(int(threads));
+    };
+    return is_bf16 ? run(ll::bf16{}) : run(float{});
+}
+
+LL_EXPORT int ll_copy_blocks(const char* src, char* dst, const int64_t* src_ids, const int64_t* dst_ids,
+                             int64_t src_row, int64_t dst_row, int64_t src_blocks, int64_t dst_blocks, int64_t bytes,
+                             int64_t n, int64_t threads) {
+    for (int64_t i = 0; i < n; ++i)
+        if (src_ids[i] < 0 || src_ids[i] >= src_blocks || dst_ids[i] < 0 || dst_ids[i] >= dst_blocks) return 4;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n > 1 && n * bytes >= (1 << 18))
+    for (int64_t i = 0; i < n; ++i) std::memcpy(dst + dst_ids[i] * dst_row, src + src_ids[i] * src_row, bytes);
+    return 0;
+}

@@ -1,0 +1,161 @@
+// Vectors of W floats for one instruction set, chosen by a -DLL_* flag. Every operation is elementwise or has a fixed
+// order, so a result never depends on how many elements sit beside it. Knows nothing of kernels.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(LL_AVX512) || defined(LL_AVX2)
+#include <immintrin.h>
+#endif
+
+#define LL_INLINE inline __attribute__((always_inline))
+#define LL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace ll {
+
+#if defined(LL_AVX512)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+LL_INLINE vf splat(float x) { return x - vf{}; }  // not vf{} + x, which would lose the sign of -0
+LL_INLINE vi splat_i(int32_t x) { return vi{} + x; }
+
+template <class V>
+LL_INLINE V load_as(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+LL_INLINE vf fma(vf a, vf b, vf c) {
+#if defined(LL_AVX512)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(LL_AVX2)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;  // two roundings: a library call per fma would be far slower
+#endif
+}
+
+LL_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+LL_INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+// To nearest even; NaN stays NaN (quiet).
+LL_INLINE vh narrow(vf x) {
+    vu u = (vu)x;
+    vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    vu quiet = (u >> 16) | 0x40u;
+    return __builtin_convertvector((x != x) ? quiet : rounded, vh);
+}
+
+LL_INLINE vf load(const float* p) { return load_as<vf>(p); }
+LL_INLINE vf load(const bf16* p) { return widen(load_as<vh>(p)); }
+LL_INLINE void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+LL_INLINE void store(bf16* p, vf x) {
+    vh h = narrow(x);
+    std::memcpy(p, &h, sizeof h);
+}
+
+// n < W elements; the rest reads as zero and is not stored.
+template <class T>
+LL_INLINE vf load_n(const T* p, int n) {
+    alignas(64) T buffer[W] = {};
+    std::memcpy(buffer, p, n * sizeof(T));
+    return load(buffer);
+}
+template <class T>
+LL_INLINE void store_n(T* p, vf x, int n) {
+    alignas(64) T buffer[W];
+    store(buffer, x);
+    std::memcpy(p, buffer, n * sizeof(T));
+}
+template <class T>
+LL_INLINE vf load_upto(const T* p, int64_t n) {
+    return n >= W ? load(p) : load_n(p, int(n));
+}
+template <class T>
+LL_INLINE void store_upto(T* p, vf x, int64_t n) {
+    if (n >= W)
+        store(p, x);
+    else
+        store_n(p, x, int(n));
+}
+
+// The value a T would hold, as a float.
+LL_INLINE vf rounded_to(vf x, const float*) { return x; }
+LL_INLINE vf rounded_to(vf x, const bf16*) { return widen(narrow(x)); }
+
+LL_INLINE float hsum(vf x) {
+    float a[W];
+    store(a, x);
+    for (int width = W / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) a[i] = a[i] + a[i + width];
+    return a[0];
+}
+
+LL_INLINE float hmax(vf x) {
+    float a[W];
+    store(a, x);
+    float m = a[0];
+    for (int i = 1; i < W; ++i) m = a[i] > m ? a[i] : m;
+    return m;
+}
+
+// 2^x for x <= 127, 0 below -126. Polynomial of Cephes' exp2f on [-0.5, 0.5]; within 2 ulp.
+LL_INLINE vf exp2v(vf x) {
+    const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    vf shifted = x + magic;
+    vf r = x - (shifted - magic);
+    vf p = splat(1.535336188319500e-4f);
+    p = fma(p, r, splat(1.339887440266574e-3f));
+    p = fma(p, r, splat(9.618437357674640e-3f));
+    p = fma(p, r, splat(5.550332471162809e-2f));
+    p = fma(p, r, splat(2.402264791363012e-1f));
+    p = fma(p, r, splat(6.931472028550421e-1f));
+    p = fma(p, r, splat(1.f));
+    vu n = (vu)shifted << 23;  // the high bits of the magic fall out
+    vf y = (vf)((vu)p + n);
+    return x < splat(-126.f) ? splat(0.f) : y;
+}
+
+LL_INLINE float exp2s(float x) { return exp2v(splat(x))[0]; }
+
+constexpr float LOG2E = 1.44269504088896341f;
+
+#if defined(LL_AVX512)
+#define LL_LO 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define LL_HI 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#else
+#define LL_LO 0, 8, 1, 9, 2, 10, 3, 11
+#define LL_HI 4, 12, 5, 13, 6, 14, 7, 15
+#endif
+
+// W x W words, in place: log2(W) rounds of a perfect shuffle of rows i and i + W/2.
+LL_INLINE void transpose(vf (&rows)[W]) {
+    for (int round = 1; round < W; round *= 2) {
+        vf next[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W / 2; ++i) {
+            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + W / 2], LL_LO);
+            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + W / 2], LL_HI);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) rows[i] = next[i];
+    }
+}
+
+}  // namespace ll

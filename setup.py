@@ -1,0 +1,65 @@
+"""Builds the C++ kernels, once per instruction set, and the block store's atomics. Metadata lives in pyproject.toml.
+
+No build links an OpenMP library: `kernels.cpu.loader` makes torch's visible before it loads one, so that both share
+one thread pool. Every extension is optional: without a compiler the torch references run, logged and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# Bits must not depend on the optimiser: no -ffast-math, and multiply-adds fuse only where the source says fma.
+CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC"]
+ISA_FLAGS = {
+    "avx512": [
+        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
+        "-mprefer-vector-width=512", "-DLL_AVX512",
+    ],
+    "avx2": ["-mavx2", "-mfma", "-mf16c", "-DLL_AVX2"],
+    "portable": ["-DLL_PORTABLE", "-Wno-psabi"],
+}  # fmt: skip
+
+
+class BuildExt(build_ext):
+    """Gives every extension its own object folder: the same sources are compiled several times."""
+
+    def build_extension(self, ext: Extension) -> None:
+        shared = self.build_temp
+        self.build_temp = os.path.join(shared, ext.name)
+        try:
+            super().build_extension(ext)
+        finally:
+            self.build_temp = shared
+
+
+def kernel_extensions() -> list[Extension]:
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    openmp = ["-fopenmp"] if sys.platform == "linux" else []
+    return [
+        Extension(
+            f"kernels._cpu_{isa}",
+            sources=sorted(glob("kernels/cpu/*.cpp")),
+            depends=sorted(glob("kernels/cpu/*.h")),
+            extra_compile_args=CXX_FLAGS + openmp + flags,
+            extra_link_args=["-Wl,-z,lazy"] if sys.platform == "linux" else ["-undefined", "dynamic_lookup"],
+            language="c++",
+            optional=True,
+        )
+        for isa, flags in ISA_FLAGS.items()
+        if is_x86 or isa == "portable"
+    ]
+
+
+def atomics_extension() -> list[Extension]:
+    source = "block_store/atomics.c"
+    flags = ["-std=c11", "-O2"]
+    return [Extension("block_store._atomics", [source], extra_compile_args=flags)] if os.path.exists(source) else []
+
+
+setup(ext_modules=kernel_extensions() + atomics_extension(), cmdclass={"build_ext": BuildExt})
