@@ -29,6 +29,7 @@ from engine.models.attention import LayerCache, StepMetadata
 from engine.models.decoder import Decoder
 from engine.models.opt import Opt
 from kernels.copy_blocks import copy_blocks
+from kernels.cpu.loader import current
 
 logger = logging.getLogger("engine")
 
@@ -206,7 +207,14 @@ def _layer_caches(arena: torch.Tensor, layout: KvLayout, dtype: torch.dtype) -> 
 
 def _numerics(dtype: DType) -> str:
     """What the bits of K and V depend on beside model and layout; workers whose strings differ share no blocks."""
-    return f"{dtype} cpu kernels-{kernels.__version__} torch-{torch.__version__}"
+    isa = current().isa
+    onednn = torch.backends.cpu.get_cpu_capability()
+    amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
+    deterministic = isa != "reference"  # torch's own attention sums in an order that depends on the batch
+    return (
+        f"dtype={dtype} attention=looseleaf-cpu/{kernels.__version__} isa={isa} linear=onednn/{torch.__version__} "
+        f"cpu={onednn}{amx} deterministic={deterministic}"
+    )
 
 
 def _status_bytes(field: str) -> int:

@@ -1,0 +1,102 @@
+"""A scheduler of thirty lines for tests and benchmarks: prompts in chunks under a budget, then all decode together.
+
+Blocks come in a random order from an arena filled with NaN, and go back nowhere. Knows no ledger.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from common.types import BlockRef, SamplingParams, StoppingParams
+from engine.runner import ModelRunner, StepInput
+from engine.sampler import SampleRow, sample_rows
+from engine.sequence import Chunk, Sequence, StepArrays, step_arrays
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def poisoned_arena(runner: ModelRunner, num_blocks: int) -> np.ndarray:
+    """uint8 [num_blocks, block_bytes], NaN in every dtype."""
+    return np.full((num_blocks, runner.layout.block_bytes), 0xFF, np.uint8)
+
+
+def step_input(arrays: StepArrays, rows: Seq[int]) -> StepInput:
+    return StepInput(
+        arrays.token_ids,
+        arrays.positions,
+        (arrays.slot_mapping,),
+        arrays.cu_seqlens_q,
+        arrays.context_lens,
+        (arrays.block_table,),
+        np.array(rows, np.int64),
+    )
+
+
+@dataclass
+class Batch:
+    """Sequences that run together over a runner's arena, and the logits each output token was drawn from."""
+
+    runner: ModelRunner
+    sequences: list[Sequence]
+    budget: int = 64
+    logits: list[list[torch.Tensor]] = field(default_factory=list)  # per sequence, per output token [vocab]
+
+    @classmethod
+    def of(
+        cls, runner: ModelRunner, prompts: Seq[Seq[int]], new_tokens: int, *, budget: int = 64, seed: int = 0
+    ) -> Batch:
+        """Greedy sequences with their blocks, over a fresh arena that is bound to the runner."""
+        block_size = runner.layout.block_size
+        needs = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
+        runner.bind(poisoned_arena(runner, sum(needs)))
+        free = random.Random(seed).sample(range(sum(needs)), sum(needs))
+        stopping = StoppingParams(max_tokens=new_tokens)
+        sequences = [Sequence(list(prompt), [], GREEDY, stopping) for prompt in prompts]
+        for sequence, need in zip(sequences, needs, strict=True):
+            sequence.table = [BlockRef(free.pop(), 1) for _ in range(need)]
+        return cls(runner, sequences, budget)
+
+    def run(self) -> list[list[int]]:
+        """Run every sequence to its `max_tokens`; the outputs."""
+        self.logits = [[] for _ in self.sequences]
+        while live := [s for s in self.sequences if len(s.output_ids) < s.stopping.max_tokens]:
+            self.step(self._plan(live))
+        return [s.output_ids for s in self.sequences]
+
+    def _plan(self, live: list[Sequence]) -> list[Chunk]:
+        chunks, left = [], self.budget
+        for sequence in live:
+            size = min(left, sequence.num_tokens - sequence.num_computed)
+            if size > 0:
+                chunks.append(Chunk(sequence, size))
+                left -= size
+        return chunks
+
+    def step(self, chunks: list[Chunk]) -> None:
+        """One forward pass; sequences whose newest token it computed get their next one."""
+        complete = [chunk.sequence for chunk in chunks if chunk.completes]
+        arrays = step_arrays(chunks, self.runner.layout.block_size)
+        rows = [int(arrays.cu_seqlens_q[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.completes]
+        logits = self.runner.step(step_input(arrays, rows))
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.end
+        samples = sample_rows(logits, [sample_row(s) for s in complete]) if complete else []
+        for sequence, row, sampled in zip(complete, logits, samples, strict=True):
+            self.logits[self.sequences.index(sequence)].append(row)
+            sequence.output_ids.append(sampled.token_id)
+
+
+def sample_row(sequence: Sequence) -> SampleRow:
+    return SampleRow(
+        sequence.sampling,
+        sequence.stopping,
+        sequence.prompt_ids,
+        sequence.output_ids,
+        sequence.sample_index,
+        len(sequence.output_ids),
+    )

@@ -1,0 +1,148 @@
+"""Models against transformers: every family and variant, greedy, token for token, in fp32; bf16 within a tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import Family
+from engine.oracle import Oracle
+from engine.runner import ModelRunner, RunnerSettings
+from engine.testing import Batch
+from engine.tiny import make_checkpoint
+
+PROMPT_LENS = (1, 15, 16, 17, 700)
+NEW_TOKENS = 200
+TIE = 1e-4
+"""Where the reference's best two logits are closer than this, either may be drawn."""
+FP32_TOLERANCE = 2e-3
+BF16_TOLERANCE = 0.06
+"""Greatest difference of a bf16 logit from transformers' fp32 on the same weights, over the logits' deviation."""
+
+SCALED = {"max_position_embeddings": 2048}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "opt": ("opt", {}),
+    "mistral-window-64": ("mistral", {"sliding_window": 64}),
+    "qwen2-all-layers-windowed": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+    ),
+    "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True, "head_dim": 32}),
+    "opt-350m-like": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-no-bias": ("opt", {"enable_bias": False}),
+    "llama-rope-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama-rope-llama3": ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 256}}),
+    "llama-rope-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        },
+    ),
+    "llama-rope-dynamic": (
+        "llama",
+        {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}},
+    ),
+}
+
+
+def reference_model(directory: Path) -> Any:
+    """transformers' model of a checkpoint in fp32, after checking that it knew every tensor."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    return model.eval()
+
+
+def prompt(length: int, seed: int = 7) -> list[int]:
+    generator = torch.Generator().manual_seed(seed + length)
+    return torch.randint(5, 512, (length,), generator=generator).tolist()
+
+
+def one_pass(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def token_by_token(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Decoding with a cache from the first token: what dynamic scaling is defined by (see engine.models.rope)."""
+    rows, cache = [], None
+    for position, token in enumerate(tokens):
+        out = model(
+            torch.tensor([[token]]), past_key_values=cache, use_cache=True, position_ids=torch.tensor([[position]])
+        )
+        rows.append(out.logits[0, 0])
+        cache = out.past_key_values
+    return torch.stack(rows)
+
+
+def assert_greedy(reference: torch.Tensor, prompt_len: int, outputs: list[int]) -> None:
+    """Every output is the reference's choice after the same tokens, but where its best two are within TIE.
+
+    By induction the reference decodes the same tokens by itself; after a tie it is teacher-forced.
+    """
+    rows = reference[prompt_len - 1 : prompt_len - 1 + len(outputs)]  # [new, vocab]
+    best = rows.topk(2).values
+    chosen = rows.gather(1, torch.tensor(outputs)[:, None])[:, 0]
+    wrong = (chosen < best[:, 0]) & (best[:, 0] - chosen > TIE)
+    assert not wrong.any(), f"output {int(wrong.nonzero()[0])} of prompt length {prompt_len} is not the reference's"
+    ties = (best[:, 0] - best[:, 1] < TIE).sum()
+    assert ties <= 3, "the shapes make ties: the comparison says nothing"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.inference_mode()
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[name]
+    make_checkpoint(tmp_path, family, seed=3, **overrides)
+    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32"))
+    outputs = Batch.of(runner, [prompt(n) for n in PROMPT_LENS], NEW_TOKENS, budget=64).run()
+    model = reference_model(tmp_path)
+    run: Callable[[Any, list[int]], torch.Tensor] = token_by_token if name == "llama-rope-dynamic" else one_pass
+    for length, output in zip(PROMPT_LENS, outputs, strict=True):
+        assert len(output) == NEW_TOKENS
+        reference = run(model, prompt(length) + output)
+        assert_greedy(reference, length, output)
+        ours = Oracle(runner).logits(prompt(length) + output)
+        assert (ours - reference).abs().max() < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "opt"])
+@torch.inference_mode()
+def test_transformers_generate_gives_the_same_tokens(family: Family, tmp_path: Path) -> None:
+    """The literal comparison, with transformers' own loop and cache."""
+    make_checkpoint(tmp_path, family, seed=4)
+    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32"))
+    ids = prompt(17)
+    outputs = Batch.of(runner, [ids], 64).run()[0]
+    generated = reference_model(tmp_path).generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, 17), do_sample=False, min_new_tokens=64, max_new_tokens=64,
+        eos_token_id=None,
+    )  # fmt: skip
+    assert outputs == generated[0, 17:].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "opt"])
+@torch.inference_mode()
+def test_bf16_logits_are_near_transformers_fp32(family: Family, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, seed=5, std=0.1, dtype=torch.bfloat16)
+    tokens = prompt(300)
+    reference = one_pass(reference_model(tmp_path), tokens)
+    logits = Oracle(ModelRunner(RunnerSettings(tmp_path, dtype="bfloat16"))).logits(tokens, chunk=64)
+    assert ((logits - reference).abs().max() / reference.std()) < BF16_TOLERANCE
