@@ -29,10 +29,13 @@ _TINY_BLOCKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the gateway of a launch listens, as a client on this machine reaches it."""
+    """Where a launch listens, as host:port that a client on this machine reaches."""
 
     http: str
     grpc: str
+    block_store: str
+    services: Mapping[str, str]
+    """The gRPC address of every service, by its name; each answers the health service."""
 
 
 def echo_to_stderr(line: str) -> None:
@@ -76,13 +79,16 @@ class Launcher:
         for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
             for number in range(count):
                 name = role if count == 1 else f"{role}-{number}"
-                self._spawn(name, f"{role}_svc", worker_flags(settings, source, store_address))
-        gateway = self._spawn(
-            "gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings)
-        )
-        ready = wait_ready(self._children, self._children, timeout_s)
-        http, grpc_address = ready[self._children.index(gateway)]
-        return Addresses(reachable(http), reachable(grpc_address))
+                self._spawn(name, f"{role}_svc", [*worker_flags(settings, source, store_address), "--worker-id", name])
+        self._spawn("gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings))
+        return self._addresses(wait_ready(self._children, self._children, timeout_s))
+
+    def _addresses(self, ready: Sequence[tuple[str, ...]]) -> Addresses:
+        """From the ready lines of all services; the gateway's are HTTP, then gRPC."""
+        lines = {child.name: lines for child, lines in zip(self._children, ready, strict=True)}
+        http, grpc_address = map(reachable, lines["gateway"])
+        services = {name: reachable(line[0]) for name, line in lines.items()} | {"gateway": grpc_address}
+        return Addresses(http, grpc_address, services["block_store"], services)
 
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
         assert self._shared is not None and self._run_directory is not None

@@ -1,0 +1,60 @@
+"""Workloads: the same request for the same seed and number, lengths of the distribution asked for, traces."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+from loadtest.workload import AZURE_TRACE, Lengths, Workload, read_trace
+
+BASE = Workload(seed=7, vocab_size=512, max_model_len=2048)
+
+
+def test_a_request_depends_on_seed_and_number_only() -> None:
+    again = Workload(seed=7, vocab_size=512, max_model_len=2048)
+    assert [BASE.request(i) for i in (5, 0, 3)] == [again.request(i) for i in (5, 0, 3)]
+    assert BASE.request(0) != BASE.request(1)
+    assert BASE.request(0) != Workload(seed=8, vocab_size=512, max_model_len=2048).request(0)
+
+
+def test_lengths_are_lognormal_around_the_median_and_bounded() -> None:
+    workload = Workload(seed=1, vocab_size=512, max_model_len=4096, prompt=Lengths(100.0, 0.5, 400), shared_share=0.0)
+    lengths = [len(workload.request(i).prompt_ids) for i in range(2000)]
+    logs = [math.log(length) for length in lengths]
+    assert abs(statistics.median(lengths) - 100) < 5
+    assert abs(statistics.stdev(logs) - 0.5) < 0.05
+    assert 1 <= min(lengths) and max(lengths) <= 400
+
+
+def test_every_request_fits_the_model() -> None:
+    small = Workload(seed=2, vocab_size=300, max_model_len=64, prompt=Lengths(500.0, 1.0, 5000))
+    for number in range(500):
+        request = small.request(number)
+        assert len(request.prompt_ids) >= 1 and request.max_tokens >= 1
+        assert len(request.prompt_ids) + request.max_tokens <= 64
+        assert all(16 <= token < 300 for token in request.prompt_ids)
+
+
+def test_a_share_of_prompts_begins_with_one_of_a_few_prefixes() -> None:
+    workload = Workload(seed=3, vocab_size=512, max_model_len=4096, prompt=Lengths(200.0, 0.1, 400), num_prefixes=3)
+    heads = [workload.request(i).prompt_ids[:64] for i in range(400)]
+    common = {head for head in heads if heads.count(head) > 1}
+    assert len(common) == 3
+    assert 0.4 < sum(head in common for head in heads) / 400 < 0.6
+
+
+def test_the_trace_gives_lengths_in_turn(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("# licence\nTIMESTAMP,ContextTokens,GeneratedTokens\n2023,374,44\n2023,32,1\n")
+    trace = read_trace(path, divisor=2.0)
+    assert trace == ((187, 22), (16, 1))
+    workload = Workload(seed=0, vocab_size=512, max_model_len=2048, shared_share=0.0, trace=trace)
+    sizes = [(len(r.prompt_ids), r.max_tokens) for r in map(workload.request, range(3))]
+    assert sizes == [(187, 22), (16, 1), (187, 22)]
+
+
+def test_the_trace_that_ships_is_whole() -> None:
+    trace = read_trace(AZURE_TRACE)
+    assert len(trace) == 1000
+    assert trace[0] == (374, 44)

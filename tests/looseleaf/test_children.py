@@ -1,0 +1,126 @@
+"""Child processes for real: readiness, deaths, an end that is not asked for twice, and orphans that do not stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.errors import StartupError
+from looseleaf.children import Child, ChildDied, ServiceSpec, end, wait_ready
+
+ROOT = Path(__file__).resolve().parents[2]
+READY = """
+import signal, sys, time
+path = sys.argv[sys.argv.index("--ready-file") + 1]
+print("hello from", sys.argv[1], flush=True)
+open(path, "w").write("127.0.0.1:1\\nsecond\\n")
+"""
+SLEEP = "time.sleep(60)\n"
+Start = Callable[[str], Child]
+
+
+@pytest.fixture
+def logged() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start(tmp_path: Path, logged: list[str]) -> Start:
+    """Starts a service whose `__main__` is the given source."""
+
+    def start_one(source: str) -> Child:
+        package = tmp_path / "packages" / "a_service"
+        package.mkdir(parents=True)
+        (package / "__main__.py").write_text(source)
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{package.parent}"}
+        with open(os.devnull) as null:
+            spec = ServiceSpec("svc", "a_service", ("--flag",), environment, null.fileno())
+            return Child(spec, tmp_path, logged.append)
+
+    return start_one
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has that pid and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+def test_ready_lines_flags_and_logs(start: Start, logged: list[str]) -> None:
+    child = start(READY + SLEEP)
+    assert wait_ready([child], [child], 10.0) == [("127.0.0.1:1", "second")]
+    end([child], 5.0)
+    assert not is_running(child.pid)
+    assert logged == ["svc         | hello from --flag"]
+
+
+def test_a_death_is_told_with_its_last_lines(start: Start) -> None:
+    child = start("print('first'); print('the reason', flush=True); raise SystemExit(3)")
+    with pytest.raises(ChildDied, match=r"svc ended with status 3(.|\n)*the reason"):
+        wait_ready([child], [child], 10.0)
+
+
+def test_a_killed_service_is_told_as_such(start: Start) -> None:
+    child = start(READY + SLEEP)
+    wait_ready([child], [child], 10.0)
+    child.check()
+    os.kill(child.pid, signal.SIGKILL)
+    assert wait_gone(child.pid, 5.0)
+    with pytest.raises(ChildDied, match="killed by signal 9"):
+        child.check()
+
+
+def test_not_ready_in_time(start: Start) -> None:
+    child = start("import time\n" + SLEEP)
+    with pytest.raises(StartupError, match="not ready after 0 s: svc"):
+        wait_ready([child], [child], 0.3)
+    end([child], 5.0)
+
+
+def test_who_ignores_sigterm_is_killed(start: Start) -> None:
+    child = start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + SLEEP)
+    wait_ready([child], [child], 10.0)
+    started = time.monotonic()
+    end([child], 0.5)
+    assert not is_running(child.pid)
+    assert 0.5 <= time.monotonic() - started < 5.0
+
+
+def test_a_service_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    package = tmp_path / "a_service"
+    package.mkdir()
+    (package / "__main__.py").write_text(READY + SLEEP)
+    parent_source = f"""
+import os, time
+from pathlib import Path
+from looseleaf.children import Child, ServiceSpec, wait_ready
+with open(os.devnull) as null:
+    child = Child(ServiceSpec("svc", "a_service", ("--flag",), os.environ, null.fileno()), Path({str(tmp_path)!r}), print)
+wait_ready([child], [child], 10.0)
+print("pid", child.pid, flush=True)
+time.sleep(60)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    parent = subprocess.Popen([sys.executable, "-c", parent_source], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    pid = next(int(line.split()[1]) for line in parent.stdout if line.startswith("pid"))
+    assert is_running(pid)
+    parent.kill()
+    parent.wait()
+    assert wait_gone(pid, 5.0)

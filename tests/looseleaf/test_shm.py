@@ -1,0 +1,59 @@
+"""The launcher's shared-memory directory: removed at the end, swept once everybody who held its lock is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import StartupError
+from looseleaf.shm import SharedDirectory, sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_close_removes_it_twice_is_once(tmp_path: Path) -> None:
+    shared = SharedDirectory(tmp_path)
+    (shared.path / "arena").write_bytes(b"x")
+    shared.close()
+    shared.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweep_leaves_a_live_launch_and_strangers_alone(tmp_path: Path) -> None:
+    shared = SharedDirectory(tmp_path)
+    (tmp_path / "looseleaf-run-without-lock").mkdir()
+    (tmp_path / "other").mkdir()
+    assert sweep(tmp_path) == 0
+    assert shared.path.exists()
+    shared.close()
+
+
+def test_a_killed_launch_is_swept_after_its_last_service(tmp_path: Path) -> None:
+    """The launcher is killed while a process that inherited the lock lives on."""
+    source = f"""
+import os, subprocess, sys
+from pathlib import Path
+from looseleaf.shm import SharedDirectory
+shared = SharedDirectory(Path({str(tmp_path)!r}))
+heir = subprocess.Popen(["sleep", "60"], pass_fds=(shared.lock_fd,), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(heir.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert sweep(tmp_path) == 0 and len(list(tmp_path.iterdir())) == 1
+    subprocess.run(["kill", "-9", done.stdout.strip()], check=True)
+    swept = 0
+    for _ in range(100):
+        swept += sweep(tmp_path)
+        if swept:
+            break
+    assert swept == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_no_shared_memory_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"no shared memory at .*missing") as caught:
+        SharedDirectory(tmp_path / "missing")
+    assert "\n" not in str(caught.value)
