@@ -65,7 +65,7 @@ buf-lint:
 		mkdir -p "$(VENV)/buf"
 		npm install --silent --no-save --prefix "$(VENV)/buf" "@bufbuild/buf@$(BUF_VERSION)"
 	fi
-	"$(BUF)" lint
+	"$(BUF)" lint --path protos
 	echo "buf: protos are clean"
 
 bench: install ## run the micro-benchmarks (ARGS="MODULE ..." to choose)

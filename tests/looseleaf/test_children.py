@@ -81,7 +81,7 @@ def test_a_killed_service_is_told_as_such(start: Start) -> None:
     wait_ready([child], [child], 10.0)
     child.check()
     os.kill(child.pid, signal.SIGKILL)
-    assert wait_gone(child.pid, 5.0)
+    assert child.wait(5.0)
     with pytest.raises(ChildDied, match="killed by signal 9"):
         child.check()
 
@@ -111,7 +111,8 @@ import os, time
 from pathlib import Path
 from looseleaf.children import Child, ServiceSpec, wait_ready
 with open(os.devnull) as null:
-    child = Child(ServiceSpec("svc", "a_service", ("--flag",), os.environ, null.fileno()), Path({str(tmp_path)!r}), print)
+    spec = ServiceSpec("svc", "a_service", ("--flag",), os.environ, null.fileno())
+    child = Child(spec, Path({str(tmp_path)!r}), print)
 wait_ready([child], [child], 10.0)
 print("pid", child.pid, flush=True)
 time.sleep(60)

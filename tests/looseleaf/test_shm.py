@@ -38,7 +38,8 @@ import os, subprocess, sys
 from pathlib import Path
 from looseleaf.shm import SharedDirectory
 shared = SharedDirectory(Path({str(tmp_path)!r}))
-heir = subprocess.Popen(["sleep", "60"], pass_fds=(shared.lock_fd,), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+heir = subprocess.Popen(["sleep", "60"], pass_fds=(shared.lock_fd,), **quiet)
 print(heir.pid, flush=True)
 os.kill(os.getpid(), 9)
 """

@@ -1,0 +1,166 @@
+"""docker-compose.yml brought up for real: requests through the published ports, two workers of each, and down again.
+
+Run by `make test-compose`; needs a container engine. Ports are other than the defaults, so that a running system is left
+alone; the project name is this test's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.errors import LooseleafError
+from looseleaf import Client, Completion
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).resolve().parents[2]
+HTTP_PORT, GRPC_PORT = 18000, 15051
+PROJECT = "looseleaf-test"
+SERVICES = {"redis", "block_store", "prefill", "decode", "gateway"}
+
+
+class Compose:
+    """The compose client of this machine, on our file and project."""
+
+    def __init__(self) -> None:
+        plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
+        if not plugin and shutil.which("docker-compose") is None:
+            pytest.fail("neither `docker compose` nor `docker-compose` is here")
+        self._command = [*(["docker", "compose"] if plugin else ["docker-compose"]), "--project-name", PROJECT]
+        self._environment = os.environ | {
+            "LOOSELEAF_HTTP_PORT": str(HTTP_PORT),
+            "LOOSELEAF_GRPC_PORT": str(GRPC_PORT),
+            "LOOSELEAF_ARENA_SIZE": "512m",
+        }
+
+    def __call__(self, *words: str, check: bool = True) -> str:
+        """Run one command; its stdout. A failure shows what it printed."""
+        done = subprocess.run(
+            [*self._command, *words], cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 or not check, f"{words}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        return done.stdout
+
+    def containers(self, service: str) -> list[str]:
+        return self("ps", "-q", service).split()
+
+
+def inspect(container: str) -> dict[str, object]:
+    done = subprocess.run(["docker", "inspect", container], capture_output=True, text=True, check=True)
+    found: dict[str, object] = json.loads(done.stdout)[0]
+    return found
+
+
+def wait_for(good: Callable[[], bool], seconds: float, otherwise: Callable[[], str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not good():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.5)
+
+
+def healthy(container: str) -> bool:
+    return inspect(container)["State"]["Health"]["Status"] == "healthy"  # type: ignore[index]
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[Compose]:
+    """Everything up and healthy; down with its volumes at the end, whatever happened."""
+    run = Compose()
+    run("down", "--volumes", "--remove-orphans", check=False)
+    try:
+        run("up", "--build", "--detach")
+        wait_for(
+            lambda: {s for s in SERVICES if all(map(healthy, run.containers(s))) and run.containers(s)} == SERVICES,
+            300,
+            lambda: run("ps") + run("logs", "--tail", "30"),
+        )
+        yield run
+    finally:
+        run("down", "--volumes", "--remove-orphans", check=False)
+
+
+@pytest.fixture(scope="module")
+def client(compose: Compose) -> Iterator[Client]:
+    with Client(f"127.0.0.1:{GRPC_PORT}", timeout=60.0) as opened:
+        yield opened
+
+
+def greedy(client: Client, prompt: str) -> Completion:
+    return client.generate(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def over_http(prompt: str) -> dict[str, object]:
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    reply = httpx.post(f"http://127.0.0.1:{HTTP_PORT}/v1/completions", json=body, timeout=60.0)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, object] = reply.json()
+    return found
+
+
+def test_the_same_text_over_grpc_and_http(client: Client) -> None:
+    completion = greedy(client, "Once upon a time")
+    assert len(completion.token_ids) == 24
+    assert over_http("Once upon a time")["choices"][0]["text"] == completion.text  # type: ignore[index]
+
+
+def test_prefill_hands_over_through_the_shared_volume(client: Client) -> None:
+    usage = greedy(client, "the leaves of a binder " * 8).usage
+    assert usage.handed_over_tokens == usage.prompt_tokens
+    again = greedy(client, "the leaves of a binder " * 8).usage
+    assert again.computed_tokens <= 16
+
+
+def test_nobody_is_root_and_every_root_is_read_only(compose: Compose) -> None:
+    for service in SERVICES:
+        for container in compose.containers(service):
+            about = inspect(container)
+            assert about["HostConfig"]["ReadonlyRootfs"] is True, service  # type: ignore[index]
+            assert about["Config"]["User"].split(":")[0] not in ("", "0", "root"), service  # type: ignore[index]
+
+
+def test_only_the_gateway_is_published(compose: Compose) -> None:
+    published = {s for s in SERVICES for c in compose.containers(s) if inspect(c)["HostConfig"]["PortBindings"]}  # type: ignore[index]
+    assert published == {"gateway"}
+
+
+def test_redis_does_not_evict_and_the_gateway_has_no_torch(compose: Compose) -> None:
+    assert "noeviction" in compose("exec", "-T", "redis", "redis-cli", "config", "get", "maxmemory-policy")
+    script = "import importlib.util; print(importlib.util.find_spec('torch'))"
+    assert compose("exec", "-T", "gateway", "python", "-c", script).strip() == "None"
+
+
+def test_two_of_each_serve_and_back_to_one(compose: Compose, client: Client) -> None:
+    before = greedy(client, "Once upon a time").token_ids
+    compose("up", "--detach", "--no-build", "--scale", "prefill=2", "--scale", "decode=2")
+    for service in ("prefill", "decode"):
+        wait_for(
+            lambda service=service: sum(map(healthy, compose.containers(service))) == 2,  # type: ignore[misc]
+            180,
+            lambda service=service: compose("logs", "--tail", "30", service),  # type: ignore[misc]
+        )
+    # Through each worker of a role alone: the other one is stopped.
+    for role in ("prefill", "decode"):
+        first, second = compose.containers(role)
+        for stopped in (first, second):
+            subprocess.run(["docker", "stop", stopped], check=True, capture_output=True)
+            wait_for(lambda: answers(client, before), 60, lambda: compose("logs", "--tail", "30"))
+            subprocess.run(["docker", "start", stopped], check=True, capture_output=True)
+            wait_for(lambda stopped=stopped: healthy(stopped), 120, lambda: compose("logs", "--tail", "30"))  # type: ignore[misc]
+
+
+def answers(client: Client, expected: tuple[int, ...]) -> bool:
+    """Whether the system answers, and then with these tokens."""
+    try:
+        tokens = greedy(client, "Once upon a time").token_ids
+    except LooseleafError:
+        return False
+    assert tokens == expected
+    return True
