@@ -1,6 +1,7 @@
 // Attention over block tables: which tiles and pieces there are, who computes them, where keys lie. Decode splits the
 // key axis over threads and merges after; prefill lets one thread walk a tile's pieces. Both use piece.h, so the bits
 // are the same.
+#include <algorithm>
 #include <vector>
 
 #include "piece.h"
@@ -65,23 +66,36 @@ struct Attention {
             lo = t.lo[r] < lo ? t.lo[r] : lo, hi = t.hi[r] > hi ? t.hi[r] : hi;
         }
         if (lo >= hi) return false;
-        locate(t, seq, kv_head, base, lo, hi);
+        locate_piece(t, seq, kv_head, base, lo, hi);
         attend(t, lo, hi);
         return true;
     }
 
-    // Where each key and value of the piece lies; null outside [lo, hi): those slots and blocks may hold anything.
-    void locate(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
-        for (int j = 0; j < lo; ++j) t.keys[j] = t.values[j] = nullptr;
-        for (int j = lo; j < hi;) {
-            int64_t block = (base + j) / block_size, slot = (base + j) % block_size;
-            int64_t id = block_table[seq * table_row + block];
+    // Pointers to keys and values of positions [from, to).
+    void locate(const T** keys, const T** values, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
+        for (int64_t at = from; at < to;) {
+            int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
             const T* key = k + id * k_block + kv_head * k_head;
             const T* value = v + id * v_block + kv_head * v_head;
-            for (; j < hi && slot < block_size; ++j, ++slot)
-                t.keys[j] = key + slot * k_slot, t.values[j] = value + slot * v_slot;
+            for (; at < to && slot < block_size; ++at, ++slot)
+                *keys++ = key + slot * k_slot, *values++ = value + slot * v_slot;
         }
-        for (int j = hi; j < PIECE; ++j) t.keys[j] = t.values[j] = nullptr;
+    }
+
+    // The piece's pointers; null outside [lo, hi): those slots and blocks may hold anything.
+    void locate_piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
+        std::fill(t.keys, t.keys + lo, nullptr), std::fill(t.keys + hi, t.keys + PIECE, nullptr);
+        locate(t.keys + lo, t.values + lo, seq, kv_head, base + lo, base + hi);
+    }
+
+    // Names the piece after this one (base < 0: none) for prefetching. Keys that query token i sees, no others.
+    void look_ahead(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i, int64_t base) const {
+        t.num_ahead = 0;
+        if (base < 0) return;
+        int64_t pos = position(seq, i), from = std::max(first_key(pos), base), to = std::min(pos + 1, base + PIECE);
+        if (from >= to) return;
+        locate(t.ahead_keys, t.ahead_values, seq, kv_head, from, to);
+        t.num_ahead = int(to - from);
     }
 
     T* out_row(int64_t seq, int64_t i, int64_t head) const {
@@ -116,15 +130,23 @@ struct Attention {
         {
             static thread_local Scratch scratch;
             Tile<T> t;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 4)
             for (int64_t u = int64_t(units.size()) - 1; u >= 0; --u) {  // long tiles first
                 const Unit& w = units[u];
                 int64_t left = q_len(w.seq) - w.at;
                 int n = int(left < tile ? left : tile);
                 begin(t, scratch, w.seq, w.kv_head, w.at, n);
                 int64_t end = pieces_end(w.seq, w.at + n - 1);
-                for (int64_t p = pieces_begin(w.seq, w.at); p < end; ++p)
+                for (int64_t p = pieces_begin(w.seq, w.at); p < end; ++p) {
+                    if (p + 1 < end)
+                        look_ahead(t, w.seq, w.kv_head, w.at + n - 1, (p + 1) * PIECE);
+                    else if (u > 0 && q_len(units[u - 1].seq) > 0)
+                        look_ahead(t, units[u - 1].seq, units[u - 1].kv_head, units[u - 1].at,
+                                   pieces_begin(units[u - 1].seq, units[u - 1].at) * PIECE);
+                    else
+                        t.num_ahead = 0;
                     if (piece(t, w.seq, w.kv_head, w.at, p * PIECE)) merge(t);
+                }
                 finish(t, w.seq, w.kv_head, w.at);
             }
         }
@@ -159,6 +181,7 @@ struct Attention {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t u = 0; u < int64_t(units.size()); ++u) {
                 begin(t, scratch, units[u].seq, units[u].kv_head, 0, 1);
+                t.num_ahead = 0;
                 piece(t, units[u].seq, units[u].kv_head, 0, units[u].at * PIECE);
                 float* p = partial.data() + u * width;
                 std::memcpy(p, t.o, size_t(g) * dpad * 4);

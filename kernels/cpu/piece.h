@@ -86,6 +86,9 @@ struct Tile {
     int* hi;                   // [rows] one past the last
     const T* keys[PIECE];      // [d] each, null where no row of the tile looks
     const T* values[PIECE];
+    const T* ahead_keys[PIECE];  // what this thread will probably want next, from index 0
+    const T* ahead_values[PIECE];
+    int num_ahead;
 
     static size_t bytes(int rows, int d) {
         size_t dpad = (d + W - 1) / W * W;
@@ -103,6 +106,18 @@ struct Tile {
         lo = reinterpret_cast<int*>(take(rows)), hi = reinterpret_cast<int*>(take(rows));
     }
 };
+
+// Called for key i of n: spreads the reads of what comes next over the arithmetic of what is here.
+template <class T>
+LL_INLINE void prefetch_ahead(const Tile<T>& t, int i, int n) {
+    const int each = (t.num_ahead + n - 1) / n, end = (i + 1) * each;
+    for (int j = i * each; j < end && j < t.num_ahead; ++j) {
+        const char* key = reinterpret_cast<const char*>(t.ahead_keys[j]);
+        const char* value = reinterpret_cast<const char*>(t.ahead_values[j]);
+        for (size_t b = 0; b < t.d * sizeof(T); b += 64)
+            __builtin_prefetch(key + b, 0, 2), __builtin_prefetch(value + b, 0, 2);
+    }
+}
 
 // Keys [lo, hi) of the piece -> kpack, transposed so that a vector holds one step of W keys.
 template <class T>
@@ -122,12 +137,6 @@ void pack_keys(Tile<T>& t, int lo, int hi) {
                 }
                 const T* at = key + s * D::PER_STEP;
                 block[j] = n == W ? D::load_words(at) : D::load_words_n(at, n);
-                if (s == 0) {  // the values come next; the keys of the group after the next one too
-                    const char* value = reinterpret_cast<const char*>(t.values[g * W + j]);
-                    for (size_t b = 0; b < t.d * sizeof(T); b += 64) __builtin_prefetch(value + b, 0, 2);
-                    const char* ahead = reinterpret_cast<const char*>(t.keys[(g * W + j + 2 * W) % PIECE]);
-                    for (size_t b = 0; ahead && b < t.d * sizeof(T); b += 64) __builtin_prefetch(ahead + b, 0, 3);
-                }
             }
             transpose(block);
             for (int j = 0; j < n; ++j) store(dst + size_t(s + j) * W, block[j]);
@@ -197,9 +206,11 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
 template <class T, int R, int C>
 LL_INLINE void value_block(Tile<T>& t, int row, int col, int lo, int hi) {
     vf acc[R][C] = {};
+    const bool first = row == 0 && col == 0;
     const float* p = t.scores + size_t(row) * PIECE;
     const int left = t.d - col;
     for (int k = lo; k < hi; ++k) {
+        if (first) prefetch_ahead(t, k - lo, hi - lo);
         vf v[C];
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) v[c] = C > 1 ? load(t.values[k] + col + c * W) : load_upto(t.values[k] + col, left);

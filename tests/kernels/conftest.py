@@ -1,0 +1,113 @@
+"""What the kernel tests share: every build this CPU can run, and an arena with poison wherever no kernel may look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kernels import cpu
+from torch import Tensor
+
+
+@pytest.fixture(params=[*cpu.supported_isas(), "reference"])
+def isa(request: pytest.FixtureRequest) -> Iterator[cpu.Isa]:
+    """Runs the test on each build and on the reference."""
+    with cpu.using(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=cpu.supported_isas())
+def native_isa(request: pytest.FixtureRequest) -> Iterator[cpu.Isa]:
+    """Runs the test on each C++ build."""
+    with cpu.using(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCase:
+    """Sequences whose keys and values [len, kv_heads, d] were scattered over a poisoned arena."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def _scatter(
+    lens: list[int], kv_heads: int, d: int, block_size: int, dtype: torch.dtype, seed: int, heads_first: bool, window: int
+) -> PagedCase:
+    g = torch.Generator().manual_seed(seed)
+    counts = [-(-n // block_size) for n in lens]
+    num_blocks, layers = sum(counts) + 3, 2
+    inner = (kv_heads, block_size) if heads_first else (block_size, kv_heads)
+    arena = torch.full((num_blocks, layers, 2, *inner, d), float("nan"), dtype=dtype)
+    key_cache, value_cache = (a if heads_first else a.transpose(1, 2) for a in (arena[:, 1, 0], arena[:, 1, 1]))
+    ids = torch.randperm(num_blocks, generator=g)
+    table = torch.full((len(lens), max([*counts, 1]) + 1), -7, dtype=torch.int32)  # ids nobody may follow
+    keys, values, used = [], [], 0
+    for i, n in enumerate(lens):
+        k = torch.randn(n, kv_heads, d, generator=g).to(dtype)
+        v = torch.randn(n, kv_heads, d, generator=g).to(dtype)
+        first = max(0, n - window) if window else 0  # what lies before may have been freed and reused
+        table[i, : counts[i]] = ids[used : used + counts[i]].int()
+        for p in range(first, n):
+            block = int(table[i, p // block_size])
+            key_cache[block, :, p % block_size] = k[p]
+            value_cache[block, :, p % block_size] = v[p]
+        table[i, : first // block_size] = -7
+        used += counts[i]
+        keys.append(k)
+        values.append(v)
+    return PagedCase(key_cache, value_cache, table, torch.tensor(lens, dtype=torch.int32), keys, values)
+
+
+@pytest.fixture
+def scatter() -> Callable[..., PagedCase]:
+    """scatter(lens, kv_heads, d, block_size, dtype, seed, heads_first=True, window=0): positions before the last
+    `window` (if any) are poison and their block ids invalid."""
+
+    def build(
+        lens: list[int],
+        kv_heads: int,
+        d: int,
+        block_size: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        heads_first: bool = True,
+        window: int = 0,
+    ) -> PagedCase:
+        return _scatter(lens, kv_heads, d, block_size, dtype, seed, heads_first, window)
+
+    return build
+
+
+@pytest.fixture
+def attend_f64() -> Callable[..., Tensor]:
+    """attend_f64(q [n, H, d], k, v [len, KVH, d], scale, window): causal attention of the last n positions, float64."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+        n, heads, _ = q.shape
+        group = heads // k.shape[1]
+        out = torch.zeros(q.shape, dtype=torch.float64)
+        for i in range(n):
+            pos = len(k) - n + i
+            first = 0 if window is None else max(0, pos - window + 1)
+            keys = k[first : pos + 1].double().repeat_interleave(group, 1)
+            vals = v[first : pos + 1].double().repeat_interleave(group, 1)
+            p = torch.softmax(torch.einsum("hd,khd->hk", q[i].double(), keys) * scale, -1)
+            out[i] = torch.einsum("hk,khd->hd", p, vals)
+        return out
+
+    return attend
