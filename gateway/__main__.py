@@ -1,0 +1,91 @@
+"""Starts a gateway: `python -m gateway --model DIR --redis-url URL`. Builds every object it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+from block_store.errors import BlockStoreError
+from common.errors import StartupError
+from common.rpc import RpcServer, wait_for_signal, write_ready_file
+from common.service_main import run_service
+from gateway.admission import Admission, Gate
+from gateway.assets import load_assets
+from gateway.credentials import Authenticator
+from gateway.discovery import Discovery
+from gateway.grpc_service import InferenceServicer
+from gateway.http_app import HttpApi
+from gateway.metrics import Metrics
+from gateway.requests import RequestRunner
+from gateway.server import HttpServer, bind_grpc, bind_http, raise_file_limit, watch_blocks, watch_readiness
+from gateway.settings import GatewaySettings
+from gateway.tokenizing import TokenizerPool
+from gateway.validate import Salts, Validator
+from gateway.workers import Workers
+from protos.v1 import inference_pb2_grpc
+
+logger = logging.getLogger("gateway")
+
+
+async def main(settings: GatewaySettings) -> None:
+    raise_file_limit()
+    http_socket = bind_http(settings.host, settings.port)
+    grpc_server = RpcServer(settings.host, settings.grpc_port)
+    bind_grpc(grpc_server, settings.grpc_port)
+    assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
+    pool = TokenizerPool(assets, settings.num_tokenizer_threads)
+    workers = Workers(settings.stall_s)
+    discovery = Discovery(settings.redis_url, settings.poll_s, workers.on_records)
+    try:
+        await discovery.check()
+    except (BlockStoreError, ValueError):
+        raise StartupError("--redis-url: the Redis there cannot be reached") from None
+    workers.use_lookup(discovery.cached_tokens)
+
+    def max_model_len() -> int:
+        found = workers.max_model_len or assets.max_position
+        return min(found, settings.max_model_len or found)
+
+    salts = Salts((settings.salt_secret or secrets.token_hex(32)).encode())
+    validator = Validator(assets, pool, salts, timeout_s=settings.request_timeout_s, max_model_len=max_model_len)
+    metrics = Metrics(assets.name)
+    admission, gate = Admission(settings.max_queue), Gate(workers.gate_capacity)
+    metrics.watch_queues(lambda: gate.inside, lambda: admission.current - gate.inside)
+    runner = RequestRunner(
+        workers, gate, assets.tokenizer, metrics, max_attempts=settings.max_attempts, recover_s=settings.recover_s
+    )
+    parts = (assets, Authenticator(settings.api_key), admission, validator, runner, metrics)
+    grpc_server.add(
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+        InferenceServicer(*parts),
+        "looseleaf.v1.InferenceService",
+    )
+    ready = lambda: workers.ready and not admission.draining  # noqa: E731
+    app = HttpApi(*parts).app(ready, show_metrics=settings.metrics, timeout_s=settings.request_timeout_s)
+    http_server = HttpServer(app, http_socket)
+    addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
+    await grpc_server.start()
+    await http_server.start()
+    logger.info("http on %s, grpc on %s", *addresses)
+    tasks = [
+        asyncio.create_task(discovery.run()),
+        asyncio.create_task(watch_blocks(settings.block_store, workers, metrics)),
+        asyncio.create_task(
+            watch_readiness(workers, grpc_server, gate.wake, lambda: write_ready_file(settings.ready_file, addresses))
+        ),
+    ]
+    await wait_for_signal(asyncio.Event())
+    logger.info("draining: at most %.0f s", settings.drain_s)
+    admission.draining = True
+    await asyncio.gather(grpc_server.stop(settings.drain_s), http_server.stop(settings.drain_s))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await workers.close()
+    discovery.close()
+    pool.close()
+
+
+if __name__ == "__main__":
+    run_service("gateway", GatewaySettings, main)

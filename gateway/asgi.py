@@ -1,0 +1,153 @@
+"""What HTTP needs below the API: bounded bodies, clients that go away, event streams, errors as OpenAI's JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, LooseleafError
+from gateway.limits import MAX_BODY_BYTES
+from gateway.openai_reply import DONE, dumps, error_body
+
+logger = logging.getLogger("http")
+T = TypeVar("T")
+BODY_TIMEOUT_S = 30.0
+OnError = Callable[[LooseleafError], None]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class BodyTooLarge(InvalidArgument):
+    http_status = 413
+
+
+def error_response(error: LooseleafError) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(dumps(error_body(error)), error.http_status, headers, "application/json")
+
+
+def expected(error: Exception) -> LooseleafError:
+    """What a client is told of an exception; the unexpected goes to the log."""
+    if isinstance(error, LooseleafError):
+        return error
+    logger.error("unexpected failure in a handler", exc_info=error)
+    return Internal("the service failed; its log says why")
+
+
+def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
+    """An endpoint whose exceptions become OpenAI's error bodies."""
+
+    @functools.wraps(endpoint)
+    async def run(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except Exception as error:  # noqa: BLE001 - the border: everything becomes a status
+            known = expected(error)
+            on_error(known)
+            return error_response(known)
+
+    return run
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, of bounded size and in bounded time."""
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (Cancelled). The body has been read."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Cancelled("the client went away")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, ready-made by an async iterator; closed when the client goes away.
+
+    Headers wait for the first event, so that what fails before it has its own status.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], on_error: OnError, timeout_s: float) -> None:
+        self._events = events
+        self._on_error = on_error
+        self._timeout_s = timeout_s
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._serve(scope, receive, send))
+        except Cancelled:
+            logger.debug("a client went away")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        try:
+            async with asyncio.timeout(self._timeout_s), aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if not started:
+                        started = True
+                        await send(_STREAM_START)
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except TimeoutError:
+            error: LooseleafError = DeadlineExceeded("the client did not read its answer in time")
+        except Exception as failure:  # noqa: BLE001 - the border: everything becomes a status
+            error = expected(failure)
+        else:
+            await send({"type": "http.response.body", "body": DONE})
+            return
+        self._on_error(error)
+        if not started:
+            await error_response(error)(scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": b"data: " + dumps(error_body(error)) + b"\n\n" + DONE})
+
+
+_STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge.of("body", f"must be at most {MAX_BODY_BYTES} bytes")

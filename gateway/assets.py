@@ -1,0 +1,135 @@
+"""What the gateway reads from a model's directory: tokenizer, sizes, generation defaults, chat template. No weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from common.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling defaults of generation_config.json, as vLLM takes them (do_sample is not looked at)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAssets:
+    """One model as clients see it."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Ids below it are accepted: the model's, not the tokenizer's, which may be smaller."""
+    max_position: int
+    """max_position_embeddings: the longest sequence, as long as no worker says otherwise."""
+    eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """bos_token, eos_token and so on, for the chat template."""
+
+
+def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
+    """Read a Hugging Face directory. StartupError names the file and what is wrong with it."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise StartupError(f"--model: {directory} is not a directory")
+    config = _read_json(path / "config.json", required=True)
+    generation = _read_json(path / "generation_config.json")
+    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    tokenizer = _read_tokenizer(path / "tokenizer.json")
+    return ModelAssets(
+        name=served_name or path.resolve().name,
+        tokenizer=tokenizer,
+        vocab_size=_positive(config, "vocab_size", path),
+        max_position=_positive(config, "max_position_embeddings", path),
+        eos_token_ids=_eos_ids(generation, config),
+        defaults=_defaults(generation, path),
+        chat_template=_chat_template(path, tokenizer_config),
+        special_tokens=_special_tokens(tokenizer_config),
+    )
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    if not path.exists():
+        if required:
+            raise StartupError(f"{path} is missing")
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError):
+        raise StartupError(f"{path} cannot be read as JSON") from None
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} must hold a JSON object")
+    return content
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.exists():
+        raise StartupError(f"{path} is missing; the gateway needs a fast tokenizer")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise StartupError(f"{path} is not a tokenizer: {str(error)[:200]}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise StartupError(f"{path / 'config.json'}: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The first config that names end-of-sequence tokens decides; one id or a list."""
+    for config in configs:
+        value = config.get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(item) for item in value)
+    return ()
+
+
+def _defaults(generation: Mapping[str, Any], path: Path) -> GenerationDefaults:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise StartupError(f"{path / 'generation_config.json'}: {name} must be a number, got {value!r}")
+    return GenerationDefaults(**given)
+
+
+def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else the entry of tokenizer_config.json (a string, or a list with one named "default")."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    entry = tokenizer_config.get("chat_template")
+    if isinstance(entry, list):
+        entry = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}.get("default")
+    return entry if isinstance(entry, str) else None
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name, value in tokenizer_config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens

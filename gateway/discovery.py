@@ -1,0 +1,102 @@
+"""Who is there: polls the registry in Redis, tells router and sessions, and looks up cached prefixes for routing.
+
+All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to the workers it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from block_store.errors import BlockStoreError
+from block_store.hashing import chain_start, hash_blocks
+from block_store.ledger import MAX_BATCH, Ledger
+from block_store.redis_server import open_client
+from block_store.registry import WorkerRegistry
+from common.telemetry import Fallbacks
+from common.types import WorkerRecord
+
+logger = logging.getLogger("discovery")
+T = TypeVar("T")
+LOOKUP_BUDGET_S = 0.05
+
+
+class Discovery:
+    """The registry's list of workers, at most a poll old."""
+
+    def __init__(self, redis_url: str, poll_s: float, on_records: Callable[[list[WorkerRecord]], None]) -> None:
+        self._client = open_client(redis_url)
+        self._registry = WorkerRegistry(self._client)
+        self._poll_s = poll_s
+        self._on_records = on_records
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="redis")
+        self._ledgers: dict[str, Ledger] = {}
+        self.fallbacks = Fallbacks(logger)
+        self._known: frozenset[tuple[str, str]] = frozenset()
+
+    async def run(self) -> None:
+        """Poll until cancelled. While Redis is silent the last list stays in force."""
+        while True:
+            try:
+                self._take(await self._in_thread(self._registry.list))
+                self._ledgers = await self._in_thread(self._open_ledgers)
+            except BlockStoreError as error:
+                self.fallbacks.note("registry", f"{error}; going on with the workers known")
+            except Exception:
+                logger.exception("a poll of the registry failed")
+            await asyncio.sleep(self._poll_s)
+
+    async def check(self) -> None:
+        """One call to the registry. LedgerUnavailable if Redis cannot be reached."""
+        await self._in_thread(self._registry.list)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    async def cached_tokens(
+        self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes
+    ) -> dict[str, int]:
+        """By arena: how many leading tokens of the prompt lie in its index. Empty when it cannot be told in time."""
+        by_arena = {record.arena_id: record for record in workers}
+        try:
+            async with asyncio.timeout(LOOKUP_BUDGET_S):
+                return await self._in_thread(lambda: self._lookup(by_arena, prompt_ids, salt))
+        except (TimeoutError, BlockStoreError) as error:
+            self.fallbacks.note("lookup", f"{type(error).__name__}; routing by load alone")
+            return {}
+
+    def _lookup(self, by_arena: dict[str, WorkerRecord], prompt_ids: Sequence[int], salt: bytes) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for arena_id, record in by_arena.items():
+            if (ledger := self._ledgers.get(arena_id)) is not None:
+                start = chain_start(bytes.fromhex(record.hash_domain), salt)
+                ids = prompt_ids[: MAX_BATCH * record.block_size]
+                found[arena_id] = ledger.lookup([hash_blocks(start, ids, record.block_size)]) * record.block_size
+        return found
+
+    def _open_ledgers(self) -> dict[str, Ledger]:
+        """A read-only view of the ledger of every arena that workers name; kept while its dataset stays the same."""
+        ledgers: dict[str, Ledger] = {}
+        for arena_id in {arena for _, arena in self._known}:
+            store = self._registry.get_store(arena_id)
+            if store is not None:
+                old = self._ledgers.get(arena_id)
+                same = old is not None and old.dataset == store.dataset
+                ledgers[arena_id] = old if same and old else Ledger(self._client, arena_id, store.dataset)
+        return ledgers
+
+    def _take(self, records: list[WorkerRecord]) -> None:
+        known = frozenset((record.worker_id, record.arena_id) for record in records)
+        for worker_id, _ in known - self._known:
+            logger.info("worker %s has come", worker_id)
+        for worker_id, _ in self._known - known:
+            logger.info("worker %s has gone", worker_id)
+        self._known = known
+        self._on_records(records)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

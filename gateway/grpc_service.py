@@ -1,0 +1,182 @@
+"""InferenceService over gRPC. Turns messages into `Wanted` and pieces into messages; policy is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from common import convert
+from common.errors import DeadlineExceeded, LooseleafError
+from gateway.admission import Admission
+from gateway.assemble import Piece, Summary
+from gateway.assets import ModelAssets
+from gateway.credentials import Authenticator
+from gateway.limits import RANGES
+from gateway.metrics import Metrics
+from gateway.requests import RequestRunner
+from gateway.validate import ChatPrompt, IdsPrompt, Prompt, ResolvedRequest, TextPrompt, Validator, Wanted
+from protos.v1 import inference_pb2 as pb
+from protos.v1 import inference_pb2_grpc
+
+STALLED_CLIENT_S = 5.0
+"""How long after its deadline a request may still wait for a client that does not read."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """What gRPC clients call."""
+
+    def __init__(
+        self,
+        assets: ModelAssets,
+        authenticator: Authenticator,
+        admission: Admission,
+        validator: Validator,
+        runner: RequestRunner,
+        metrics: Metrics,
+    ) -> None:
+        self._assets = assets
+        self._authenticator = authenticator
+        self._admission = admission
+        self._validator = validator
+        self._runner = runner
+        self._metrics = metrics
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+        try:
+            tenant = self._authenticator.tenant(_authorization(context))
+            with self._admission.enter():
+                wanted = wanted_of(request)
+                wanted.timeout_s = _time_left(context)
+                resolved = await self._validator.resolve(wanted, tenant)
+                await self._stream(resolved, context.write)
+        except LooseleafError as error:
+            self._metrics.failed(error.grpc_code)
+            raise
+
+    async def _stream(self, request: ResolvedRequest, write: Callable[[Any], Awaitable[None]]) -> None:
+        try:
+            async with (
+                asyncio.timeout(request.timeout_s + STALLED_CLIENT_S),
+                aclosing(self._runner.generate(request)) as pieces,
+            ):
+                async for piece in pieces:
+                    await write(response_of(request.request_id, piece))
+        except TimeoutError:
+            raise DeadlineExceeded("the client did not read its answer in time") from None
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:  # noqa: N802
+        self._authenticator.tenant(_authorization(context))
+        self._validator.check_model(request.model)
+        name, prompt = _prompt_of(request, request.WhichOneof("input"))
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        ids = await self._validator.tokenize(prompt, name, add_special_tokens=special)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._validator.checker().max_model_len)
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        self._authenticator.tenant(_authorization(context))
+        self._validator.check_model(request.model)
+        return pb.DetokenizeResponse(text=await self._validator.detokenize(request.token_ids, "token_ids"))
+
+    async def ListModels(  # noqa: N802
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        self._authenticator.tenant(_authorization(context))
+        model = pb.Model(
+            id=self._assets.name,
+            max_model_len=self._validator.checker().max_model_len,
+            vocab_size=self._assets.vocab_size,
+            eos_token_ids=self._assets.eos_token_ids,
+        )
+        return pb.ListModelsResponse(models=[model])
+
+
+def _authorization(context: grpc.aio.ServicerContext) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return None
+
+
+def _time_left(context: grpc.aio.ServicerContext) -> float | None:
+    """Seconds until the client's deadline, None without one (grpc.aio then gives none, or a time beyond any limit)."""
+    left = context.time_remaining()
+    return None if left is None or left > RANGES["timeout"].high else left
+
+
+def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
+    """(field name, prompt) of a message with the oneof `which` of text, token_ids and chat."""
+    if which == "text":
+        return "text", TextPrompt(message.text)
+    if which == "token_ids":
+        return "token_ids", IdsPrompt(message.token_ids.ids)
+    if which == "chat":
+        return "chat.messages", ChatPrompt([{"role": m.role, "content": m.content} for m in message.chat.messages])
+    return "prompt", None
+
+
+def wanted_of(request: pb.GenerateRequest) -> Wanted:
+    """A message as a request without checks; absent fields stay None."""
+    sampling, stopping = request.sampling, request.stopping
+    wanted = Wanted(
+        logit_bias=list(sampling.logit_bias.items()),
+        stop=list(stopping.stop),
+        stop_token_ids=list(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        include_stop_str_in_output=stopping.include_stop_str_in_output,
+    )
+    wanted.prompt_field, wanted.prompt = _prompt_of(request, request.WhichOneof("prompt"))
+    for message, names in (
+        (request, ("request_id", "model", "priority")),
+        (sampling, _SAMPLING),
+        (stopping, _STOPPING),
+    ):
+        for name in names:
+            if message.HasField(name):  # type: ignore[attr-defined]
+                setattr(wanted, name, getattr(message, name))
+    if sampling.HasField("num_sequences"):
+        wanted.n = sampling.num_sequences
+    if sampling.HasField("beam_width"):
+        wanted.beam_width = sampling.beam_width
+    if request.cache.HasField("cache_salt"):
+        wanted.cache_salt = request.cache.cache_salt
+    return wanted
+
+
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "logprobs", "prompt_logprobs",
+)  # fmt: skip
+_STOPPING = ("max_tokens", "min_tokens")
+
+
+def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
+    message = pb.GenerateResponse(
+        request_id=request_id, text_delta=piece.text, token_ids=piece.token_ids, logprobs=piece.logprobs
+    )
+    if piece.prompt_logprobs:
+        message.prompt_logprobs.extend(piece.prompt_logprobs)
+    if piece.finish_reason is not None:
+        message.finish_reason = convert.finish_reason_to_pb(piece.finish_reason)
+        if piece.stop_string is not None:
+            message.stop_string = piece.stop_string
+        elif piece.stop_token_id is not None:
+            message.stop_token_id = piece.stop_token_id
+    if piece.summary is not None:
+        message.usage.CopyFrom(_usage(piece.summary))
+        message.timings.CopyFrom(convert.timings_to_pb(piece.summary.timings))
+    return message
+
+
+def _usage(summary: Summary) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=summary.prompt_tokens,
+        completion_tokens=summary.completion_tokens,
+        sources=convert.sources_to_pb(summary.sources),
+        handed_over_tokens=summary.handed_over_tokens,
+    )

@@ -1,0 +1,198 @@
+"""OpenAI's HTTP API over the same requests as gRPC: completions, chat, models, and vLLM's /tokenize, /health, /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from common.errors import NotFound
+from gateway.admission import Admission
+from gateway.asgi import EventStream, error_response, guarded, read_body, while_connected
+from gateway.assemble import Piece
+from gateway.assets import ModelAssets
+from gateway.credentials import Authenticator
+from gateway.detokenize import TokenTexts
+from gateway.metrics import Metrics
+from gateway.openai_reply import ChunkWriter, Envelope, dumps
+from gateway.openai_stream import Answer
+from gateway.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from gateway.requests import RequestRunner
+from gateway.validate import ResolvedRequest, Validator
+
+STALLED_CLIENT_S = 5.0
+
+
+class HttpApi:
+    """The endpoints. `ready` says whether requests can be served."""
+
+    def __init__(
+        self,
+        assets: ModelAssets,
+        authenticator: Authenticator,
+        admission: Admission,
+        validator: Validator,
+        runner: RequestRunner,
+        metrics: Metrics,
+    ) -> None:
+        self._assets = assets
+        self._authenticator = authenticator
+        self._admission = admission
+        self._validator = validator
+        self._runner = runner
+        self._metrics = metrics
+        self._texts = TokenTexts(assets.tokenizer)
+        self._ready: Callable[[], bool] = lambda: False
+        self._timeout_s = STALLED_CLIENT_S
+
+    def app(self, ready: Callable[[], bool], *, show_metrics: bool, timeout_s: float) -> Starlette:
+        self._ready = ready
+        self._timeout_s = timeout_s + STALLED_CLIENT_S
+        routes = [
+            self._route("/v1/completions", self.completions, "POST"),
+            self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/models", self.models, "GET"),
+            self._route("/v1/models/{model:path}", self.models, "GET"),
+            self._route("/tokenize", self.tokenize, "POST"),
+            self._route("/detokenize", self.detokenize, "POST"),
+            self._route("/health", self.health, "GET"),
+        ]
+        if show_metrics:
+            routes.append(self._route("/metrics", self.show_metrics, "GET"))
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    def _route(self, path: str, endpoint: Callable[[Request], Any], method: str) -> Route:
+        return Route(path, guarded(endpoint, lambda error: self._metrics.failed(error.grpc_code)), methods=[method])
+
+    async def completions(self, request: Request) -> Response:
+        tenant = self._authenticator.tenant(request.headers.get("authorization"))
+        body = parse_body(CompletionBody, await read_body(request))
+        envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._assets.name)
+        return await self._answer(request, Answer(self._assets, body, envelope, self._texts), tenant)
+
+    async def chat(self, request: Request) -> Response:
+        tenant = self._authenticator.tenant(request.headers.get("authorization"))
+        body = parse_body(ChatBody, await read_body(request))
+        envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
+        return await self._answer(request, Answer(self._assets, body, envelope, self._texts), tenant)
+
+    async def _answer(self, request: Request, answer: Answer, tenant: str) -> Response:
+        if answer.body.stream:
+            return EventStream(self._events(answer, tenant), self._count_error, self._timeout_s)
+        content = await while_connected(request.receive, self._whole(answer, tenant))
+        return Response(content, media_type="application/json")
+
+    def _count_error(self, error: Any) -> None:
+        self._metrics.failed(error.grpc_code)
+
+    async def _whole(self, answer: Answer, tenant: str) -> bytes:
+        wanted = answer.body.all_wanted()
+        with self._admission.enter(len(wanted)):
+            answer.take([await self._validator.resolve(item, tenant) for item in wanted])
+            async with asyncio.TaskGroup() as group:
+                for choice in answer.choices:
+                    group.create_task(_collect(self._runner, choice.request, choice.add))
+            return answer.whole()
+
+    async def _events(self, answer: Answer, tenant: str) -> AsyncGenerator[bytes, None]:
+        wanted = answer.body.all_wanted()
+        with self._admission.enter(len(wanted)):
+            answer.take([await self._validator.resolve(item, tenant) for item in wanted])
+            writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
+            async with aclosing(_merged(self._runner, answer.requests)) as pieces:
+                async for index, piece in pieces:
+                    for chunk in answer.chunks(writer, index, piece):
+                        yield chunk
+
+    async def models(self, request: Request) -> Response:
+        self._authenticator.tenant(request.headers.get("authorization"))
+        entry = {
+            "id": self._assets.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "looseleaf",
+            "max_model_len": self._validator.checker().max_model_len,
+        }
+        if (name := request.path_params.get("model")) is not None:
+            self._validator.check_model(name)
+            return _json(entry)
+        return _json({"object": "list", "data": [entry]})
+
+    async def tokenize(self, request: Request) -> Response:
+        self._authenticator.tenant(request.headers.get("authorization"))
+        body = parse_body(TokenizeBody, await read_body(request))
+        self._validator.check_model(body.model)
+        name, prompt = body.input()
+        ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
+        return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        self._authenticator.tenant(request.headers.get("authorization"))
+        body = parse_body(DetokenizeBody, await read_body(request))
+        self._validator.check_model(body.model)
+        return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
+
+    async def health(self, request: Request) -> Response:
+        ready = self._ready()
+        return _json({"status": "ready" if ready else "waiting for workers"}, 200 if ready else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _collect(runner: RequestRunner, request: ResolvedRequest, add: Callable[[Piece], None]) -> None:
+    async with aclosing(runner.generate(request)) as pieces:
+        async for piece in pieces:
+            add(piece)
+
+
+async def _merged(runner: RequestRunner, requests: list[ResolvedRequest]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """(index, piece) of all requests as they come."""
+    if len(requests) == 1:
+        async with aclosing(runner.generate(requests[0])) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(4 * len(requests))
+
+    async def feed(index: int, request: ResolvedRequest) -> None:
+        try:
+            async with aclosing(runner.generate(request)) as pieces:
+                async for piece in pieces:
+                    await queue.put((index, piece))
+        except Exception as error:  # noqa: BLE001 - raised again below
+            await queue.put((index, error))
+
+    tasks = [asyncio.create_task(feed(index, request)) for index, request in enumerate(requests)]
+    left = len(requests)
+    try:
+        while left:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.finish_reason is not None
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = NotFound(f"there is no {request.method} {request.url.path[:200]} here")
+    response = error_response(known)
+    response.status_code = error.status_code
+    return response
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(dumps(content), status, media_type="application/json")

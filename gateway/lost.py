@@ -1,0 +1,34 @@
+"""Why a request must be sent to workers again. Stays inside the gateway: clients see a pause, or a status at the end."""
+
+from __future__ import annotations
+
+from common.errors import Internal, LooseleafError, ResourceExhausted, Unavailable
+
+
+class WorkerLost(Exception):
+    """An attempt that ended without an answer; the request may be prefilled again.
+
+    `counted` attempts are bounded; being given back for want of blocks is not counted, as each such attempt has brought
+    at least one token. `final` is what the client is told when no attempt is left.
+    """
+
+    def __init__(
+        self, reason: str, *, counted: bool = True, suspect: bool = True, final: LooseleafError | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.counted = counted
+        self.suspect = suspect
+        """Whether other workers should be preferred for a while."""
+        self.final = final or Unavailable("the workers of this request were lost", retry_after_s=1.0)
+
+
+def queue_full(role: str) -> WorkerLost:
+    """A worker's queue is full: try another, or the same one later."""
+    return WorkerLost(
+        "queue_full", final=ResourceExhausted(f"the queues of all {role} workers are full", retry_after_s=1.0)
+    )
+
+
+def internal(role: str) -> WorkerLost:
+    return WorkerLost("internal", final=Internal(f"a {role} worker failed; its log says why"))

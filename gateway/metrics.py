@@ -1,0 +1,198 @@
+"""Prometheus metrics: each under its own looseleaf_ name and, where one exists, under vLLM's too.
+
+Every value is counted once; the second name is made when /metrics is read. Histograms of tokens are the hot path (one
+`observe` a token, about a microsecond). Definitions: time to first token is from arrival here to the first token's text
+leaving; inter-token latency is the time between messages to the client over the tokens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from gateway.assemble import Summary
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+_LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+
+VLLM_NAMES = {
+    "looseleaf_requests_running": "vllm:num_requests_running",
+    "looseleaf_requests_waiting": "vllm:num_requests_waiting",
+    "looseleaf_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "looseleaf_prefix_cache_queries": "vllm:prefix_cache_queries",
+    "looseleaf_prefix_cache_hits": "vllm:prefix_cache_hits",
+    "looseleaf_prompt_tokens": "vllm:prompt_tokens",
+    "looseleaf_generation_tokens": "vllm:generation_tokens",
+    "looseleaf_requests_given_back": "vllm:num_preemptions",
+    "looseleaf_requests_ended": "vllm:request_success",
+    "looseleaf_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "looseleaf_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "looseleaf_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "looseleaf_request_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "looseleaf_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",
+    "looseleaf_request_decode_time_seconds": "vllm:request_decode_time_seconds",
+    "looseleaf_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "looseleaf_request_generation_tokens": "vllm:request_generation_tokens",
+}
+
+
+class _Aliased(Collector):
+    """Every metric of a registry, and those that vLLM has under its name once more."""
+
+    def __init__(self, inner: CollectorRegistry, names: Mapping[str, str]) -> None:
+        self._inner = inner
+        self._names = names
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._inner.collect():
+            yield metric
+            if (name := self._names.get(metric.name)) is not None:
+                yield _renamed(metric, name)
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    copy = Metric(name, metric.documentation, metric.type)
+    cut = len(metric.name)
+    for sample in metric.samples:
+        copy.samples.append(Sample(name + sample.name[cut:], sample.labels, sample.value))
+    return copy
+
+
+class Metrics:
+    """What the gateway counts. All methods are cheap and run in the event loop."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._outer = CollectorRegistry()
+        self._outer.register(_Aliased(self._registry, VLLM_NAMES))
+        self._model = model_name
+        self._running = self._gauge("requests_running", "Requests that are with workers")
+        self._waiting = self._gauge("requests_waiting", "Requests that wait in the gateway")
+        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of blocks that are referenced, 0 to 1")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token")
+        self._generated = self._counter("generation_tokens", "Tokens produced")
+        self._given_back = self._counter("requests_given_back", "Requests preempted by decode and prefilled again")
+        self._hand_overs = self._counter("hand_overs", "Tickets submitted to decode workers")
+        self._handed_tokens = self._counter("handed_over_tokens", "Token positions handed from prefill to decode")
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between tokens", _TOKEN_SECONDS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Waiting for prefill", _SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "First prefill step to first token", _SECONDS)
+        self._hand_over = self._histogram("request_hand_over_time_seconds", "First token to claim by decode", _SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "Claim to last token", _SECONDS)
+        self._prompt_len = self._histogram("request_prompt_tokens", "Prompt length in tokens", _LENGTHS)
+        self._output_len = self._histogram("request_generation_tokens", "Tokens produced by a request", _LENGTHS)
+        self._attempts = self._histogram("request_attempts", "Prefills of a request", (1, 2, 3, 5, 10))
+        labels = ["model_name"]
+        self._ended = Counter(
+            "looseleaf_requests_ended",
+            "Requests by how they ended",
+            [*labels, "finished_reason"],
+            registry=self._registry,
+        )
+        self._refused = Counter(
+            "looseleaf_requests_failed",
+            "Requests by the status they failed with",
+            [*labels, "code"],
+            registry=self._registry,
+        )
+        self._retries = Counter(
+            "looseleaf_requests_retried",
+            "Attempts that were lost, by reason",
+            [*labels, "reason"],
+            registry=self._registry,
+        )
+        self._blocks = Gauge(
+            "looseleaf_blocks", "Blocks of the arena by state", [*labels, "state"], registry=self._registry
+        )
+        worker_labels = [*labels, "worker", "role"]
+        self._batch = Gauge(
+            "looseleaf_worker_running", "Sequences in a worker's batch", worker_labels, registry=self._registry
+        )
+        self._queued = Gauge(
+            "looseleaf_worker_waiting", "Sequences queued by a worker", worker_labels, registry=self._registry
+        )
+
+    def first_token(self, latency_s: float, summary: Summary) -> None:
+        """The first token leaves; `summary` has the prompt's sources."""
+        self._ttft.observe(latency_s)
+        self._prompt.inc(summary.prompt_tokens)
+        self._queries.inc(summary.prompt_tokens)
+        self._hits.inc(summary.sources.cached)
+        self._generated.inc()
+
+    def next_tokens(self, count: int, since_s: float) -> None:
+        """`count` tokens leave in one message, `since_s` after the last one."""
+        self._generated.inc(count)
+        for _ in range(count):
+            self._itl.observe(since_s / count)
+
+    def handed_over(self, num_tokens: int) -> None:
+        self._hand_overs.inc()
+        self._handed_tokens.inc(num_tokens)
+
+    def retried(self, reason: str) -> None:
+        """`reason` is one of the gateway's own words, so labels stay few."""
+        self._retries.labels(self._model, reason).inc()
+        if reason == "given_back":
+            self._given_back.inc()
+
+    def failed(self, code: str) -> None:
+        """A request was refused or failed with this gRPC code."""
+        self._refused.labels(self._model, code).inc()
+
+    def ended(self, outcome: str, latency_s: float, summary: Summary) -> None:
+        """A request that was admitted is over: stop, length, abort or error."""
+        self._ended.labels(self._model, outcome).inc()
+        self._e2e.observe(latency_s)
+        self._attempts.observe(summary.attempts)
+        self._prompt_len.observe(summary.prompt_tokens)
+        self._output_len.observe(summary.completion_tokens)
+        if outcome in ("stop", "length"):
+            times = summary.timings
+            self._queue.observe(times.queue_ns / 1e9)
+            self._prefill.observe(times.prefill_ns / 1e9)
+            self._hand_over.observe(times.hand_over_ns / 1e9)
+            self._decode.observe(times.decode_ns / 1e9)
+
+    def watch_queues(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Where the queue lengths are, read with every scrape."""
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
+
+    def set_blocks(self, counts: Mapping[str, int]) -> None:
+        """Blocks by state: free, reserved, sealed, cached, quarantine."""
+        for state, count in counts.items():
+            self._blocks.labels(self._model, state).set(count)
+        used = counts.get("reserved", 0) + counts.get("sealed", 0) + counts.get("quarantine", 0)
+        self._kv_usage.set(used / max(1, sum(counts.values())))
+
+    def set_workers(self, loads: Iterable[tuple[str, str, int, int]]) -> None:
+        """(worker, role, running, waiting) of every worker there is; the others' series go."""
+        self._batch.clear()
+        self._queued.clear()
+        for worker, role, running, waiting in loads:
+            self._batch.labels(self._model, worker, role).set(running)
+            self._queued.labels(self._model, worker, role).set(waiting)
+
+    def render(self) -> bytes:
+        """The text of /metrics."""
+        return bytes(generate_latest(self._outer))
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"looseleaf_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"looseleaf_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"looseleaf_{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
+        return metric.labels(self._model)

@@ -1,0 +1,85 @@
+"""Calls to prefill workers: one server stream per prompt, a channel per worker. Knows nothing of what comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from common import convert
+from common.errors import DeadlineExceeded
+from common.rpc import error_of, open_channel
+from common.types import WorkerLoad, WorkerRecord
+from gateway.lost import WorkerLost, internal, queue_full
+from protos.v1 import prefill_pb2 as pb
+from protos.v1 import prefill_pb2_grpc
+
+OnLoad = Callable[[str, WorkerLoad], None]
+_LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
+
+
+@dataclass(slots=True)
+class _Peer:
+    channel: grpc.aio.Channel
+    stub: prefill_pb2_grpc.PrefillServiceStub
+    num_calls: int = 0
+
+
+class PrefillClient:
+    """Channels to prefill workers by address. `on_load(worker_id, load)` gets their reports."""
+
+    def __init__(self, on_load: OnLoad) -> None:
+        self._on_load = on_load
+        self._peers: dict[str, _Peer] = {}
+
+    async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
+        """Prefill a prompt. Cancelling this cancels the call. Errors: WorkerLost, DeadlineExceeded, or as the worker says."""
+        peer = self._peer(worker.address)
+        peer.num_calls += 1
+        call = peer.stub.Prefill(request, timeout=timeout_s)
+        try:
+            async for response in call:
+                if response.HasField("done"):
+                    self._on_load(worker.worker_id, convert.load_from_pb(response.done.load))
+                    return response.done
+                if response.HasField("queued"):
+                    self._on_load(worker.worker_id, convert.load_from_pb(response.queued.load))
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error) from None
+        finally:
+            call.cancel()
+            peer.num_calls -= 1
+        raise WorkerLost("prefill_ended")
+
+    async def keep(self, addresses: Iterable[str]) -> None:
+        """Close channels to workers that are gone and owe us nothing."""
+        wanted = set(addresses)
+        for address in [a for a, peer in self._peers.items() if a not in wanted and not peer.num_calls]:
+            await self._peers.pop(address).channel.close()
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            await peer.channel.close()
+        self._peers.clear()
+
+    def _peer(self, address: str) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            channel = open_channel(address)
+            peer = self._peers[address] = _Peer(channel, prefill_pb2_grpc.PrefillServiceStub(channel))
+        return peer
+
+
+def _translated(error: grpc.aio.AioRpcError) -> Exception:
+    code = error.code()
+    if code in _LOST:
+        return WorkerLost(f"prefill_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return queue_full("prefill")
+    if code is grpc.StatusCode.INTERNAL:
+        return internal("prefill")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the request's time was over during prefill")
+    return error_of(error)

@@ -1,0 +1,123 @@
+"""Which prefill and which decode worker a request goes to. Plain Python: no I/O, the time is an argument.
+
+Prefill: the one with the fewest prompt tokens before this one is done (queued tokens + blocks to compute). Decode: the
+one with the fewest sequences for its size. Load is counted at dispatch, since reports come late, and corrected by them:
+what counts is the larger of the two. Ties go to whoever was picked longest ago, so that load spreads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from common.types import WorkerLoad, WorkerRecord
+
+SUSPECT_S = 2.0
+"""How long a worker that has failed a request is passed over while there are others."""
+REPORT_S = 3.0
+"""A load report older than this says nothing any more."""
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What the router knows of one worker."""
+
+    record: WorkerRecord
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    load_at: float = float("-inf")
+    dispatched_tokens: int = 0
+    """Prompt tokens that this gateway has sent and that are not done (prefill)."""
+    dispatched_sequences: int = 0
+    """Sequences that this gateway has sent and that have not ended."""
+    suspect_until: float = float("-inf")
+    picked: int = 0
+
+    def tokens_before(self, now: float) -> int:
+        reported = self.load.waiting_tokens if now - self.load_at < REPORT_S else 0
+        return max(self.dispatched_tokens, reported)
+
+    def sequences(self, now: float) -> int:
+        reported = self.load.num_running + self.load.num_waiting if now - self.load_at < REPORT_S else 0
+        return max(self.dispatched_sequences, reported)
+
+
+class Router:
+    """The workers that are there, and who gets the next request."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, WorkerState] = {}
+        self._picks = 0
+
+    def update(self, records: Iterable[WorkerRecord], now: float) -> None:
+        """The registry's list: new workers come in, missing ones go, loads are refreshed."""
+        fresh = {record.worker_id: record for record in records}
+        for worker_id in [w for w in self.workers if w not in fresh]:
+            del self.workers[worker_id]
+        for worker_id, record in fresh.items():
+            state = self.workers.get(worker_id)
+            if state is None or state.record.address != record.address:
+                self.workers[worker_id] = WorkerState(record, record.load, now)
+            else:
+                state.record = record
+                self.report(worker_id, record.load, now)
+
+    def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
+        """A worker's own word on its load."""
+        if (state := self.workers.get(worker_id)) is not None:
+            state.load, state.load_at = load, now
+
+    def suspect(self, worker_id: str, now: float) -> None:
+        """The worker failed a request: pass it over for a while."""
+        if (state := self.workers.get(worker_id)) is not None:
+            state.suspect_until = now + SUSPECT_S
+
+    def ready(self, usable: Callable[[WorkerRecord], bool]) -> bool:
+        """Whether there is a prefill worker and a usable decode worker that can exchange tickets."""
+        return any(usable(d.record) for p in self._of_role("prefill") for d in self._decodes_for(p.record))
+
+    def pick_prefill(
+        self, prompt_len: int, cached_tokens: Mapping[str, int], now: float, usable: Callable[[WorkerRecord], bool]
+    ) -> WorkerState | None:
+        """The prefill worker with the least to do before the prompt is done; None if there is none with a partner.
+
+        `cached_tokens` is by arena: any worker of an arena finds a prefix that another has filled. `usable` says
+        whether a decode worker can be reached.
+        """
+        partnered = [p for p in self._of_role("prefill") if any(usable(d.record) for d in self._decodes_for(p.record))]
+
+        def cost(state: WorkerState) -> float:
+            return state.tokens_before(now) + max(1, prompt_len - cached_tokens.get(state.record.arena_id, 0))
+
+        return self._least(partnered, cost, now)
+
+    def pick_decode(
+        self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool]
+    ) -> WorkerState | None:
+        """The decode worker with the fewest sequences for its size, of those that can take the prefill worker's tickets."""
+        candidates = [d for d in self._decodes_for(prefill) if usable(d.record)]
+        return self._least(candidates, lambda d: d.sequences(now) / max(1, d.record.max_num_seqs), now)
+
+    def capacity(self) -> int:
+        """Sequences that all decode workers can have in their batches."""
+        return sum(d.record.max_num_seqs for d in self._of_role("decode"))
+
+    def max_model_len(self) -> int | None:
+        """The longest sequence that every worker takes; None without workers."""
+        return min((w.record.max_model_len for w in self.workers.values()), default=None)
+
+    def _of_role(self, role: str) -> list[WorkerState]:
+        return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]
+
+    def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
+        """Tickets go only between equal pairing fingerprints, and for now only within an arena."""
+        pair = (prefill.pairing, prefill.arena_id)
+        return [d for d in self._of_role("decode") if (d.record.pairing, d.record.arena_id) == pair]
+
+    def _least(self, states: list[WorkerState], cost: Callable[[WorkerState], float], now: float) -> WorkerState | None:
+        trusted = [s for s in states if s.suspect_until <= now] or states
+        if not trusted:
+            return None
+        best = min(trusted, key=lambda s: (cost(s), s.picked))
+        self._picks += 1
+        best.picked = self._picks
+        return best

@@ -1,0 +1,137 @@
+"""gRPC and HTTP on one event loop: sockets, readiness, the pollers, and the drain at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Callable, Iterator
+
+import grpc.aio
+import uvicorn
+from starlette.applications import Starlette
+
+from common.errors import StartupError
+from common.rpc import RpcServer, open_channel
+from gateway.metrics import Metrics
+from gateway.workers import Workers
+from protos.v1 import block_store_pb2, block_store_pb2_grpc
+
+logger = logging.getLogger("gateway")
+READY_POLL_S = 0.1
+INSPECT_POLL_S = 1.0
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers, on a socket that we have bound."""
+
+    def __init__(self, app: Starlette, sock: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, loop="none", http="httptools", ws="none", lifespan="off", access_log=False, log_config=None,
+                server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )  # fmt: skip
+        self._sock = sock
+        self._task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self.serve(sockets=[self._sock]), name="http")
+        while not self.started and not self._task.done():
+            await asyncio.sleep(0.01)
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the port, let answers that run finish for `grace_s` seconds."""
+        if self._task is None:
+            return
+        self.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._task), grace_s)
+        self.force_exit = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A bound socket. StartupError when the port is occupied or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == 98:  # EADDRINUSE
+            raise StartupError(f"port {port} is occupied; give another --port") from None
+        raise StartupError(f"cannot listen on {host}:{port} (--host, --port): {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def bind_grpc(server: RpcServer, port: int) -> None:
+    try:
+        server.bind()
+    except StartupError:
+        raise StartupError(f"port {port} is occupied or the address is not ours; give another --grpc-port") from None
+
+
+def raise_file_limit() -> None:
+    """A connection is a file; take as many as the system allows this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def watch_readiness(
+    workers: Workers, server: RpcServer, wake: Callable[[], None], on_ready: Callable[[], None]
+) -> None:
+    """Keep the gRPC health service true; `on_ready` once, `wake` whenever there may be more room."""
+    was_ready = told = False
+    while True:
+        ready = workers.ready
+        if ready != was_ready:
+            logger.info("ready" if ready else "no pair of prefill and decode workers is ready")
+            await server.set_ready(ready)
+            was_ready = ready
+        if ready and not told:
+            told = True
+            on_ready()
+        wake()
+        await asyncio.sleep(READY_POLL_S)
+
+
+async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics) -> None:
+    """Keep the gauges of blocks and workers fresh for /metrics."""
+    channel = None if address is None else open_channel(address)
+    try:
+        while True:
+            metrics.set_workers(
+                (s.record.worker_id, s.record.role, s.load.num_running, s.load.num_waiting)
+                for s in workers.states.values()
+            )
+            if channel is not None:
+                await _inspect(channel, metrics)
+            await asyncio.sleep(INSPECT_POLL_S)
+    finally:
+        if channel is not None:
+            await channel.close()
+
+
+async def _inspect(channel: grpc.aio.Channel, metrics: Metrics) -> None:
+    stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)
+    try:
+        reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S)
+    except grpc.aio.AioRpcError:
+        return  # the gauges keep their last values
+    names = ("free", "reserved", "sealed", "cached", "quarantine")
+    metrics.set_blocks({name: getattr(reply, name) for name in names})

@@ -1,0 +1,208 @@
+"""Sessions with decode workers: one bidirectional stream per worker carries all sequences.
+
+One writer task per session (grpc.aio breaks on concurrent writes), one reader that hands each step's outputs to the
+requests' streams. A lost session fails its sequences; they may be prefilled again. Knows nothing of tokens' meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import grpc.aio
+
+from common import convert
+from common.rpc import open_channel
+from common.types import WorkerLoad, WorkerRecord
+from gateway.lost import WorkerLost
+from protos.v1 import decode_pb2 as pb
+from protos.v1 import decode_pb2_grpc
+
+logger = logging.getLogger("sessions")
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_S = 0.5
+OnLoad = Callable[[str, WorkerLoad], None]
+
+
+class OutputStream:
+    """The outputs of one submitted sequence group, in order. One reader.
+
+    Bounded by max_tokens: a worker sends each token once.
+    """
+
+    __slots__ = ("_closed", "_outputs", "_waiter", "attempt", "handle")
+
+    def __init__(self, handle: int, attempt: int) -> None:
+        self.handle = handle
+        self.attempt = attempt
+        self._outputs: deque[pb.SequenceOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed: Exception | None = None
+
+    def put(self, output: pb.SequenceOutput) -> None:
+        if output.attempt == self.attempt:  # a late one of another attempt is dropped
+            self._outputs.append(output)
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """No more outputs will come; what is there is still read."""
+        self._closed = self._closed or error
+        self._wake()
+
+    async def get(self) -> list[pb.SequenceOutput]:
+        """All outputs that are there, at least one. Raises what `fail` was given."""
+        while not self._outputs:
+            if self._closed is not None:
+                raise self._closed
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class DecodeSession:
+    """The session with one decode worker. It lives as long as `run`."""
+
+    def __init__(self, record: WorkerRecord, on_load: OnLoad) -> None:
+        self.record = record
+        self.connected = False
+        self._on_load = on_load
+        self._streams: dict[int, OutputStream] = {}
+        self._next_handle = 1
+        # Bounded by the requests let in: each puts at most a submit and a cancel.
+        self._commands: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._heard_at = time.monotonic()
+        self._run: asyncio.Task[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self._streams
+
+    @property
+    def ended(self) -> bool:
+        return self._run is not None and self._run.done()
+
+    def start(self) -> None:
+        self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
+
+    def submit(self, request: pb.Submit) -> OutputStream:
+        """Send a group, its `attempt` filled in; the handle is filled in here."""
+        request.handle = self._next_handle
+        self._next_handle += 1
+        stream = OutputStream(request.handle, request.attempt)
+        if not self.connected:
+            stream.fail(WorkerLost("session_lost"))
+            return stream
+        if self.idle:
+            self._heard_at = time.monotonic()
+        self._streams[request.handle] = stream
+        self._commands.put_nowait(pb.SessionRequest(submit=request))
+        return stream
+
+    def cancel(self, stream: OutputStream) -> None:
+        """Drop a group that has not ended; its blocks are released within a step."""
+        if self._streams.pop(stream.handle, None) is not None and self.connected:
+            self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=stream.handle)))
+
+    def check_stall(self, stall_s: float) -> None:
+        """Give the worker up if it has sequences of ours and has said nothing for `stall_s`."""
+        if self._streams and time.monotonic() - self._heard_at > stall_s:
+            logger.warning("decode worker %s has been silent for %.0f s: given up", self.record.worker_id, stall_s)
+            self.close()
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.cancel()
+
+    async def _serve(self) -> None:
+        channel = open_channel(self.record.address)
+        writer: asyncio.Task[None] | None = None
+        try:
+            call = decode_pb2_grpc.DecodeServiceStub(channel).Session()
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await call.wait_for_connection()
+            self.connected = True
+            writer = asyncio.create_task(self._write(call))
+            async for response in call:
+                self._dispatch(response)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "no connection"
+            logger.warning("session with decode worker %s ended: %s", self.record.worker_id, code)
+        finally:
+            self.connected = False
+            if writer is not None:
+                writer.cancel()
+            self._fail_all()
+            await channel.close()
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]) -> None:
+        try:
+            while True:
+                await call.write(await self._commands.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            call.cancel()  # the reader ends the session
+
+    def _dispatch(self, response: pb.SessionResponse) -> None:
+        self._heard_at = time.monotonic()
+        for output in response.outputs:
+            stream = self._streams.get(output.handle)
+            if stream is not None:
+                if output.finish_reason or output.rejection:
+                    del self._streams[output.handle]
+                stream.put(output)
+        if response.HasField("load"):
+            self._on_load(self.record.worker_id, convert.load_from_pb(response.load))
+
+    def _fail_all(self) -> None:
+        for stream in self._streams.values():
+            stream.fail(WorkerLost("session_lost"))
+        self._streams.clear()
+
+
+class SessionPool:
+    """Sessions with all decode workers that the registry names."""
+
+    def __init__(self, on_load: OnLoad, stall_s: float) -> None:
+        self._on_load = on_load
+        self._stall_s = stall_s
+        self._sessions: dict[str, DecodeSession] = {}
+        self._retry_at: dict[str, float] = {}
+
+    def get(self, worker_id: str) -> DecodeSession | None:
+        """The session with a worker, if it is connected."""
+        session = self._sessions.get(worker_id)
+        return session if session is not None and session.connected else None
+
+    def usable(self, record: WorkerRecord) -> bool:
+        return self.get(record.worker_id) is not None
+
+    def sync(self, records: Iterable[WorkerRecord]) -> None:
+        """Open sessions with new workers, drop those that are over. A worker that left the registry keeps its
+        session until its sequences are done: it drains."""
+        now = time.monotonic()
+        wanted = {r.worker_id: r for r in records if r.role == "decode"}
+        for worker_id, session in list(self._sessions.items()):
+            session.check_stall(self._stall_s)
+            record = wanted.get(worker_id)
+            moved = record is None or record.address != session.record.address
+            if session.ended or (moved and session.idle):
+                session.close()
+                del self._sessions[worker_id]
+                self._retry_at[worker_id] = now + RECONNECT_S
+        for worker_id, record in wanted.items():
+            if worker_id not in self._sessions and now >= self._retry_at.get(worker_id, 0.0):
+                session = self._sessions[worker_id] = DecodeSession(record, self._on_load)
+                session.start()
+        self._retry_at = {w: t for w, t in self._retry_at.items() if t > now}
+
+    def close(self) -> None:
+        for session in self._sessions.values():
+            session.close()

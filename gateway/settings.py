@@ -1,0 +1,42 @@
+"""The gateway's flags and variables. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from common.settings import ServerSettings, settings_config
+
+
+class GatewaySettings(ServerSettings):
+    """`python -m gateway --flags`, or LOOSELEAF_GATEWAY_* variables. Names as in vLLM where they mean the same."""
+
+    model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")
+
+    model: str = Field(description="Hugging Face model directory; its weights are not needed here")
+    served_model_name: str | None = Field(None, description="the model's name for clients; default: the directory's")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
+    redis_url: str = Field(description="the Redis in which workers register")
+    block_store: str | None = Field(None, description="host:port of a block store, to show block states in /metrics")
+    max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the workers'")
+    max_queue: int = Field(
+        256, ge=1, le=100_000, description="most requests at once; more are refused with a retry time"
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, le=86_400, description="time of a request whose client gave none, and the most"
+    )
+    max_attempts: int = Field(
+        3, ge=1, le=100, description="how often a request may be sent to workers when some are lost"
+    )
+    recover_s: float = Field(30.0, ge=0, description="how long a request whose workers are lost waits for others")
+    stall_s: float = Field(
+        60.0, gt=0, description="a decode worker with sequences that is silent for so long is given up"
+    )
+    poll_s: float = Field(0.25, gt=0.01, le=10, description="how often to look for workers")
+    num_tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for long prompts")
+    api_key: str | None = Field(None, min_length=1, repr=False, description="clients must send it as a bearer token")
+    salt_secret: str | None = Field(
+        None, min_length=8, repr=False, description="secret from which cache salts derive; the same in all gateways"
+    )
+    metrics: bool = Field(True, description="serve /metrics")
+    drain_s: float = Field(10.0, ge=0, description="most seconds that running requests get at SIGTERM")

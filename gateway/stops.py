@@ -1,0 +1,63 @@
+"""Stop strings in a stream of text: what may begin one is held back, so that none ever leaks.
+
+The result does not depend on how the text is cut into pieces: the stop string that is complete first ends the text, and
+of several complete at the same character the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Watches one sample's text. `matched` is the stop string that ended it."""
+
+    __slots__ = ("_first_chars", "_held", "_include", "_longest", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
+        self._stops = tuple(dict.fromkeys(stops))
+        self._include = include_in_output
+        self._longest = max(map(len, self._stops), default=0)
+        self._first_chars = frozenset(stop[0] for stop in self._stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that may go out now. Without `may_stop` (before min_tokens) what completes here does not count."""
+        if not self._stops or not text:
+            return text
+        buffer = self._held + text
+        if may_stop:
+            begin, end = self._first_match(buffer)
+            if end:
+                self._held = ""
+                return buffer[: end if self._include else begin]
+        keep = self._may_begin_at(buffer)
+        self._held = buffer[keep:]
+        return buffer[:keep]
+
+    def flush(self) -> str:
+        """What is held back, once no text will follow."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, buffer: str) -> tuple[int, int]:
+        """(begin, end) of the stop string complete first within the new text; (0, 0) if none. Sets `matched`."""
+        new_from = len(self._held)
+        best = (0, 0)
+        for stop in self._stops:
+            begin = buffer.find(stop, max(0, new_from - len(stop) + 1))
+            end = begin + len(stop)
+            if begin >= 0 and (not best[1] or (end, begin) < (best[1], best[0])):
+                best = (begin, end)
+                self.matched = stop
+        return best
+
+    def _may_begin_at(self, buffer: str) -> int:
+        """The first position from which the rest of the buffer is the beginning of a stop string."""
+        for start in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
+            if buffer[start] in self._first_chars:
+                rest = buffer[start:]
+                if any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stops):
+                    return start
+        return len(buffer)
