@@ -1,7 +1,7 @@
 """How many requests are let in, and how many of these are with workers at a time. No I/O, no clock.
 
-Two bounds. `Admission` refuses at once what exceeds the queue limit. `Gate` keeps requests here, by priority and arrival,
-until decode has room for them: a prompt prefilled too early would hold blocks that running sequences need.
+Two bounds. `Admission` refuses at once what exceeds the queue limit. `Gate` keeps requests here, by priority and
+arrival, until decode has room for them: a prompt prefilled too early would hold blocks that running sequences need.
 """
 
 from __future__ import annotations

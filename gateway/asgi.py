@@ -52,7 +52,7 @@ def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
     async def run(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except Exception as error:  # noqa: BLE001 - the border: everything becomes a status
+        except Exception as error:
             known = expected(error)
             on_error(known)
             return error_response(known)
@@ -126,7 +126,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except TimeoutError:
             error: LooseleafError = DeadlineExceeded("the client did not read its answer in time")
-        except Exception as failure:  # noqa: BLE001 - the border: everything becomes a status
+        except Exception as failure:
             error = expected(failure)
         else:
             await send({"type": "http.response.body", "body": DONE})
@@ -149,5 +149,5 @@ _STREAM_START = {
 }
 
 
-def _too_large() -> BodyTooLarge:
+def _too_large() -> InvalidArgument:
     return BodyTooLarge.of("body", f"must be at most {MAX_BODY_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""Who a client is: bearer tokens, compared in constant time. The tenant comes from the credential, never from the request."""
+"""Who a client is: bearer tokens, compared in constant time. The tenant comes from the credential."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The offset method of TGI and vLLM: decode a short window of tokens whose head has been put out already (a decoder may
 treat the first token of a text otherwise), and put out what is new. An unfinished character shows as U+FFFD at the end:
-byte-level decoders give one for it, byte-fallback decoders up to three. So at most three are held back, and bytes that are
-no UTF-8 at all do not hold up the text. The pieces put together equal the full decode; the one exception is a
+byte-level decoders give one for it, byte-fallback decoders up to three. So at most three are held back, and bytes that
+are no UTF-8 at all do not hold up the text. The pieces put together equal the full decode; the one exception is a
 byte-fallback decoder with bytes that turn out invalid after a character was complete (it takes the character back).
 """
 
@@ -77,7 +77,7 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """(text, bytes) of a token, special ones included; a part of a character is spelled "bytes:\\xe2" as OpenAI does."""
+        """(text, bytes) of a token, special ones too; part of a character is spelled "bytes:\\xe2", as OpenAI does."""
         found = self._texts.get(token_id)
         if found is None:
             found = self._texts[token_id] = self._work_out(token_id)

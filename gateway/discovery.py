@@ -1,6 +1,6 @@
 """Who is there: polls the registry in Redis, tells router and sessions, and looks up cached prefixes for routing.
 
-All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to the workers it knows.
+All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to workers it knows.
 """
 
 from __future__ import annotations

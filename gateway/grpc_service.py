@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
 
@@ -24,6 +24,10 @@ from protos.v1 import inference_pb2_grpc
 
 STALLED_CLIENT_S = 5.0
 """How long after its deadline a request may still wait for a client that does not read."""
+
+
+if TYPE_CHECKING:
+    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -45,7 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._runner = runner
         self._metrics = metrics
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         try:
             tenant = self._authenticator.tenant(_authorization(context))
             with self._admission.enter():
@@ -68,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except TimeoutError:
             raise DeadlineExceeded("the client did not read its answer in time") from None
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         self._authenticator.tenant(_authorization(context))
         self._validator.check_model(request.model)
         name, prompt = _prompt_of(request, request.WhichOneof("input"))
@@ -76,16 +80,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         ids = await self._validator.tokenize(prompt, name, add_special_tokens=special)
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._validator.checker().max_model_len)
 
-    async def Detokenize(  # noqa: N802
-        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         self._authenticator.tenant(_authorization(context))
         self._validator.check_model(request.model)
         return pb.DetokenizeResponse(text=await self._validator.detokenize(request.token_ids, "token_ids"))
 
-    async def ListModels(  # noqa: N802
-        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         self._authenticator.tenant(_authorization(context))
         model = pb.Model(
             id=self._assets.name,
@@ -96,14 +96,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ListModelsResponse(models=[model])
 
 
-def _authorization(context: grpc.aio.ServicerContext) -> str | None:
+def _authorization(context: Context) -> str | None:
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
             return value if isinstance(value, str) else value.decode("latin-1")
     return None
 
 
-def _time_left(context: grpc.aio.ServicerContext) -> float | None:
+def _time_left(context: Context) -> float | None:
     """Seconds until the client's deadline, None without one (grpc.aio then gives none, or a time beyond any limit)."""
     left = context.time_remaining()
     return None if left is None or left > RANGES["timeout"].high else left

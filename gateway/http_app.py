@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API over the same requests as gRPC: completions, chat, models, and vLLM's /tokenize, /health, /metrics."""
+"""OpenAI's HTTP API over the same requests as gRPC: completions, chat, models; vLLM's /tokenize, /health, /metrics."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def _merged(runner: RequestRunner, requests: list[ResolvedRequest]) -> Asy
             async with aclosing(runner.generate(request)) as pieces:
                 async for piece in pieces:
                     await queue.put((index, piece))
-        except Exception as error:  # noqa: BLE001 - raised again below
+        except Exception as error:
             await queue.put((index, error))
 
     tasks = [asyncio.create_task(feed(index, request)) for index, request in enumerate(requests)]

@@ -1,8 +1,16 @@
-"""Why a request must be sent to workers again. Stays inside the gateway: clients see a pause, or a status at the end."""
+"""Why a request must be sent to workers again. Stays in the gateway: clients see a pause, or a status at the end."""
 
 from __future__ import annotations
 
-from common.errors import Internal, LooseleafError, ResourceExhausted, Unavailable
+from common.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    LooseleafError,
+    ResourceExhausted,
+    Unavailable,
+)
+from protos.v1 import decode_pb2
 
 
 class WorkerLost(Exception):
@@ -32,3 +40,24 @@ def queue_full(role: str) -> WorkerLost:
 
 def internal(role: str) -> WorkerLost:
     return WorkerLost("internal", final=Internal(f"a {role} worker failed; its log says why"))
+
+
+def rejected(rejection: int, timeout_s: float) -> Exception:
+    """What a decode worker's rejection means for a request with this timeout."""
+    if rejection == decode_pb2.REJECTION_GIVEN_BACK:
+        return WorkerLost("given_back", counted=False, suspect=False)
+    if rejection == decode_pb2.REJECTION_QUEUE_FULL:
+        return queue_full("decode")
+    if rejection == decode_pb2.REJECTION_DEADLINE:
+        return too_late(timeout_s)
+    if rejection == decode_pb2.REJECTION_TOO_LARGE:
+        return InvalidArgument.of("max_tokens", "and the prompt need more blocks than the arena has")
+    if rejection == decode_pb2.REJECTION_INTERNAL:
+        return internal("decode")
+    if rejection == decode_pb2.REJECTION_DRAINING:
+        return WorkerLost("draining")
+    return WorkerLost("lost", suspect=False)
+
+
+def too_late(timeout_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request took longer than its timeout of {timeout_s:g} s")

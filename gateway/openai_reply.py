@@ -1,6 +1,7 @@
 """Answers in OpenAI's shapes, built as bytes. Streamed chunks are put together from parts made once a request.
 
-Chunks are ASCII: readers that split lines as Unicode does would break a chunk at U+2028. Every answer carries a `looseleaf` object besides OpenAI's fields: where the prompt's KV came from and the times.
+Chunks are ASCII: readers that split lines as Unicode does would break a chunk at U+2028. Every answer carries a
+`looseleaf` object besides OpenAI's fields: where the prompt's KV came from and the times.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ class ChunkWriter:
 
     def role(self, index: int) -> bytes:
         """The first chunk of a chat."""
-        delta = '{"role":"assistant","content":""}'
-        return f'{self._head}{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{self._tail}'.encode()
+        choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
+        return f"{self._head}{choice}]{self._tail}".encode()
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         """A chunk with text; the hot path."""

@@ -1,7 +1,7 @@
 """Bodies of OpenAI's HTTP API, with vLLM's extras. Parsed once a request; unknown fields are refused by name.
 
-Fields that cannot change the answer (`user`, `store`, ...) are accepted and ignored; fields that would change it and are not
-supported are refused as such, unless their value asks for nothing.
+Fields that cannot change the answer (`user`, `store`, ...) are accepted and ignored; fields that would change it and
+are not supported are refused as such, unless their value asks for nothing.
 """
 
 from __future__ import annotations

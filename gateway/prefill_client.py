@@ -35,7 +35,7 @@ class PrefillClient:
         self._peers: dict[str, _Peer] = {}
 
     async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
-        """Prefill a prompt. Cancelling this cancels the call. Errors: WorkerLost, DeadlineExceeded, or as the worker says."""
+        """Prefill a prompt; cancelling cancels the call. Errors: WorkerLost, DeadlineExceeded, what the worker says."""
         peer = self._peer(worker.address)
         peer.num_calls += 1
         call = peer.stub.Prefill(request, timeout=timeout_s)
@@ -43,7 +43,8 @@ class PrefillClient:
             async for response in call:
                 if response.HasField("done"):
                     self._on_load(worker.worker_id, convert.load_from_pb(response.done.load))
-                    return response.done
+                    done: pb.PrefillDone = response.done
+                    return done
                 if response.HasField("queued"):
                     self._on_load(worker.worker_id, convert.load_from_pb(response.queued.load))
         except grpc.aio.AioRpcError as error:
@@ -68,7 +69,7 @@ class PrefillClient:
         peer = self._peers.get(address)
         if peer is None:
             channel = open_channel(address)
-            peer = self._peers[address] = _Peer(channel, prefill_pb2_grpc.PrefillServiceStub(channel))
+            peer = self._peers[address] = _Peer(channel, prefill_pb2_grpc.PrefillServiceStub(channel))  # type: ignore[no-untyped-call]
         return peer
 
 

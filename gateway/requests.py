@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from common import convert
-from common.errors import DeadlineExceeded, InvalidArgument, LooseleafError, Unavailable
+from common.errors import LooseleafError, Unavailable
 from common.types import PromptSources, SamplingParams, Timings, WorkerRecord
 from gateway.admission import Gate
 from gateway.assemble import Piece, Sample, Summary
-from gateway.lost import WorkerLost, internal, queue_full
+from gateway.lost import WorkerLost, internal, rejected, too_late
 from gateway.metrics import Metrics
 from gateway.sessions import OutputStream
 from gateway.validate import ResolvedRequest
@@ -64,7 +64,7 @@ class _Life:
     def remaining_s(self) -> float:
         left = self.deadline - time.monotonic() - MARGIN_S
         if left <= 0:
-            raise _too_late(self.request)
+            raise too_late(self.request.timeout_s)
         return left
 
     def summary(self) -> Summary:
@@ -128,7 +128,7 @@ class RequestRunner:
             async with asyncio.timeout(life.remaining_s()):
                 await self._gate.enter(life.request.priority)
         except TimeoutError:
-            raise _too_late(life.request) from None
+            raise too_late(life.request.timeout_s) from None
         life.queue_ns += _ns(time.monotonic() - life.arrived)
 
     def _count(self, life: _Life, piece: Piece) -> None:
@@ -232,7 +232,7 @@ class RequestRunner:
         stream = place.session.submit(self._submit(life, ticket))
         life.handed_over = ticket.num_tokens
         self._metrics.handed_over(ticket.num_tokens)
-        timer = asyncio.get_running_loop().call_later(life.remaining_s(), stream.fail, _too_late(life.request))
+        timer = asyncio.get_running_loop().call_later(life.remaining_s(), stream.fail, too_late(life.request.timeout_s))
         try:
             yield first
             while life.sample.finish_reason is None:
@@ -262,7 +262,7 @@ class RequestRunner:
                 if life.sample.finish_reason is not None:
                     break
                 if output.rejection:
-                    raise _rejection_error(life.request, output.rejection)
+                    raise rejected(output.rejection, life.request.timeout_s)
                 finish = convert.finish_reason_from_pb(output.finish_reason)
                 life.sample.accept(news.piece, output.first_index, output.token_ids, output.logprobs, finish)
                 if finish is not None:
@@ -293,26 +293,6 @@ def _sampling(params: SamplingParams, *, with_prompt: bool) -> types_pb.Sampling
     if not with_prompt:
         message.ClearField("prompt_logprobs")
     return message
-
-
-def _rejection_error(request: ResolvedRequest, rejection: int) -> Exception:
-    if rejection == decode_pb2.REJECTION_GIVEN_BACK:
-        return WorkerLost("given_back", counted=False, suspect=False)
-    if rejection == decode_pb2.REJECTION_QUEUE_FULL:
-        return queue_full("decode")
-    if rejection == decode_pb2.REJECTION_DEADLINE:
-        return _too_late(request)
-    if rejection == decode_pb2.REJECTION_TOO_LARGE:
-        return InvalidArgument.of("max_tokens", "and the prompt need more blocks than the arena has")
-    if rejection == decode_pb2.REJECTION_INTERNAL:
-        return internal("decode")
-    if rejection == decode_pb2.REJECTION_DRAINING:
-        return WorkerLost("draining")
-    return WorkerLost("lost", suspect=False)
-
-
-def _too_late(request: ResolvedRequest) -> DeadlineExceeded:
-    return DeadlineExceeded(f"the request took longer than its timeout of {request.timeout_s:g} s")
 
 
 def _add_decode_time(life: _Life, timings: types_pb.Timings | None, began: float) -> None:

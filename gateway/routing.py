@@ -93,7 +93,7 @@ class Router:
     def pick_decode(
         self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool]
     ) -> WorkerState | None:
-        """The decode worker with the fewest sequences for its size, of those that can take the prefill worker's tickets."""
+        """The decode worker with the fewest sequences for its size, of those that take the prefill worker's tickets."""
         candidates = [d for d in self._decodes_for(prefill) if usable(d.record)]
         return self._least(candidates, lambda d: d.sequences(now) / max(1, d.record.max_num_seqs), now)
 

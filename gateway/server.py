@@ -128,7 +128,7 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics) 
 
 
 async def _inspect(channel: grpc.aio.Channel, metrics: Metrics) -> None:
-    stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)
+    stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
     try:
         reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S)
     except grpc.aio.AioRpcError:

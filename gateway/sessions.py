@@ -126,7 +126,7 @@ class DecodeSession:
         channel = open_channel(self.record.address)
         writer: asyncio.Task[None] | None = None
         try:
-            call = decode_pb2_grpc.DecodeServiceStub(channel).Session()
+            call = decode_pb2_grpc.DecodeServiceStub(channel).Session()  # type: ignore[no-untyped-call]
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await call.wait_for_connection()
             self.connected = True

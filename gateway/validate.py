@@ -223,7 +223,7 @@ class Validator:
         )
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
-        """max_tokens is clipped to the context where it is a default; what was asked for and does not fit is refused."""
+        """max_tokens is clipped to the context where it is a default; what is asked for and does not fit is refused."""
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:
             chat = isinstance(wanted.prompt, ChatPrompt)
@@ -254,8 +254,8 @@ def _refuse_unsupported(wanted: Wanted) -> None:
 
 def _check_numbers(checker: Checker, wanted: Wanted) -> None:
     for name in (
-        "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "logprobs",
-        "prompt_logprobs", "priority",
+        "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+        "logprobs", "prompt_logprobs", "priority",
     ):  # fmt: skip
         checker.number(name, getattr(wanted, name))
     checker.number("timeout", wanted.timeout_s)

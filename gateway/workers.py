@@ -86,7 +86,7 @@ class Workers:
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
     async def pick_prefill(self, prompt_ids: Sequence[int], salt: bytes) -> WorkerRecord | None:
-        """The worker to prefill on, None if no pair is ready. The prefix index is asked only where there is a choice."""
+        """The worker to prefill on, None if no pair is ready. The prefix index is asked only if there is a choice."""
         records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
         cached: dict[str, int] = {}
         if len(records) > 1 and self._lookup is not None:
