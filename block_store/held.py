@@ -134,6 +134,7 @@ class HeldBlocks:
 
         Blocks that other sequences here share stay held too. Errors: Stale, NotHolder; then nothing has changed.
         """
+        self._check_fence()
         flat = [table for branch in tables for table in branch]
         before = self._counts.copy()
         moved, kept = self._uncount(flat)
@@ -171,6 +172,7 @@ class HeldBlocks:
 
     def _refill(self, num_blocks: int) -> None:
         """At least `num_blocks` in the reserve, the target beyond them if it can be had."""
+        self._check_fence()
         missing = num_blocks - len(self._reserve)
         wanted = missing + self._reserve_target
         if wanted <= 0:

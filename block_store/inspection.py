@@ -46,7 +46,7 @@ class HolderView:
 
     epoch: Epoch
     kind: str
-    """"worker" or "ticket"."""
+    """"worker" or "ticket"; empty if the ledger is broken: a lease of nobody."""
     name: str
     floor: int
     writer_slot: int
@@ -117,8 +117,9 @@ def _holder(fields: Sequence[Any], now_ms: int) -> HolderView:
         held[BlockRef(int(block), generation)] = order
     lease_ms = int(float(deadline)) - now_ms
     return HolderView(
-        Epoch(int(epoch)), kind.decode(), name.decode(), int(floor), int(slot), lease_ms, num_references, held
-    )
+        Epoch(int(epoch)), (kind or b"").decode(), (name or b"").decode(), int(floor), int(slot), lease_ms,
+        num_references, held,
+    )  # fmt: skip
 
 
 def _block(fields: tuple[Any, ...], holders: tuple[Epoch, ...]) -> BlockView:

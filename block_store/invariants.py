@@ -91,6 +91,8 @@ def _index(now: Inspection) -> list[str]:
 
 
 def _fencing(ledger: Ledger, now: Inspection) -> list[str]:
+    if nobody := [holder.epoch for holder in now.holders if not holder.kind]:
+        return [f"I5: leases of holders that are gone: {nobody}"]
     live = {str(holder.epoch).encode() for holder in now.holders}
     left: set[bytes] = set()
     for kind in ("own", "holder"):

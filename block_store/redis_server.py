@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import socket as socketlib
 import subprocess
 import time
 from collections.abc import Callable
@@ -113,19 +114,26 @@ def _start(binary: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     if len(str(socket)) > _SOCKET_PATH_LIMIT:
         raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
     log = directory / _LOG_NAME
+    socket.unlink(missing_ok=True)  # a server that was killed leaves it behind
     command = [
         binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
         "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent())
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    while not socket.exists():
+    while not _answers(socket):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             process.wait()
             raise RedisUnusable(f"{binary} did not start within {CONNECT_TIMEOUT_S} s; see {log}")
         time.sleep(0.005)
     return process, f"unix://{socket}"
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens: the file is there a moment before."""
+    with socketlib.socket(socketlib.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def _die_with_parent() -> Callable[[], None]:

@@ -1,0 +1,255 @@
+"""For tests: a walker that does random operations on a ledger and checks each.
+
+It keeps its own idea of what everybody holds. After every operation it scans the invariants, and where the operation was
+an odd one (repeated, stale, fenced) it compares the whole ledger with the moment before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from block_store import errors
+from block_store.codec import SealItem
+from block_store.inspection import BlockState
+from block_store.ledger import Lane, Ledger
+from block_store.testing import Caller, TestStore, chain, content
+from common.types import BlockRef, Epoch
+
+
+@dataclass(slots=True)
+class Mine:
+    """The walker's idea of one holder."""
+
+    caller: Caller
+    held: dict[BlockRef, bytes | None] = field(default_factory=dict)
+    """Sealed references and the hash they were sealed with."""
+    unsealed: list[BlockRef] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Paper:
+    """The walker's idea of one ticket."""
+
+    epoch: Epoch
+    held: dict[BlockRef, bytes | None]
+
+
+class LedgerWalk:
+    """One walk. Arguments of the operations are any integers; they choose among what there is."""
+
+    def __init__(self, store: TestStore, successes: Counter[str], num_holders: int = 3) -> None:
+        self.store = store
+        self.successes = successes
+        self.holders = [Mine(store.caller(floor=floor)) for floor in (3, 0, 2)[:num_holders]]
+        self.tickets: list[Paper] = []
+        self.zombies: list[Mine] = []
+        self.seen: dict[int, int] = {}
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.store.ledger
+
+    def _mine(self, who: int) -> Mine:
+        return self.holders[who % len(self.holders)]
+
+    def _once(self, name: str, mine: Mine, operation: Callable[[Lane], object]) -> object:
+        """The operation, its repetition (I8), and the invariants after it. Returns its answer or refusal."""
+        before = self.store.moment()
+        answer = _attempt(lambda: operation(mine.caller.lane()))
+        self.store.check(before)
+        after = self.store.moment()
+        again = _attempt(lambda: operation(mine.caller.last))
+        assert repr(again) == repr(answer), f"I8: {name} answered {answer}, repeated {again}"
+        assert self.store.moment() == after, f"I8: {name} happened twice"
+        if isinstance(answer, errors.LedgerError):
+            assert after == before, f"{name} was refused but changed something"
+        else:
+            self.successes[name] += 1
+        return answer
+
+    def alloc(self, who: int, n: int) -> None:
+        mine, n = self._mine(who), n % 5 + 1
+        moment = self.store.moment()
+        unused = sum(max(0, h.floor - h.num_references) for h in moment.holders if h.epoch != mine.caller.epoch)
+        room = moment.counts.free + moment.counts.cached - unused
+        answer = self._once("alloc", mine, lambda lane: self.ledger.alloc(lane, n))
+        if isinstance(answer, errors.Exhausted):
+            assert n > room, f"{n} refused with room for {room}"
+            return
+        assert isinstance(answer, list) and n <= room, f"floors: {n} given with room for {room}"
+        for ref in answer:
+            assert ref.generation > self.seen.get(ref.block, 0), f"I11: {ref} was given before"
+            self.seen[ref.block] = ref.generation
+        mine.unsealed += answer
+
+    def seal(self, who: int, which: int, n: int) -> None:
+        mine = self._mine(who)
+        refs, name = mine.unsealed[: n % 4 + 1], "aab"[which % 3] + "xy"[which % 2]
+        if not refs:
+            return
+        hashes: list[bytes | None] = [*chain(name, len(refs))]
+        if which % 5 == 4:
+            hashes[-1] = None
+        self.store.write(mine.caller, refs, hashes)
+        items = [SealItem(ref, prefix_hash) for ref, prefix_hash in zip(refs, hashes, strict=True)]
+        answer = self._once("seal", mine, lambda lane: self.ledger.seal(lane, items))
+        assert isinstance(answer, list), answer
+        mine.unsealed = mine.unsealed[len(refs) :]
+        for own, used, prefix_hash in zip(refs, answer, hashes, strict=True):
+            mine.held[used] = prefix_hash
+            if own != used:
+                mine.held.setdefault(own, None)
+                self.successes["dedup"] += 1
+        self._read(mine)
+
+    def acquire(self, who: int, which: int, n: int) -> None:
+        mine, hashes = self._mine(who), chain("aab"[which % 3] + "xy"[which % 2], n % 4 + 1)
+        indexed = self.ledger.lookup([hashes])
+        answer = self._once("acquire", mine, lambda lane: self.ledger.acquire(lane, [hashes]))
+        assert isinstance(answer, list)
+        refs = answer[0]
+        assert len(refs) <= indexed
+        self.successes["hit"] += len(refs)
+        mine.held.update(zip(refs, hashes, strict=False))
+        self._read(mine)
+
+    def hand_over(self, who: int, n: int, keep: int) -> None:
+        mine = self._mine(who)
+        refs = list(mine.held)[: n % 6 + 1]
+        kept = refs[: keep % 3]
+        moved = refs[len(kept) :]
+        if not refs:
+            return
+        answer = self._once("hand_over", mine, lambda lane: self.ledger.hand_over(lane, moved, kept))
+        assert isinstance(answer, int), answer
+        self.tickets.append(Paper(Epoch(answer), {ref: mine.held[ref] for ref in refs}))
+        for ref in moved:
+            del mine.held[ref]
+
+    def hand_over_unsealed(self, who: int) -> None:
+        mine = self._mine(who)
+        if mine.unsealed:
+            refs = mine.unsealed[:1]
+            assert isinstance(self._once("-", mine, lambda lane: self.ledger.hand_over(lane, refs)), errors.Stale)
+
+    def claim(self, who: int, which: int) -> None:
+        mine = self._mine(who)
+        if not self.tickets:
+            return
+        paper = self.tickets.pop(which % len(self.tickets))
+        answer = self._once("claim", mine, lambda lane: self.ledger.claim(lane, paper.epoch))
+        assert isinstance(answer, list) and set(answer) == set(paper.held), answer
+        mine.held.update(paper.held)
+        self._read(mine)
+        assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, paper.epoch)), errors.Gone)
+
+    def release(self, who: int, n: int, unsealed: bool) -> None:
+        mine = self._mine(who)
+        refs = (mine.unsealed if unsealed else list(mine.held))[: n % 6 + 1]
+        answer = self._once("release", mine, lambda lane: self.ledger.release(lane, refs))
+        assert answer == len(refs), f"{answer} of {len(refs)} released"
+        mine.unsealed = [ref for ref in mine.unsealed if ref not in refs]
+        for ref in refs:
+            mine.held.pop(ref, None)
+
+    def die(self, who: int) -> None:
+        """A holder falls silent and is reaped; its process may go on as a zombie."""
+        if len(self.holders) < 2:
+            return
+        mine = self.holders.pop(who % len(self.holders))
+        self.store.expire(mine.caller.epoch)
+        before = self.store.moment()
+        assert mine.caller.epoch in self.ledger.reap().reaped
+        self.store.check(before)
+        waiting = {block for block, slot in self.store.moment().quarantine if slot == mine.caller.slot.number}
+        assert waiting == {ref.block for ref in mine.unsealed}, "unsealed blocks belong into quarantine"
+        self.zombies.append(mine)
+        self.successes["reap"] += 1
+
+    def ticket_dies(self, which: int) -> None:
+        if self.tickets:
+            paper = self.tickets.pop(which % len(self.tickets))
+            self.store.expire(paper.epoch)
+            before = self.store.moment()
+            self.ledger.reap()
+            self.store.check(before)
+            self.successes["ticket_reap"] += 1
+            answer = self._once("-", self.holders[0], lambda lane: self.ledger.claim(lane, paper.epoch))
+            assert isinstance(answer, errors.Gone)
+
+    def zombie(self) -> None:
+        """I5: nothing that a reaped holder does succeeds or has an effect."""
+        for mine in self.zombies:
+            before, caller = self.store.moment(), mine.caller
+            refs = [*mine.unsealed, *mine.held][:3]
+            attempts: list[Callable[[], object]] = [
+                lambda c=caller: self.ledger.alloc(c.lane(), 1),  # type: ignore[misc]
+                lambda c=caller: self.ledger.acquire(c.lane(), [chain("ax", 1)]),  # type: ignore[misc]
+                lambda c=caller, r=refs: self.ledger.seal(c.lane(), [SealItem(ref) for ref in r]),  # type: ignore[misc]
+                lambda c=caller, r=refs: self.ledger.hand_over(c.lane(), r),  # type: ignore[misc]
+                lambda c=caller: self.ledger.beat(c.epoch),  # type: ignore[misc]
+            ]
+            for attempt in attempts:
+                assert isinstance(_attempt(attempt), errors.Fenced), "I5"
+            self.ledger.release(caller.lane(), refs)
+            assert self.store.moment() == before, "I5: a fenced holder had an effect"
+            self.successes["zombie"] += 1
+
+    def revive(self) -> None:
+        """A zombie's process ends; its quarantined blocks are free, and a new holder comes."""
+        if not self.zombies:
+            return
+        mine = self.zombies.pop()
+        mine.caller.slot.close()
+        before = self.store.moment()
+        report = self.ledger.reap([mine.caller.slot.number])
+        self.store.check(before)
+        assert report.num_unquarantined == len(mine.unsealed)
+        self.holders.append(Mine(self.store.caller()))
+        self.successes["unquarantine"] += report.num_unquarantined
+
+    def stale(self, who: int) -> None:
+        """I10: nothing with an old dataset or block generation has an effect."""
+        mine = self._mine(who)
+        old = copy.copy(self.ledger)
+        old.dataset = "0" * 16
+        before = self.store.moment()
+        assert isinstance(_attempt(lambda: old.alloc(mine.caller.lane(), 1)), errors.StaleDataset)
+        past = [BlockRef(ref.block, ref.generation - 1) for ref in [*mine.held, *mine.unsealed]][:2]
+        if past:
+            assert isinstance(_attempt(lambda: self.ledger.hand_over(mine.caller.lane(), past)), errors.Stale)
+            items = [SealItem(ref) for ref in past]
+            assert isinstance(_attempt(lambda: self.ledger.seal(mine.caller.lane(), items)), errors.Stale)
+            assert self.ledger.release(mine.caller.lane(), past) == 0
+            self.successes["stale"] += 1
+        assert self.store.moment() == before, "I10"
+
+    def finish(self) -> None:
+        """I9: with everybody gone, FREE + CACHED is everything."""
+        self.store.expire(*(mine.caller.epoch for mine in self.holders), *(paper.epoch for paper in self.tickets))
+        self.ledger.reap()
+        gone = [*self.zombies, *self.holders]
+        for mine in gone:
+            mine.caller.slot.close()
+        self.ledger.reap([mine.caller.slot.number for mine in gone])
+        self.store.check()
+        counts = self.store.moment().counts
+        assert counts.free + counts.cached == counts.total, f"I9: {counts}"
+
+    def _read(self, mine: Mine) -> None:
+        """I7, by the reader rule: what is read is what was sealed under this hash."""
+        refs = [ref for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
+        assert self.store.arena.check_refs(refs), "a held block lives another life"
+        for ref in refs:
+            assert (self.store.arena.data[ref.block] == content(mine.held[ref])).all(), f"I7: {ref}"
+            assert self.store.moment().blocks[ref.block].state is BlockState.SEALED
+
+
+def _attempt(operation: Callable[[], object]) -> object:
+    try:
+        return operation()
+    except errors.LedgerError as refusal:
+        return refusal

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+
+from block_store.codec import SealItem
+from block_store.errors import Exhausted, Fenced, Gone, HeaderAheadError, NotHolder, Stale
+from block_store.held import HeldBlocks
+from block_store.testing import TestStore, chain, content
+from common.types import BlockRef, Ticket
+
+
+def filled(held: HeldBlocks, name: str, n: int) -> list[BlockRef]:
+    refs = held.alloc(n)
+    for ref, prefix_hash in zip(refs, chain(name, n), strict=True):
+        held.arena.data[ref.block] = content(prefix_hash)
+    return held.seal([SealItem(*pair) for pair in zip(refs, chain(name, n), strict=True)])
+
+
+def ticket_of(held: HeldBlocks, *branches: list[BlockRef]) -> Ticket:
+    tables = tuple((tuple(table),) for table in branches)
+    return Ticket(held.arena.arena_id, held.hand_over(tables), tables, 16)
+
+
+def test_the_last_sequence_releases(store: TestStore) -> None:
+    held = store.held()
+    refs = filled(held, "a", 3)
+    held.share(refs)
+    assert held.acquire([chain("a", 2)]) == [refs[:2]]
+    held.release(refs)
+    assert held.num_held == 3 and held.count(refs[0]) == 2 and held.count(refs[2]) == 1
+    held.release_many([refs, refs[:2]])
+    held.assert_idle()
+    assert store.moment().counts.cached == 3
+    with pytest.raises(NotHolder):
+        held.release(refs[:1])
+    with pytest.raises(NotHolder):
+        held.share(refs[:1])
+
+
+def test_blocks_are_ready_to_write(store: TestStore) -> None:
+    held = store.held(reserve=4)
+    refs = held.alloc(2)
+    assert held.arena.check_refs(refs) and held.num_reserved == 4
+    assert {int(held.arena.writer_slots[ref.block]) for ref in refs} == {held.writer_slot.number}
+    lane = held.holder._number
+    assert len(held.alloc(4)) == 4
+    assert held.holder._number == lane, "taken from the reserve without a call"
+    held.top_up()
+    assert held.num_reserved == 4 and held.num_free_hint >= 4
+    held.alloc(6)
+    with pytest.raises(Exhausted):
+        held.alloc(1)
+    assert held.num_held == 12
+    held.close()
+    assert store.moment().counts.free == 12
+
+
+def test_reserve_shrinks_before_a_request_is_refused_and_can_be_given_up(store: TestStore) -> None:
+    held, other = store.held(reserve=8), store.held()
+    assert len(held.alloc(10)) == 10 and held.num_reserved == 0
+    held.top_up()
+    assert held.num_reserved == 0, "the target cannot be had"
+    other.alloc(2)
+    other.close()
+    small = store.held(reserve=2)
+    small.top_up()
+    assert small.num_reserved == 2
+    small.give_up_reserve()
+    small.assert_idle()
+    held.alloc(2)
+
+
+def test_a_header_ahead_of_the_ledger_stops_the_writer(store: TestStore) -> None:
+    held = store.held()
+    store.arena.generations[0] = 9 << 32
+    with pytest.raises(HeaderAheadError):
+        held.alloc(3)
+    held.assert_idle()
+
+
+def test_seal_of_a_known_prefix_moves_the_count(store: TestStore) -> None:
+    one, two = store.held(), store.held()
+    first = filled(one, "a", 2)
+    second = filled(two, "a", 2)
+    assert second == first and two.num_held == 2
+    two.release(second)
+    two.assert_idle()
+    again = filled(one, "a", 2)
+    assert again == first and one.count(first[0]) == 2
+    one.release_many([first, again])
+    one.assert_idle()
+    store.check()
+
+
+def test_seal_checks_the_header(store: TestStore) -> None:
+    held = store.held()
+    refs = held.alloc(1)
+    store.arena.generations[refs[0].block] += 1
+    with pytest.raises(Exception, match="another life"):
+        held.seal([SealItem(refs[0])])
+    with pytest.raises(NotHolder):
+        held.seal([SealItem(BlockRef(5, 5))])
+
+
+def test_hand_over_of_two_branches_that_share_a_prompt(store: TestStore) -> None:
+    prefill, decode = store.held(), store.held()
+    prompt, tails = filled(prefill, "p", 2), prefill.alloc(2)
+    prefill.seal([SealItem(tail) for tail in tails])
+    prefill.share(prompt)
+    ticket = ticket_of(prefill, [*prompt, tails[0]], [*prompt, tails[1]])
+    prefill.assert_idle()
+    assert decode.claim(ticket) == ticket.tables
+    assert decode.count(prompt[0]) == 2 and decode.num_held == 4
+    decode.release([*prompt, tails[0]])
+    decode.release([*prompt, tails[1]])
+    decode.assert_idle()
+    with pytest.raises(Gone):
+        decode.claim(ticket)
+
+
+def test_hand_over_keeps_what_another_sequence_uses(store: TestStore) -> None:
+    prefill, decode = store.held(), store.held()
+    shared = filled(prefill, "p", 2)
+    own = filled(prefill, "q", 1)
+    prefill.share(shared)
+    ticket = ticket_of(prefill, [*shared, *own])
+    assert prefill.num_held == 2 and prefill.count(own[0]) == 0
+    decode.claim(ticket)
+    prefill.release(shared)
+    prefill.assert_idle()
+    assert (store.arena.data[shared[1].block] == content(chain("p", 2)[1])).all() and decode.num_held == 3
+    store.check()
+
+
+def test_a_refused_hand_over_changes_nothing(store: TestStore) -> None:
+    held = store.held()
+    refs = [*filled(held, "a", 1), *held.alloc(1)]
+    with pytest.raises(Stale):
+        held.hand_over([[refs]])
+    assert held.num_held == 2
+    with pytest.raises(NotHolder):
+        held.hand_over([[refs[:1]], [refs[:1]]])
+    assert held.count(refs[0]) == 1
+    held.release(refs)
+    held.assert_idle()
+
+
+def test_a_ticket_that_names_more_than_it_holds(store: TestStore) -> None:
+    prefill, decode = store.held(), store.held()
+    refs = filled(prefill, "a", 2)
+    good = ticket_of(prefill, refs[:1])
+    with pytest.raises(Stale):
+        decode.claim(Ticket(good.arena_id, good.epoch, ((tuple(refs),),), 32))
+    decode.assert_idle()
+    with pytest.raises(ValueError, match="is for arena"):
+        decode.claim(Ticket("0" * 16, 1, (), 0))
+
+
+def test_a_shared_head_is_evicted_after_every_tail(store: TestStore) -> None:
+    held = store.held()
+    head, one, two = filled(held, "h", 1), filled(held, "x", 1), filled(held, "y", 1)
+    held.share(head)
+    held.release_many([[*head, *one], [*head, *two]])
+    assert store.moment().cached == (two[0].block, one[0].block, head[0].block)
+
+
+def test_fenced_means_fenced(store: TestStore) -> None:
+    held = store.held(reserve=2)
+    refs = filled(held, "a", 2)
+    store.expire(held.epoch)
+    store.ledger.reap()
+    with pytest.raises(Fenced):
+        held.acquire([chain("a", 1)])
+    before = store.moment()
+    for call in (
+        lambda: held.alloc(1), lambda: held.release(refs), lambda: held.share(refs), lambda: held.hand_over([[refs]]),
+        lambda: held.seal([]), held.top_up,
+    ):  # fmt: skip
+        with pytest.raises(Fenced):
+            call()
+    assert store.moment() == before
+    held.close()
+    assert not store.arena.is_writer_alive(held.writer_slot.number)

@@ -1,0 +1,61 @@
+"""The scanner finds what is broken: the ledger's keys are damaged by hand, one invariant at a time."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from block_store.inspection import RECORD, BlockState
+from block_store.invariants import changes, check
+from block_store.testing import Caller, TestStore, chain
+from common.types import BlockRef
+
+Damage = Callable[[TestStore, Caller, list[BlockRef]], object]
+
+
+def key(store: TestStore, name: str) -> str:
+    return store.ledger.tag + name
+
+
+DAMAGE: dict[str, Damage] = {
+    "I1: counts": lambda s, c, refs: s.client.hincrby(key(s, "meta"), "sealed", 1),
+    "I1: the list of FREE": lambda s, c, refs: s.client.lpush(key(s, "free"), refs[0].block),
+    "I1: counts ": lambda s, c, refs: s.client.setrange(
+        key(s, "blocks"), refs[0].block * RECORD.size, chr(BlockState.CACHED)
+    ),
+    "I2: holder": lambda s, c, refs: s.client.setrange(
+        key(s, "blocks"), refs[0].block * RECORD.size + 8, struct.pack("<Q", 77)
+    ),
+    "I4: sides differ": lambda s, c, refs: s.client.hdel(key(s, f"own:{c.epoch}"), str(refs[0].block)),
+    "I4: block": lambda s, c, refs: s.client.hset(
+        key(s, "refs"), str(refs[0].block), struct.pack("<QQ", c.epoch, c.epoch)
+    ),
+    "I5: block": lambda s, c, refs: s.client.zrem(key(s, "leases"), str(c.epoch)),
+    "I5: keys of": lambda s, c, refs: s.client.hset(key(s, "holder:99"), "kind", "worker"),
+    "I5: floors": lambda s, c, refs: s.client.hset(key(s, "floors"), "99", 1),
+    "I5: leases": lambda s, c, refs: s.client.zadd(key(s, "leases"), {"99": 1e15}),
+    "I6: the index": lambda s, c, refs: s.client.hset(key(s, "index"), chain("z", 1)[0], refs[0].block),
+    "I6: block": lambda s, c, refs: s.client.hdel(key(s, "index"), chain("a", 1)[0]),
+}
+
+
+@pytest.mark.parametrize("finding", DAMAGE)
+def test_damage_is_found(store: TestStore, finding: str) -> None:
+    caller = store.caller()
+    refs = store.fill(caller, chain("a", 2))
+    store.ledger.alloc(caller.lane(), 2)
+    assert check(store.ledger) == []
+    DAMAGE[finding](store, caller, refs)
+    assert any(found.startswith(finding.strip()) for found in check(store.ledger)), check(store.ledger)
+
+
+def test_a_generation_that_changes_under_a_reference_is_found(store: TestStore) -> None:
+    caller = store.caller()
+    refs = store.fill(caller, chain("a", 1))
+    before = store.moment()
+    for generation, finding in ((refs[0].generation + 1, "I3"), (refs[0].generation - 1, "I11")):
+        at = refs[0].block * RECORD.size + 8
+        store.client.setrange(key(store, "blocks"), at, struct.pack("<Q", generation))
+        assert any(found.startswith(finding) for found in changes(before, store.moment()))

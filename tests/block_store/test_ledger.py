@@ -1,0 +1,258 @@
+"""Each operation and each refusal by hand; random combinations are in test_machine."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from block_store import errors
+from block_store.codec import SealItem
+from block_store.inspection import BlockState
+from block_store.ledger import Lane, Ledger
+from block_store.testing import TestStore, chain
+from common.types import BlockRef, Epoch
+
+
+def test_alloc_takes_free_blocks_then_the_coldest_cached(store: TestStore) -> None:
+    me, ledger = store.caller(), store.ledger
+    old, new = store.fill(me, chain("old", 4)), store.fill(me, chain("new", 4))
+    ledger.release(me.lane(), old)
+    ledger.release(me.lane(), new)
+    free = ledger.alloc(me.lane(), 4)
+    assert not {ref.block for ref in free} & {ref.block for ref in old + new}
+    # A chain is evicted from its tail, the chain that was released first before the other.
+    order = [ledger.alloc(me.lane(), 1)[0].block for _ in range(8)]
+    assert order == [ref.block for ref in [*reversed(old), *reversed(new)]]
+    assert ledger.lookup([chain("old", 4)]) == ledger.lookup([chain("new", 4)]) == 0
+    store.check()
+
+
+def test_a_shortened_chain_still_hits(store: TestStore) -> None:
+    me, ledger = store.caller(), store.ledger
+    refs = store.fill(me, chain("a", 6))
+    ledger.release(me.lane(), refs)
+    ledger.alloc(me.lane(), 6 + 2)
+    assert ledger.lookup([chain("a", 6)]) == 4
+    assert ledger.acquire(me.lane(), [chain("a", 6)]) == [refs[:4]]
+
+
+def test_reaped_chains_too_are_evicted_tail_first(store: TestStore) -> None:
+    dead, me = store.caller(), store.caller()
+    refs = store.fill(dead, chain("a", 5))
+    store.expire(dead.epoch)
+    store.ledger.reap()
+    assert store.moment().cached == tuple(ref.block for ref in reversed(refs))
+    store.ledger.alloc(me.lane(), 7 + 3)
+    assert store.ledger.lookup([chain("a", 5)]) == 2
+
+
+def test_seal_of_a_known_hash_gives_the_other_block(store: TestStore) -> None:
+    one, two, ledger = store.caller(), store.caller(), store.ledger
+    first = store.fill(one, chain("a", 2))
+    own = ledger.alloc(two.lane(), 3)
+    store.write(two, own, [*chain("a", 2), None])
+    items = [SealItem(ref, prefix_hash) for ref, prefix_hash in zip(own, [*chain("a", 2), None], strict=True)]
+    assert ledger.seal(two.lane(), items) == [*first, own[2]]
+    assert set(ledger.holdings(two.epoch)) == {*first, *own}
+    ledger.release(two.lane(), own)
+    blocks = store.moment().blocks
+    assert [blocks[ref.block].state for ref in own] == [BlockState.FREE] * 3, "no hash of their own: not cached"
+    assert blocks[first[0].block].holders == (one.epoch, two.epoch)
+    store.check()
+
+
+def test_seal_is_all_or_nothing_and_for_the_writer_only(store: TestStore) -> None:
+    one, two, ledger = store.caller(), store.caller(), store.ledger
+    mine, other = ledger.alloc(one.lane(), 2), ledger.alloc(two.lane(), 1)
+    before = store.moment()
+    bad = [
+        [SealItem(mine[0]), SealItem(other[0])],
+        [SealItem(mine[0]), SealItem(BlockRef(mine[1].block, mine[1].generation + 1))],
+        [SealItem(mine[0]), SealItem(mine[0])],
+        [SealItem(BlockRef(999, 1))],
+    ]
+    for items in bad:
+        with pytest.raises(errors.Stale):
+            ledger.seal(one.lane(), items)
+    assert store.moment() == before
+    ledger.seal(one.lane(), [SealItem(mine[0])])
+    with pytest.raises(errors.Stale):
+        ledger.seal(one.lane(), [SealItem(mine[0])])
+
+
+def test_acquire_needs_every_group(store: TestStore) -> None:
+    me, ledger = store.caller(), store.ledger
+    full, window = chain("full", 3), chain("window", 3)
+    refs = store.fill(me, [*full, *window[:2]])
+    assert ledger.acquire(me.lane(), [full, window]) == [refs[:2], refs[3:5]]
+    assert ledger.lookup([full, window]) == 2
+    assert ledger.acquire(me.lane(), [full, chain("none", 1)]) == [[], []]
+    assert ledger.acquire(me.lane(), []) == []
+    store.check()
+
+
+def test_hand_over_moves_and_keeps(store: TestStore) -> None:
+    one, two, ledger = store.caller(), store.caller(), store.ledger
+    refs = store.fill(one, chain("a", 4))
+    ticket = ledger.hand_over(one.lane(), refs[1:], refs[:1])
+    assert ledger.holdings(one.epoch) == refs[:1]
+    assert sorted(ledger.holdings(ticket)) == sorted(refs)
+    assert ledger.claim(two.lane(), ticket) == [*refs[1:], refs[0]]
+    with pytest.raises(errors.Gone):
+        ledger.claim(one.lane(), ticket)
+    with pytest.raises(errors.Gone):
+        ledger.claim(one.lane(), two.epoch)
+    assert set(ledger.holdings(two.epoch)) == set(refs)
+    store.check()
+
+
+def test_hand_over_refusals(store: TestStore) -> None:
+    one, two, ledger = store.caller(), store.caller(), store.ledger
+    sealed, writing = store.fill(one, chain("a", 2)), ledger.alloc(one.lane(), 1)
+    theirs = store.fill(two, chain("b", 1))
+    before = store.moment()
+    for refs, refusal in (
+        ([*sealed, *writing], errors.Stale),
+        ([*sealed, *theirs], errors.NotHolder),
+        ([sealed[0], sealed[0]], errors.NotHolder),
+        ([BlockRef(sealed[0].block, sealed[0].generation - 1)], errors.Stale),
+    ):
+        with pytest.raises(refusal):
+            ledger.hand_over(one.lane(), refs)
+    assert store.moment() == before
+
+
+def test_a_ticket_expires_and_its_blocks_stay_cached(store: TestStore) -> None:
+    one, ledger = store.caller(), store.ledger
+    refs = store.fill(one, chain("a", 3))
+    ticket = ledger.hand_over(one.lane(), refs, lease_s=0.0)
+    assert ledger.reap().reaped == (ticket,)
+    with pytest.raises(errors.Gone):
+        ledger.claim(one.lane(), ticket)
+    assert store.moment().counts.cached == 3 and ledger.lookup([chain("a", 3)]) == 3
+
+
+def test_floors_are_kept_free_for_others(store: TestStore) -> None:
+    floor, other, ledger = store.caller(floor=5), store.caller(), store.ledger
+    with pytest.raises(errors.Exhausted) as refusal:
+        ledger.alloc(other.lane(), 8)
+    assert (refusal.value.wanted, refusal.value.available) == (8, 7)
+    ledger.alloc(other.lane(), 7)
+    with pytest.raises(errors.Exhausted):
+        ledger.alloc(other.lane(), 1)
+    ledger.alloc(floor.lane(), 5)
+    with pytest.raises(errors.FloorsExceedArena, match="need 13 blocks, the arena has 12"):
+        ledger.register("more", writer_slot=9, floor=8)
+    ledger.unregister(floor.epoch)
+    ledger.register("more", writer_slot=9, floor=8)
+
+
+def test_acquire_does_not_eat_into_floors_either(store: TestStore) -> None:
+    one, ledger = store.caller(), store.ledger
+    refs = store.fill(one, chain("a", 12))
+    ledger.release(one.lane(), refs)
+    floor = store.caller(floor=5)
+    assert len(ledger.acquire(one.lane(), [chain("a", 12)])[0]) == 7
+    assert len(ledger.alloc(floor.lane(), 5)) == 5
+    store.check()
+
+
+def test_generation_is_rebuild_count_and_counter(store: TestStore) -> None:
+    me = store.caller()
+    seen: set[BlockRef] = set()
+    for i in range(1, 4):
+        refs = store.ledger.alloc(me.lane(), 12)
+        assert {ref.generation for ref in refs} == {(1 << 32) + i} and not seen & set(refs)
+        seen |= set(refs)
+        store.ledger.release(me.lane(), refs)
+
+
+def test_every_call_carries_the_dataset(store: TestStore) -> None:
+    me, ledger = store.caller(), store.ledger
+    refs = store.fill(me, chain("a", 2))
+    ticket = ledger.hand_over(me.lane(), refs)
+    old = copy.copy(ledger)
+    old.dataset = "f" * 16
+    before, lane, hashes = store.moment(), Lane(me.epoch, 99), [chain("a", 2)]
+    for call in (
+        lambda: old.register("x", writer_slot=1), lambda: old.beat(me.epoch), lambda: old.alloc(lane, 1),
+        lambda: old.seal(lane, [SealItem(refs[0])]), lambda: old.acquire(lane, hashes),
+        lambda: old.hand_over(lane, refs), lambda: old.claim(lane, ticket), lambda: old.release(lane, refs),
+        lambda: old.unregister(me.epoch), lambda: old.holdings(me.epoch), lambda: old.lookup(hashes), old.reap,
+        lambda: old.inspect_raw(True),
+    ):  # fmt: skip
+        with pytest.raises(errors.StaleDataset):
+            call()
+    assert store.moment() == before
+
+
+def test_a_repeated_register_is_once_and_a_lower_number_is_refused(store: TestStore) -> None:
+    ledger = store.ledger
+    assert ledger.register("w", writer_slot=1, token="t") == ledger.register("w", writer_slot=1, token="t")
+    epoch = ledger.register("w", writer_slot=1)
+    ledger.alloc(Lane(epoch, 5), 1)
+    with pytest.raises(errors.OutOfOrder):
+        ledger.alloc(Lane(epoch, 4), 1)
+    assert len(store.moment().holders) == 2
+
+
+def test_a_reap_after_a_gap_renews_every_lease(store: TestStore) -> None:
+    me, ledger = store.caller(), store.ledger
+    for moment in (1, 10**15):  # long ago; in the future
+        store.client.hset(ledger.tag + "meta", "last_reap", moment)
+        store.expire(me.epoch)
+        report = ledger.reap()
+        assert report.postponed and not report.reaped
+        assert 4000 < ledger_lease_ms(store, me.epoch) <= 5000
+    store.expire(me.epoch)
+    assert ledger.reap().reaped == (me.epoch,)
+
+
+def ledger_lease_ms(store: TestStore, epoch: Epoch) -> int:
+    seconds, micros = store.client.time()  # type: ignore[misc]
+    deadline = store.client.zscore(store.ledger.tag + "leases", str(epoch))
+    return int(float(deadline)) - seconds * 1000 - micros // 1000  # type: ignore[arg-type]
+
+
+def test_a_beat_never_shortens_a_lease(store: TestStore) -> None:
+    me = store.caller()
+    store.ledger.beat(me.epoch, 50.0)
+    store.ledger.beat(me.epoch, 1.0)
+    assert ledger_lease_ms(store, me.epoch) > 40_000
+
+
+def test_whole_tables_of_two_thousand_blocks(store: TestStore, shm: Path) -> None:
+    big = TestStore(store.client, shm / "big", num_blocks=2500)
+    me, you, ledger, hashes = big.caller(), big.caller(), big.ledger, chain("a", 2000)
+    refs = big.fill(me, hashes)
+    ticket = ledger.hand_over(me.lane(), refs)
+    assert ledger.claim(you.lane(), ticket) == refs
+    assert ledger.acquire(me.lane(), [hashes]) == [refs] and ledger.lookup([hashes]) == 2000
+    assert ledger.release(you.lane(), refs) == 2000
+    store.check()
+    big.expire(me.epoch)
+    ledger.reap()
+    big.check()
+    assert len(ledger.alloc(you.lane(), 2000)) == 2000
+    with pytest.raises(ValueError, match="limit is 2000"):
+        ledger.alloc(you.lane(), 2001)
+    big.check()
+    big.close()
+
+
+def test_initialise_keeps_its_own_ledger_and_refuses_others(store: TestStore) -> None:
+    me = store.caller()
+    refs = store.fill(me, chain("a", 2))
+    again = Ledger.initialise(store.client, store.arena)
+    assert again.dataset == store.ledger.dataset and again.holdings(me.epoch) == refs
+    store.client.hset(store.ledger.tag + "meta", "dataset", "other")
+    with pytest.raises(errors.LedgerError, match="another ledger"):
+        Ledger.initialise(store.client, store.arena)
+    store.ledger.forget()
+    with pytest.raises(errors.ArenaBusy):
+        Ledger.initialise(store.client, store.arena)
+    me.slot.close()
+    store.ledger = Ledger.initialise(store.client, store.arena)
+    assert store.ledger.alloc(store.caller().lane(), 1)[0].generation == (2 << 32) + 1

@@ -1,0 +1,212 @@
+"""The ledger under random operations of several holders: all invariants after every step, and seeded bugs are found."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from redis import ResponseError
+
+from block_store.errors import LedgerError
+from block_store.ledger import _source
+from block_store.redis_server import RedisHandle
+from block_store.testing import TestStore
+from block_store.walk import LedgerWalk
+
+NUMBER = st.integers(0, 30)
+FLOORS = {
+    "alloc": 100, "seal": 60, "acquire": 60, "hit": 40, "dedup": 10, "hand_over": 40, "claim": 30, "release": 60,
+    "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 20,
+}  # fmt: skip
+"""Least successes over the whole run: a machine that seldom gets deep finds nothing."""
+
+
+def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedStateMachine]:
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.store = TestStore(redis.client, Path(tempfile.mkdtemp(dir="/dev/shm", prefix="ll-test-")))
+            self.walk = LedgerWalk(self.store, successes)
+
+        @rule(who=NUMBER, n=NUMBER)
+        def alloc(self, who: int, n: int) -> None:
+            self.walk.alloc(who, n)
+
+        @rule(who=NUMBER, n=NUMBER, which=NUMBER)
+        def alloc_and_seal(self, who: int, n: int, which: int) -> None:
+            self.walk.alloc(who, n)
+            self.walk.seal(who, which, n)
+
+        @rule(who=NUMBER, to=NUMBER, n=NUMBER, which=NUMBER)
+        def prefill_and_decode(self, who: int, to: int, n: int, which: int) -> None:
+            self.walk.release(who, 5, True)
+            self.walk.release(who, 5, False)
+            self.walk.acquire(who, which, n)
+            self.walk.alloc(who, n)
+            self.walk.seal(who, which, n)
+            self.walk.hand_over(who, n, which)
+            if to % 3:
+                self.walk.claim(to, 0)
+            else:
+                self.walk.ticket_dies(0)
+
+        @rule(who=NUMBER, which=NUMBER, n=NUMBER)
+        def seal(self, who: int, which: int, n: int) -> None:
+            self.walk.seal(who, which, n)
+
+        @rule(who=NUMBER, which=NUMBER, n=NUMBER)
+        def acquire(self, who: int, which: int, n: int) -> None:
+            self.walk.acquire(who, which, n)
+
+        @rule(who=NUMBER, n=NUMBER, keep=NUMBER)
+        def hand_over(self, who: int, n: int, keep: int) -> None:
+            self.walk.hand_over(who, n, keep)
+            self.walk.hand_over_unsealed(who)
+
+        @rule(who=NUMBER, which=NUMBER)
+        def claim(self, who: int, which: int) -> None:
+            self.walk.claim(who, which)
+
+        @rule(who=NUMBER, n=NUMBER, unsealed=st.booleans())
+        def release(self, who: int, n: int, unsealed: bool) -> None:
+            self.walk.release(who, n, unsealed)
+
+        @rule(who=NUMBER, n=NUMBER)
+        def die(self, who: int, n: int) -> None:
+            self.walk.release(who, 5, True)
+            self.walk.alloc(who, n)
+            self.walk.die(who)
+            self.walk.zombie()
+            if n % 2:
+                self.walk.revive()
+
+        @rule(which=NUMBER)
+        def ticket_dies(self, which: int) -> None:
+            self.walk.ticket_dies(which)
+
+        @rule()
+        def revive(self) -> None:
+            self.walk.revive()
+
+        @rule(who=NUMBER)
+        def stale(self, who: int) -> None:
+            self.walk.stale(who)
+
+        def teardown(self) -> None:
+            self.walk.finish()
+            self.store.close()
+            self.store.arena.directory.rmdir()
+
+    return Machine
+
+
+def test_random_operations_keep_the_invariants(redis_handle: RedisHandle) -> None:
+    successes: Counter[str] = Counter()
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        make_machine(redis_handle, successes),
+        settings=settings(
+            max_examples=60, stateful_step_count=30, deadline=None, derandomize=True,
+            suppress_health_check=list(HealthCheck), database=None,
+        ),
+    )  # fmt: skip
+    short = {name: (successes[name], floor) for name, floor in FLOORS.items() if successes[name] < floor}
+    assert not short, f"(done, wanted): {short}"
+
+
+def random_walk(store: TestStore, seed: int, steps: int) -> None:
+    walk, draw = LedgerWalk(store, Counter()), random.Random(seed)
+    weights = {
+        "alloc": 4, "seal": 6, "acquire": 3, "hand_over": 3, "unsealed": 1, "claim": 2, "release": 3, "stale": 1,
+        "die": 1, "ticket_dies": 1, "revive": 2,
+    }  # fmt: skip
+    for name in draw.choices([*weights], [*weights.values()], k=steps):
+        one_step(walk, name, *(draw.randrange(31) for _ in range(3)))
+    walk.finish()
+
+
+def one_step(walk: LedgerWalk, name: str, a: int, b: int, c: int) -> None:
+    match name:
+        case "alloc":
+            walk.alloc(a, b)
+        case "seal":
+            walk.seal(a, b, c)
+        case "acquire":
+            walk.acquire(a, b, c)
+        case "hand_over":
+            walk.hand_over(a, b, c)
+        case "unsealed":
+            walk.hand_over_unsealed(a)
+        case "claim":
+            walk.claim(a, b)
+        case "release":
+            walk.release(a, b, c % 4 == 0)
+        case "stale":
+            walk.stale(a)
+        case "die":
+            walk.die(a)
+            walk.zombie()
+        case "ticket_dies":
+            walk.ticket_dies(a)
+        case "revive":
+            walk.revive()
+
+
+MUTANTS = {
+    "alloc without others' floors": ("alloc", "room_for(epoch)", "room_for(epoch) + floors_of_others(epoch)"),
+    "generation not raised": ("alloc", "low = low + 1", "low = low"),
+    "evicted block stays in the index": ("alloc", "send('HDEL', INDEX, evicted)", ""),
+    "alloc forgets the holder side": ("alloc", "send('HSET', own_key(epoch), owns)", ""),
+    "alloc not remembered": ("alloc", "answer(epoch, number, table.concat(reply))", "table.concat(reply)"),
+    "seal by another writer": ("seal", "string.sub(record, 9, 24) ==", "true or string.sub(record, 9, 24) =="),
+    "seal overwrites the index": ("seal", "local known = hash and call('HGET', INDEX, hash)", "local known = false"),
+    "sealed count forgotten": ("seal", "call('HINCRBY', META, 'sealed', n)", ""),
+    "acquire leaves the block cached": ("acquire", "call('ZREM', CACHED_SET, block)", ""),
+    "acquire twice": ("acquire", "if not holds(side, epoch8) then", "if true then"),
+    "acquire without fence": ("acquire", "if not live(epoch) then return '-FENCED' end", ""),
+    "hand-over of unsealed blocks": ("hand_over", "state_of(record) ~= SEALED", "false"),
+    "hand-over of old generations": ("hand_over", "generation_of(record) ~= generations[i]", "false"),
+    "hand-over keeps the block side": ("hand_over", "side = without(side, epoch8)", ""),
+    "claim leaves the ticket alive": ("claim", "call('ZREM', LEASES, ticket)", ""),
+    "claim forgets the block side": ("claim", "send('HSET', REFS, new_sides)", ""),
+    "release of old generations": ("release", "and string.sub(own[i], 1, 8) == generations[i]", ""),
+    "release forgets the holder side": ("release", "send('HDEL', own_key(epoch), given_up)", ""),
+    "eviction list not updated": ("release", "send('ZADD', CACHED_SET, cached)", ""),
+    "reap without quarantine": ("reap", "state == RESERVED and reaped", "false"),
+    "reap leaves the lease": ("reap", "call('ZREM', LEASES, epoch)\n", "\n"),
+    "reap forgets the block side": ("reap", "send('HDEL', REFS, gone)", ""),
+    "every slot is freed": ("reap", "'ZRANGEBYSCORE', QUARANTINE_SET, slot, slot", "'ZRANGE', QUARANTINE_SET, 0, -1"),
+    "no dataset": ("alloc", "call('HGET', META, 'dataset') ~= ARGV[1]", "false"),
+}
+
+
+def found_after(redis: RedisHandle, directory: Path, mutant: tuple[str, str, str] | None, walks: int) -> int | None:
+    """Number of the walk that stumbled, or None. Each walk has a store of its own."""
+    for seed in range(walks):
+        store = TestStore(redis.client, directory / str(seed))
+        if mutant is not None:
+            operation, right, wrong = mutant
+            source = _source("prelude") + _source(operation)
+            assert right in source, "the mutant does not apply any more"
+            store.ledger._scripts[operation] = redis.client.register_script(source.replace(right, wrong))
+        try:
+            random_walk(store, seed, 60)
+        except (AssertionError, LedgerError, ResponseError):
+            return seed
+        finally:
+            store.close()
+    return None
+
+
+def test_without_a_bug_nothing_is_found(redis_handle: RedisHandle, shm: Path) -> None:
+    assert found_after(redis_handle, shm, None, 20) is None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_seeded_bug_is_found(redis_handle: RedisHandle, shm: Path, name: str) -> None:
+    assert found_after(redis_handle, shm, MUTANTS[name], 40) is not None

@@ -1,0 +1,240 @@
+"""The store as a process, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from block_store.arena import Arena
+from block_store.codec import SealItem
+from block_store.header import arena_bytes
+from block_store.held import HeldBlocks
+from block_store.holder import Holder
+from block_store.ledger import Ledger
+from block_store.redis_server import open_client
+from block_store.registry import WorkerRegistry
+from block_store.testing import LAYOUT, chain
+from common import convert
+from common.rpc import check_health
+from common.types import BlockRef, KvLayout, KvSpec
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+
+OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "bfloat16"),))
+
+
+class Store:
+    """A running `python -m block_store`."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.directory = directory
+        ready = directory.with_suffix(".ready")
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "block_store", "--directory", str(directory), "--port", "0",
+                "--ready-file", str(ready), *flags,
+            ],
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 20
+        while not ready.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()[1]
+            time.sleep(0.02)
+        self.address = ready.read_text().splitlines()[0]
+        ready.unlink()
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(self.channel)  # type: ignore[no-untyped-call]
+
+    def attach(
+        self, worker: str, role: str = "prefill", floor: int = 0, layout: KvLayout = LAYOUT
+    ) -> pb.AttachResponse:
+        request = pb.AttachRequest(
+            worker_id=worker, role=role, layout=convert.layout_to_pb(layout), weights_bytes=1 << 20,
+            peak_activation_bytes=1 << 20, max_model_len=64, floor_blocks=floor,
+        )  # fmt: skip
+        reply: pb.AttachResponse = self.stub.Attach(request, timeout=20)
+        return reply
+
+    def inspect(self, blocks: bool = False) -> pb.InspectResponse:
+        reply: pb.InspectResponse = self.stub.Inspect(pb.InspectRequest(include_blocks=blocks), timeout=5)
+        return reply
+
+    def stop(self) -> str:
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        log = self.process.communicate(timeout=10)[1]
+        return log
+
+
+@pytest.fixture
+def running(shm: Path) -> Iterator[Store]:
+    store = Store(shm / "s", "--memory-budget", str(64 << 20), "--reserve-bytes", "0")
+    yield store
+    store.stop()
+
+
+def attach_both(store: Store) -> tuple[pb.AttachResponse, float]:
+    """Prefill waits for decode; returns the reply and how long the first one waited."""
+    replies: list[tuple[pb.AttachResponse, float]] = []
+
+    def first() -> None:
+        replies.append((store.attach("p"), time.monotonic()))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    time.sleep(0.3)
+    assert not replies and store.inspect().arena_id == ""
+    asked = time.monotonic()
+    reply = store.attach("d", "decode", floor=4)
+    thread.join()
+    assert replies[0][0] == reply
+    return reply, replies[0][1] - asked
+
+
+def held_by(reply: pb.AttachResponse, name: str) -> HeldBlocks:
+    arena = Arena.open(reply.directory, LAYOUT.fingerprint)
+    slot = arena.acquire_writer_slot()
+    ledger = Ledger.attach(open_client(reply.redis_url, arena.fixed.run_id), arena)
+    return HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number), arena, slot)
+
+
+def test_workers_attach_share_and_are_seen(running: Store) -> None:
+    assert asyncio.run(check_health(running.address, service="looseleaf.v1.BlockStoreService"))
+    reply, waited = attach_both(running)
+    assert waited < 5 and reply.block_bytes == LAYOUT.block_bytes
+    assert 56 << 20 < arena_bytes(reply.num_blocks, reply.block_bytes) <= 60 << 20, "64 MiB - 2 x 2 MiB"
+    with pytest.raises(grpc.RpcError) as refusal:
+        running.attach("x", layout=OTHER_LAYOUT)
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "another KV layout" in refusal.value.details()
+    with pytest.raises(grpc.RpcError) as refusal:
+        running.attach("x", floor=10**6)
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert running.attach("late") == reply
+
+    held = held_by(reply, "worker")
+    refs = held.alloc(3)
+    for ref in refs:
+        held.arena.data[ref.block] = ref.block + 1
+    held.seal([SealItem(ref, h) for ref, h in zip(refs[:2], chain("a", 2), strict=False)])
+    seen = running.inspect(blocks=True)
+    assert (seen.sealed, seen.reserved, seen.free) == (2, 1, reply.num_blocks - 3)
+    assert [holder.name for holder in seen.holders] == ["worker"] and seen.holders[0].num_references == 3
+    assert seen.blocks[refs[0].block].prefix_hash == chain("a", 1)[0]
+    assert list(seen.blocks[refs[0].block].holders) == [held.epoch]
+
+    assert [block.data for block in read(running, reply.arena_id, refs[:2])] == [
+        held.arena.data[ref.block].tobytes() for ref in refs[:2]
+    ]
+    assert next(iter(read(running, reply.arena_id, refs[:1]))).digest == held.arena.digest(refs[0].block)
+    for arena_id, refs_asked, code in (
+        ("x", refs[:1], grpc.StatusCode.NOT_FOUND),
+        (reply.arena_id, refs[2:], grpc.StatusCode.ABORTED),
+        (reply.arena_id, [BlockRef(refs[0].block, 1)], grpc.StatusCode.ABORTED),
+    ):
+        with pytest.raises(grpc.RpcError) as refusal:
+            read(running, arena_id, refs_asked)
+        assert refusal.value.code() is code
+
+    record = WorkerRegistry(open_client(reply.redis_url)).get_store(reply.arena_id)
+    assert record is not None and record.address == running.address and record.num_blocks == reply.num_blocks
+    held.close()
+    log = running.stop()
+    assert running.process.returncode == 0 and not running.directory.exists(), log
+    assert "maximum concurrency at 64 tokens" in log and "private redis-server" in log
+
+
+def read(store: Store, arena_id: str, refs: list[BlockRef]) -> list[pb.ReadBlocksResponse]:
+    request = pb.ReadBlocksRequest(arena_id=arena_id, table=convert.table_to_pb(refs))
+    return list(store.stub.ReadBlocks(request, timeout=5))
+
+
+def test_the_store_reaps_who_falls_silent(shm: Path) -> None:
+    store = Store(shm / "s", "--num-blocks", "8", "--expect-workers", "1")
+    reply = store.attach("w")
+    held = held_by(reply, "w")
+    held.holder._stop.set()
+    held.alloc(2)
+    held.holder.ledger.beat(held.epoch, 0.0)
+    held.holder.ledger.client.zadd(held.holder.ledger.tag + "leases", {str(held.epoch): 1})
+    wait_until(lambda: store.inspect().quarantine == 2 and not store.inspect().holders)
+    time.sleep(0.7)
+    assert store.inspect().quarantine == 2, "its process lives"
+    held.writer_slot.close()
+    wait_until(lambda: store.inspect().free == 8)
+    store.stop()
+
+
+def wait_until(holds: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_attachments_that_cannot_work_are_refused(shm: Path) -> None:
+    store = Store(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--attach-timeout-s", "0.5")
+    for request in (
+        pb.AttachRequest(layout=convert.layout_to_pb(LAYOUT)), pb.AttachRequest(worker_id="w"),
+        pb.AttachRequest(worker_id="w", layout=convert.layout_to_pb(KvLayout(0, LAYOUT.groups))),
+    ):  # fmt: skip
+        with pytest.raises(grpc.RpcError) as refusal:
+            store.stub.Attach(request, timeout=5)
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refusal.value
+    with pytest.raises(grpc.RpcError) as refusal:
+        store.attach("w", floor=9)
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "8 blocks but the workers need at least 9" in refusal.value.details()
+    assert store.attach("w", floor=8).num_blocks == 8, "after a refusal the next may try"
+    store.stop()
+    slow = Store(shm / "t", "--num-blocks", "8", "--attach-timeout-s", "0.3")
+    with pytest.raises(grpc.RpcError) as refusal:
+        slow.attach("alone")
+    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE and "1 of 2 expected" in refusal.value.details()
+    slow.stop()
+
+
+def test_a_kept_arena_is_mapped_again(shm: Path) -> None:
+    flags = ("--num-blocks", "8", "--expect-workers", "1", "--keep-arena")
+    store = Store(shm / "s", *flags)
+    first = store.attach("w")
+    store.stop()
+    assert os.listdir(shm / "s") == ["arena"]
+    again = Store(shm / "s", *flags)
+    second = again.attach("w")
+    assert second.arena_id == first.arena_id and Arena.open(second.directory).fixed.rebuild_count == 2
+    with pytest.raises(grpc.RpcError) as refusal:
+        again.attach("w", layout=OTHER_LAYOUT)
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    other = subprocess.run(
+        [sys.executable, "-m", "block_store", "--directory", str(shm / "s"), "--port", "0"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert other.returncode == 1 and "belongs to another block store" in other.stderr
+    again.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--redis-url", "redis://127.0.0.1:1"), "redis at redis://127.0.0.1:1 does not answer"),
+        (("--directory", "/proc/nowhere"), "--directory /proc/nowhere"),
+        (("--num-blocks", "0"), "--num-blocks"),
+    ],
+)
+def test_a_store_that_cannot_start_says_why(shm: Path, flags: tuple[str, ...], sentence: str) -> None:
+    command = [sys.executable, "-m", "block_store", "--directory", str(shm / "s"), "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    assert done.returncode in (1, 2) and sentence in done.stderr and "Traceback" not in done.stderr
