@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from rich.console import Console
 from rich.progress import Progress, TaskID
 from safetensors import SafetensorError, safe_open
 
@@ -77,9 +78,10 @@ class SafetensorsSource:
 class DummySource:
     """Random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD
+        pool = (torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD).to(dtype)
+        self._pool = pool.repeat(2)  # twice, so that a cut of up to DUMMY_POOL numbers may start anywhere
 
     def has(self, name: str) -> bool:
         return True
@@ -91,8 +93,8 @@ class DummySource:
             return torch.ones(shape, dtype=dtype)
         size = shape[0] * shape[1]
         start = zlib.crc32(name.encode()) % DUMMY_POOL
-        turned = torch.cat((self._pool[start:], self._pool[:start])).to(dtype)
-        return turned.repeat(-(-size // DUMMY_POOL))[:size].view(shape)
+        cut = self._pool[start : start + min(size, DUMMY_POOL)]
+        return cut.repeat(-(-size // DUMMY_POOL))[:size].view(shape).to(dtype)
 
     def unused(self) -> list[str]:
         return []
@@ -118,18 +120,16 @@ class Weights:
 
     def linear(self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False) -> PackedLinear:
         """The projections `names` (each [out, size_in]) as one, outputs in order; optionally with their biases."""
-        weight = self._stack(
-            [self._source.take(f"{n}.weight", (o, size_in), self.dtype) for n, o in zip(names, outs, strict=True)]
-        )
+        parts = list(zip(names, outs, strict=True))
+        weight = torch.cat([self._source.take(f"{name}.weight", (out, size_in), self.dtype) for name, out in parts])
         biases = None
         if bias:
-            biases = self._stack(
-                [self._source.take(f"{n}.bias", (o,), self.dtype) for n, o in zip(names, outs, strict=True)]
-            )
+            biases = torch.cat([self._source.take(f"{name}.bias", (out,), self.dtype) for name, out in parts])
+            self._count(biases)
         return self.pack(weight, biases)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """A linear of a weight that the caller has; counted, since packing copies."""
+        """A linear of a weight of our own memory; counted, since packing copies."""
         self._count(weight)
         return PackedLinear(weight, bias)
 
@@ -142,10 +142,6 @@ class Weights:
     def layer_done(self) -> None:
         if self._progress is not None:
             self._progress.advance(self._task)
-
-    @staticmethod
-    def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_bytes += tensor.numel() * tensor.element_size()
@@ -161,14 +157,12 @@ def open_weights(
     Raises: ModelError naming the file or tensor.
     """
     source: TensorSource
-    source = DummySource(seed) if load_format == "dummy" else SafetensorsSource(weight_files(directory))
+    source = DummySource(seed, dtype) if load_format == "dummy" else SafetensorsSource(weight_files(directory))
     logger.info("loading %s weights of %s", "dummy" if load_format == "dummy" else "safetensors", directory)
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None
         task = TaskID(0)
         if sys.stderr.isatty():
-            from rich.console import Console
-
             progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
             task = progress.add_task("loading layers", total=config.num_layers)
         weights = Weights(source, dtype, progress, task)

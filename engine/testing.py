@@ -46,6 +46,9 @@ class Batch:
     budget: int = 64
     logits: list[list[torch.Tensor]] = field(default_factory=list)  # per sequence, per output token [vocab]
 
+    def __post_init__(self) -> None:
+        self.logits = [[] for _ in self.sequences]
+
     @classmethod
     def of(
         cls, runner: ModelRunner, prompts: Seq[Seq[int]], new_tokens: int, *, budget: int = 64, seed: int = 0
@@ -63,7 +66,6 @@ class Batch:
 
     def run(self) -> list[list[int]]:
         """Run every sequence to its `max_tokens`; the outputs."""
-        self.logits = [[] for _ in self.sequences]
         while live := [s for s in self.sequences if len(s.output_ids) < s.stopping.max_tokens]:
             self.step(self._plan(live))
         return [s.output_ids for s in self.sequences]

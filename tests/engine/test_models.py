@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ NEW_TOKENS = 200
 TIE = 1e-4
 """Where the reference's best two logits are closer than this, either may be drawn."""
 FP32_TOLERANCE = 2e-3
-BF16_TOLERANCE = 0.06
-"""Greatest difference of a bf16 logit from transformers' fp32 on the same weights, over the logits' deviation."""
+BF16_RMS_TOLERANCE, BF16_MAX_TOLERANCE = 0.02, 0.15
+"""Difference of bf16 logits from transformers' fp32 on the same weights, over the logits' deviation. Measured: rms
+0.005 to 0.013, greatest 0.03 to 0.09; transformers' own bf16 is as far off (0.005 to 0.013, 0.03 to 0.10)."""
 
-SCALED = {"max_position_embeddings": 2048}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -53,10 +52,6 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
             }
         },
     ),
-    "llama-rope-dynamic": (
-        "llama",
-        {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}},
-    ),
 }
 
 
@@ -78,18 +73,6 @@ def prompt(length: int, seed: int = 7) -> list[int]:
 
 def one_pass(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0]
-
-
-def token_by_token(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Decoding with a cache from the first token: what dynamic scaling is defined by (see engine.models.rope)."""
-    rows, cache = [], None
-    for position, token in enumerate(tokens):
-        out = model(
-            torch.tensor([[token]]), past_key_values=cache, use_cache=True, position_ids=torch.tensor([[position]])
-        )
-        rows.append(out.logits[0, 0])
-        cache = out.past_key_values
-    return torch.stack(rows)
 
 
 def assert_greedy(reference: torch.Tensor, prompt_len: int, outputs: list[int]) -> None:
@@ -114,10 +97,9 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32"))
     outputs = Batch.of(runner, [prompt(n) for n in PROMPT_LENS], NEW_TOKENS, budget=64).run()
     model = reference_model(tmp_path)
-    run: Callable[[Any, list[int]], torch.Tensor] = token_by_token if name == "llama-rope-dynamic" else one_pass
     for length, output in zip(PROMPT_LENS, outputs, strict=True):
         assert len(output) == NEW_TOKENS
-        reference = run(model, prompt(length) + output)
+        reference = one_pass(model, prompt(length) + output)
         assert_greedy(reference, length, output)
         ours = Oracle(runner).logits(prompt(length) + output)
         assert (ours - reference).abs().max() < FP32_TOLERANCE
@@ -138,6 +120,28 @@ def test_transformers_generate_gives_the_same_tokens(family: Family, tmp_path: P
     assert outputs == generated[0, 17:].tolist()
 
 
+@torch.inference_mode()
+def test_dynamic_rope_gives_the_tokens_of_transformers_cached_decoding(tmp_path: Path) -> None:
+    """Prompts within the trained length, decoding past it: transformers grows the base with every token."""
+    rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
+    make_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=64, rope_parameters=rope)
+    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32"))
+    prompts = [prompt(17), prompt(60)]
+    outputs = Batch.of(runner, prompts, 100).run()
+    model = reference_model(tmp_path)
+    for ids, output in zip(prompts, outputs, strict=True):
+        out = model(torch.tensor([ids]), use_cache=True)
+        rows = [out.logits[0, -1]]
+        for position, token in enumerate(output[:-1], len(ids)):
+            out = model(
+                torch.tensor([[token]]),
+                past_key_values=out.past_key_values,
+                position_ids=torch.tensor([[position]]),
+            )
+            rows.append(out.logits[0, -1])
+        assert_greedy(torch.stack(rows), 1, output)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "opt"])
 @torch.inference_mode()
 def test_bf16_logits_are_near_transformers_fp32(family: Family, tmp_path: Path) -> None:
@@ -145,4 +149,6 @@ def test_bf16_logits_are_near_transformers_fp32(family: Family, tmp_path: Path) 
     tokens = prompt(300)
     reference = one_pass(reference_model(tmp_path), tokens)
     logits = Oracle(ModelRunner(RunnerSettings(tmp_path, dtype="bfloat16"))).logits(tokens, chunk=64)
-    assert ((logits - reference).abs().max() / reference.std()) < BF16_TOLERANCE
+    difference = (logits - reference) / reference.std()
+    assert difference.square().mean().sqrt() < BF16_RMS_TOLERANCE
+    assert difference.abs().max() < BF16_MAX_TOLERANCE
