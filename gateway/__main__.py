@@ -36,8 +36,8 @@ async def main(settings: GatewaySettings) -> None:
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
     workers = Workers(settings.stall_s)
-    discovery = Discovery(settings.redis_url, settings.poll_s, workers.on_records)
     try:
+        discovery = Discovery(settings.redis_url, settings.poll_s, workers.on_records)
         await discovery.check()
     except (BlockStoreError, ValueError):
         raise StartupError("--redis-url: the Redis there cannot be reached") from None

@@ -37,6 +37,8 @@ class ModelAssets:
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
+    longest_token: int = 64
+    """Bytes of the longest token: a longer text than max_model_len of them cannot fit."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """bos_token, eos_token and so on, for the chat template."""
 
@@ -58,6 +60,7 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
         eos_token_ids=_eos_ids(generation, config),
         defaults=_defaults(generation, path),
         chat_template=_chat_template(path, tokenizer_config),
+        longest_token=max((len(token.encode()) for token in tokenizer.get_vocab()), default=64),
         special_tokens=_special_tokens(tokenizer_config),
     )
 

@@ -14,6 +14,8 @@ from common.errors import FieldViolation, InvalidArgument
 
 Number = int | float
 MAX_PROMPT_BYTES = 4 << 20
+MIN_PROMPT_BYTES = 64 << 10
+"""The limit on a prompt's bytes is max_model_len times the longest token, but within these two."""
 MAX_BODY_BYTES = 16 << 20
 MAX_BATCH_PROMPTS = 64
 MAX_MESSAGES = 4096

@@ -50,15 +50,18 @@ class _Aliased(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._inner.collect():
-            yield metric
+            yield _renamed(metric, metric.name)
             if (name := self._names.get(metric.name)) is not None:
                 yield _renamed(metric, name)
 
 
 def _renamed(metric: Metric, name: str) -> Metric:
+    """A copy under `name`, without the creation times that prometheus_client adds to every series."""
     copy = Metric(name, metric.documentation, metric.type)
     cut = len(metric.name)
     for sample in metric.samples:
+        if sample.name.endswith("_created"):
+            continue
         copy.samples.append(Sample(name + sample.name[cut:], sample.labels, sample.value))
     return copy
 

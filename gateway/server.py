@@ -36,6 +36,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S,
             )
         )  # fmt: skip
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from common.errors import InvalidArgument, NotFound, Unimplemented
 from common.types import SamplingParams, StoppingParams
 from gateway.assets import ModelAssets
-from gateway.limits import MAX_MESSAGES, MAX_NAME_BYTES, MAX_SALT_BYTES, Checker
+from gateway.limits import MAX_MESSAGES, MAX_NAME_BYTES, MAX_PROMPT_BYTES, MAX_SALT_BYTES, MIN_PROMPT_BYTES, Checker
 from gateway.tokenizing import TokenizerPool
 
 DEFAULT_MAX_TOKENS = 16
@@ -167,7 +167,7 @@ class Validator:
         if prompt is None:
             checker.refuse(name, "must be given")
         elif isinstance(prompt, TextPrompt):
-            checker.text(name, prompt.text)
+            checker.text(name, prompt.text, self._max_text_bytes())
         elif isinstance(prompt, IdsPrompt):
             checker.prompt_len(name, len(prompt.ids))
         elif not 1 <= len(prompt.messages) <= MAX_MESSAGES:
@@ -177,9 +177,13 @@ class Validator:
         else:
             for index, message in enumerate(prompt.messages):
                 checker.text(f"{name}[{index}].role", message["role"], MAX_NAME_BYTES)
-                checker.text(f"{name}[{index}].content", message["content"])
+                checker.text(f"{name}[{index}].content", message["content"], self._max_text_bytes())
                 if not message["role"]:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
+
+    def _max_text_bytes(self) -> int:
+        """No longer text is tokenized: it cannot fit. Rounded up, as normalizing may shorten a text."""
+        return min(MAX_PROMPT_BYTES, max(MIN_PROMPT_BYTES, self._max_model_len() * self._assets.longest_token))
 
     async def _prompt_ids(self, wanted: Wanted) -> tuple[str | None, list[int]]:
         prompt, special = wanted.prompt, wanted.add_special_tokens
