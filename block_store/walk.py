@@ -1,7 +1,7 @@
 """For tests: a walker that does random operations on a ledger and checks each.
 
-It keeps its own idea of what everybody holds. After every operation it scans the invariants, and where the operation was
-an odd one (repeated, stale, fenced) it compares the whole ledger with the moment before.
+It keeps its own idea of what everybody holds. After every operation it scans the invariants, and where the operation
+was an odd one (repeated, stale, fenced) it compares the whole ledger with the moment before.
 """
 
 from __future__ import annotations
