@@ -40,7 +40,7 @@ class PackedLinear:
     with F.linear on a probe, runs through F.linear: logged once and counted under "linear".
     """
 
-    __slots__ = ("bias", "in_features", "is_packed", "out_features", "weight", "_packed", "_pad_single")
+    __slots__ = ("_packed", "_pad_single", "bias", "in_features", "is_packed", "out_features", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, keep_weight: bool = False) -> None:
         self.out_features, self.in_features = weight.shape

@@ -26,9 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Root mean square layer norm (Zhang and Sennrich 2019) over the last dimension.
 
     x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype.

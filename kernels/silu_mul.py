@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half: silu(gate) * up. Rounds as Hugging Face's Llama: once after silu, once after the product."""
+"""SwiGLU's elementwise half: silu(gate) * up. Rounds as Hugging Face's Llama: after silu and after the product."""
 
 from __future__ import annotations
 

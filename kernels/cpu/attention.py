@@ -53,7 +53,9 @@ def attention(
     if library.handle is None or q.device.type != "cpu" or q.dtype not in (torch.bfloat16, torch.float32):
         if library.isa != "reference":
             count_fallback("attention", f"no fast path for {q.dtype} on {q.device.type}")
-        return _reference(q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window, out)
+        return _reference(
+            q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window, out
+        )
     torch.ops.looseleaf.attention(
         out, q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window or 0
     )

@@ -32,11 +32,10 @@ void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* sum
     }
 }
 
-// exp(-g) for any g, infinities at the ends.
+// exp(-g) for any g; infinity from 2^127 on, so that silu of a very negative gate is -0.
 LL_INLINE vf exp_minus(vf g) {
-    vf x = g * splat(-LOG2E);
-    x = x > splat(127.f) ? splat(127.f) : x;
-    return exp2v(x);
+    const vf x = g * splat(-LOG2E), limit = splat(127.f);
+    return x > limit ? splat(INFINITY) : exp2v(x > limit ? limit : x);
 }
 
 template <class T>

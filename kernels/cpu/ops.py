@@ -208,7 +208,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
 @functools.cache
 def register() -> torch.library.Library:
     """Defines the operators, once per process; the returned library keeps them alive."""
-    library = torch.library.Library("looseleaf", "FRAGMENT")  # noqa: TOR901
+    library = torch.library.Library("looseleaf", "FRAGMENT")
     for name, (schema, function) in _OPERATORS.items():
         library.define(name + schema)
         library.impl(name, function, "CPU")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads: spinning threads starve each other in CI
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
-from kernels import cpu
 from torch import Tensor
+
+from kernels import cpu
 
 
 @pytest.fixture(params=[*cpu.supported_isas(), "reference"])
@@ -46,7 +51,14 @@ class PagedCase:
 
 
 def _scatter(
-    lens: list[int], kv_heads: int, d: int, block_size: int, dtype: torch.dtype, seed: int, heads_first: bool, window: int
+    lens: list[int],
+    kv_heads: int,
+    d: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    heads_first: bool,
+    window: int,
 ) -> PagedCase:
     g = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in lens]
@@ -98,16 +110,13 @@ def attend_f64() -> Callable[..., Tensor]:
     """attend_f64(q [n, H, d], k, v [len, KVH, d], scale, window): causal attention of the last n positions, float64."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-        n, heads, _ = q.shape
-        group = heads // k.shape[1]
-        out = torch.zeros(q.shape, dtype=torch.float64)
-        for i in range(n):
-            pos = len(k) - n + i
-            first = 0 if window is None else max(0, pos - window + 1)
-            keys = k[first : pos + 1].double().repeat_interleave(group, 1)
-            vals = v[first : pos + 1].double().repeat_interleave(group, 1)
-            p = torch.softmax(torch.einsum("hd,khd->hk", q[i].double(), keys) * scale, -1)
-            out[i] = torch.einsum("hk,khd->hd", p, vals)
-        return out
+        group = q.shape[1] // k.shape[1]
+        pos = torch.arange(len(k) - len(q), len(k))[:, None]
+        key_pos = torch.arange(len(k))[None, :]
+        visible = (key_pos <= pos) & (key_pos > pos - (window or len(k) + 1))
+        keys, vals = (t.double().repeat_interleave(group, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->qhk", q.double(), keys) * scale
+        weights = torch.softmax(scores.masked_fill(~visible[:, None], float("-inf")), -1)
+        return torch.einsum("qhk,khd->qhd", weights, vals)
 
     return attend

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from kernels.paged_attention import paged_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
 
@@ -59,7 +60,9 @@ def test_any_chunking_gives_the_bits_of_decode(native_isa: str, scatter: Any, dt
         step = data.draw(st.integers(1, n - done), label="chunk")
         torch.set_num_threads(data.draw(st.integers(1, 2), label="threads"))
         rows = slice(done, done + step)
-        chunk = paged_prefill(q[rows], *prefix(case, 0, done + step), starts([step]), softmax_scale=scale, window=window)
+        chunk = paged_prefill(
+            q[rows], *prefix(case, 0, done + step), starts([step]), softmax_scale=scale, window=window
+        )
         assert torch.equal(chunk, whole[rows])
         done += step
     for p in data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5), label="positions"):

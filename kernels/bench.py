@@ -1,0 +1,203 @@
+"""`python -m kernels.bench <k>`: time, GB/s or TFLOP/s, and the share of what this machine was measured to do just now.
+
+The last line is JSON. Limits are measured in the same run: memory by reading 256 MB, arithmetic by a packed product.
+Knows the shapes of a 125M model (12 layers, 12 heads, 4 KV heads, head_dim 64, hidden 768) and no model code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import cpu
+from kernels.copy_blocks import copy_blocks
+from kernels.linear import PackedLinear
+from kernels.paged_attention import paged_attention
+from kernels.paged_prefill import paged_prefill
+from kernels.rms_norm import rms_norm
+from kernels.sampling import sample
+from kernels.silu_mul import silu_mul
+from kernels.write_blocks import write_blocks
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, HIDDEN, VOCAB = 12, 12, 4, 64, 16, 768, 32_000
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call to time, and what it moves or computes. `limit` names the bound it is compared with."""
+
+    name: str
+    call: Callable[[], object]
+    num_bytes: float
+    flops: float
+    limit: str  # "memory" or "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    isa: str
+    threads: int
+    best_ms: float
+    median_ms: float
+    rate: float  # GB/s or TFLOP/s, of the best time
+    unit: str
+    limit: float
+    share: float
+
+
+def timed(call: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each call, after three to warm up."""
+    for _ in range(3):
+        call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 5:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def memory_limit(seconds: float) -> float:
+    """GB/s of reading 256 MB, best of all tries."""
+    big = torch.ones(64 << 20)
+    return big.numel() * 4 / min(timed(big.sum, seconds)) / 1e9
+
+
+def compute_limit(seconds: float) -> float:
+    """TFLOP/s of a bf16 product of 1024 x 1024 x 4096, best of all tries."""
+    linear, x = PackedLinear(torch.randn(4096, 1024).to(BF16)), torch.randn(1024, 1024).to(BF16)
+    return 2 * 1024 * 1024 * 4096 / min(timed(lambda: linear(x), seconds)) / 1e12
+
+
+def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
+    return torch.randn(num_blocks, layers, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(BF16)
+
+
+def _paged_attention(batch: int, context: int) -> Work:
+    """A step's layers in turn, so that keys and values come from memory and not from a cache."""
+    per_seq = context // BLOCK_SIZE
+    arena = _arena(batch * per_seq)
+    table = torch.randperm(batch * per_seq).int().view(batch, per_seq)
+    lens, q = torch.full((batch,), context, dtype=torch.int32), torch.randn(batch, HEADS, HEAD_DIM).to(BF16)
+    layer = itertools.cycle(range(LAYERS))
+
+    def call() -> Tensor:
+        i = next(layer)
+        return paged_attention(q, arena[:, i, 0], arena[:, i, 1], table, lens, softmax_scale=0.125)
+
+    num_bytes = batch * context * KV_HEADS * HEAD_DIM * 2 * 2
+    flops = 4.0 * batch * context * HEADS * HEAD_DIM
+    return Work(f"paged_attention batch {batch} context {context}", call, num_bytes, flops, "memory")
+
+
+def _paged_prefill(length: int) -> Work:
+    arena, q = _arena(length // BLOCK_SIZE, 1), torch.randn(length, HEADS, HEAD_DIM).to(BF16)
+    table = torch.randperm(length // BLOCK_SIZE).int()[None]
+    lens, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, length], dtype=torch.int32)
+    where = (arena[:, 0, 0], arena[:, 0, 1], table, lens, starts)
+    flops = 2.0 * length * (length + 1) * HEADS * HEAD_DIM  # half the square: causal
+    return Work(
+        f"paged_prefill length {length}", lambda: paged_prefill(q, *where, softmax_scale=0.125), 0, flops, "compute"
+    )
+
+
+def _write_blocks(tokens: int) -> Work:
+    arena = _arena(tokens // BLOCK_SIZE + 1, 1)
+    width = HEADS + 2 * KV_HEADS
+    qkv = torch.randn(tokens, width, HEAD_DIM).to(BF16)
+    q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
+    cos_sin, positions = torch.rand(2048, HEAD_DIM), torch.arange(tokens)
+    caches = (arena[:, 0, 0], arena[:, 0, 1])
+    num_bytes = 2 * 2 * tokens * width * HEAD_DIM
+    return Work(
+        f"write_blocks tokens {tokens}",
+        lambda: write_blocks(q, k, v, positions, positions, *caches, cos_sin),
+        num_bytes,
+        0,
+        "memory",
+    )
+
+
+def _copy_blocks(count: int) -> Work:
+    block_bytes = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
+    src, dst = (torch.zeros(count, block_bytes, dtype=torch.uint8) for _ in range(2))
+    ids = (torch.randperm(count), torch.randperm(count))
+    return Work(f"copy_blocks {count}", lambda: copy_blocks(src, dst, *ids), 2.0 * count * block_bytes, 0, "memory")
+
+
+def _linear(rows: int, n_out: int) -> Work:
+    """Twelve weights in turn, as layers are; few rows are bound by reading weights."""
+    layers = itertools.cycle([PackedLinear(torch.randn(n_out, HIDDEN).to(BF16)) for _ in range(LAYERS)])
+    x = torch.randn(rows, HIDDEN).to(BF16)
+    limit = "memory" if rows <= 32 else "compute"
+    flops = 2.0 * rows * HIDDEN * n_out
+    return Work(f"linear {rows} x {HIDDEN} x {n_out}", lambda: next(layers)(x), 2.0 * HIDDEN * n_out, flops, limit)
+
+
+def _rms_norm(rows: int) -> Work:
+    x, weight = torch.randn(rows, HIDDEN).to(BF16), torch.ones(HIDDEN).to(BF16)
+    return Work(f"rms_norm rows {rows}", lambda: rms_norm(x, weight, 1e-5, x), 8.0 * rows * HIDDEN, 0, "memory")
+
+
+def _silu_mul(rows: int) -> Work:
+    x = torch.randn(rows, 2 * 2048).to(BF16)
+    return Work(f"silu_mul rows {rows}", lambda: silu_mul(x), 6.0 * rows * 2048, 0, "memory")
+
+
+def _sampling(kind: str) -> Work:
+    n, logits = 32, torch.randn(32, VOCAB)
+    heat, k, p = {"greedy": (0.0, 0, 1.0), "plain": (1.0, 0, 1.0), "top_k_p": (0.8, 50, 0.9)}[kind]
+    columns = ([heat] * n, [k] * n, [p] * n, [0.0] * n, [1] * n, [0] * n, [2] * n)
+    return Work(f"sampling {kind} batch {n}", lambda: sample(logits, *columns), 4.0 * n * VOCAB, 0, "memory")
+
+
+CASES: dict[str, Callable[[], list[Work]]] = {
+    "paged_attention": lambda: [_paged_attention(32, 576), _paged_attention(1, 8192)],
+    "paged_prefill": lambda: [_paged_prefill(512), _paged_prefill(2048)],
+    "write_blocks": lambda: [_write_blocks(32), _write_blocks(1024)],
+    "copy_blocks": lambda: [_copy_blocks(8), _copy_blocks(256)],
+    "linear": lambda: [_linear(1, 2304), _linear(32, 2304), _linear(512, 2304)],
+    "rms_norm": lambda: [_rms_norm(32), _rms_norm(1024)],
+    "silu_mul": lambda: [_silu_mul(32), _silu_mul(1024)],
+    "sampling": lambda: [_sampling("greedy"), _sampling("plain"), _sampling("top_k_p")],
+}
+
+
+def measure(work: Work, seconds: float, limits: dict[str, float]) -> Result:
+    times = timed(work.call, seconds)
+    amount, unit = (work.num_bytes / 1e9, "GB/s") if work.limit == "memory" else (work.flops / 1e12, "TFLOP/s")
+    rate, limit = amount / min(times), limits[work.limit]
+    ms = min(times) * 1e3, statistics.median(times) * 1e3
+    return Result(work.name, cpu.current().isa, torch.get_num_threads(), *ms, rate, unit, limit, rate / limit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kernel", choices=sorted(CASES))
+    parser.add_argument("--isa", choices=cpu.ISAS, default=None, help="default: the best this CPU has")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
+    options = parser.parse_args()
+    cpu.load(options.isa)
+    torch.set_num_threads(options.threads)
+    limits = {"memory": memory_limit(options.seconds / 2), "compute": compute_limit(options.seconds / 2)}
+    results = [measure(work, options.seconds, limits) for work in CASES[options.kernel]()]
+    for r in results:
+        rate = f"{r.rate:8.2f} {r.unit} = {r.share:.0%} of {r.limit:.2f}"
+        print(f"{r.name:40s} {r.isa} x{r.threads}  best {r.best_ms:8.3f} ms  median {r.median_ms:8.3f} ms  {rate}")
+    print(json.dumps([asdict(r) for r in results]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Loading: our package, one OpenMP runtime, a build for every instruction set, forced choices, counted fallbacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+from kernels import cpu
+from kernels.cpu.loader import openmp_libraries
+from kernels.rms_norm import rms_norm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_package_is_ours() -> None:
+    assert Path(kernels.__file__).resolve() == ROOT / "kernels" / "__init__.py"
+    assert kernels.__version__
+
+
+def test_portable_is_always_built() -> None:
+    assert "portable" in cpu.supported_isas()
+
+
+def test_one_openmp_runtime(native_isa: str) -> None:
+    big = torch.randn(2000, 100)
+    rms_norm(big, torch.ones(100), 1e-5)  # large enough to wake our threads
+    assert len({Path(p).resolve() for p in openmp_libraries()}) == 1
+
+
+def test_operators_are_registered(native_isa: str) -> None:
+    x, out = torch.randn(4, 32), torch.empty(4, 16)
+    torch.ops.looseleaf.silu_mul(out, x)
+    assert torch.allclose(out, torch.nn.functional.silu(x[:, :16]) * x[:, 16:], atol=1e-6)
+
+
+def test_forcing_is_obeyed_and_undone() -> None:
+    before = cpu.current()
+    with cpu.using("portable") as library:
+        assert cpu.current() is library and library.isa == "portable"
+    assert cpu.current() is before
+
+
+def test_an_unknown_build_is_refused() -> None:
+    with pytest.raises(ValueError, match="not built or not supported"):
+        cpu.load("sse9")  # type: ignore[arg-type]
+
+
+def test_an_unsupported_dtype_is_counted(native_isa: str) -> None:
+    before = cpu.fallbacks().get("rms_norm", 0)
+    rms_norm(torch.randn(2, 8).half(), torch.ones(8).half(), 1e-5)
+    assert cpu.fallbacks()["rms_norm"] == before + 1
+
+
+def test_importing_loads_nothing() -> None:
+    code = "import kernels.cpu, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

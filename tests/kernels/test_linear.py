@@ -1,0 +1,63 @@
+"""Packed linears against float64, and that a row's bits depend neither on the other rows nor on threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu import fallbacks
+from kernels.linear import PackedLinear
+
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = [(64, 192), (96, 96), (80, 100), (768, 1280), (768, 4096), (1024, 1024), (64, 32000), (768, 32000)]
+ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 33, 64, 127, 256, 511, 1024]
+
+
+def make(n_in: int, n_out: int, dtype: torch.dtype, bias: bool = True) -> tuple[PackedLinear, torch.Tensor, torch.Tensor | None]:  # fmt: skip  # noqa: E501
+    weight = (torch.randn(n_out, n_in) / n_in**0.5).to(dtype)
+    b = torch.randn(n_out).to(dtype) if bias else None
+    return PackedLinear(weight, b), weight, b
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 64), (2, 3, 64), (0, 64), (64,)])
+def test_matches_float64(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
+    linear, weight, b = make(64, 100, dtype, bias)
+    assert linear.is_packed
+    x = torch.randn(shape).to(dtype)
+    want = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    got = linear(x)
+    assert got.shape == want.shape and got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(got.double(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_in", "n_out"), SHAPES)
+def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype, n_in: int, n_out: int) -> None:
+    linear, _, _ = make(n_in, n_out, dtype)
+    rows = [r for r in ROWS if r * n_in * n_out <= 2**30]
+    x = torch.randn(rows[-1], n_in).to(dtype)
+    whole = linear(x)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for r in rows:
+            assert torch.equal(linear(x[:r]), whole[:r]), (threads, r)
+            assert torch.equal(linear(x[-r:]), whole[-r:]), (threads, r, "from the end")
+
+
+def test_what_cannot_be_packed_is_counted() -> None:
+    before = fallbacks().get("linear", 0)
+    weight = torch.randn(8, 16, dtype=torch.float64)
+    linear = PackedLinear(weight)
+    x = torch.randn(3, 16, dtype=torch.float64)
+    assert not linear.is_packed and torch.equal(linear(x), x @ weight.T)
+    assert fallbacks()["linear"] == before + 1
+
+
+def test_keeps_the_weight_only_when_asked() -> None:
+    weight = torch.randn(8, 16)
+    assert PackedLinear(weight).weight is None
+    kept = PackedLinear(weight, keep_weight=True).weight
+    assert kept is not None and kept.data_ptr() == weight.data_ptr()

@@ -1,0 +1,57 @@
+"""RMS norm against float64 and against Hugging Face's rounding, and a row's bits over batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.rms_norm import rms_norm, rms_norm_reference
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 4, 80), (0, 64), (2, 1000), (7, 33)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_matches_float64(isa: str, dtype: torch.dtype, shape: tuple[int, ...], with_residual: bool) -> None:
+    x, residual, weight = (torch.randn(s).to(dtype) for s in (shape, shape, shape[-1:]))
+    summed = x + residual if with_residual else x
+    wide = summed.double()
+    want = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    if with_residual:
+        got, new_residual = rms_norm(x, weight, 1e-5, residual)
+        assert torch.equal(new_residual, summed)
+    else:
+        got = rms_norm(x, weight, 1e-5)
+    assert got.shape == x.shape and got.dtype == dtype
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    assert torch.allclose(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_rounds_like_hugging_face(native_isa: str) -> None:
+    x, weight = torch.randn(64, 768).bfloat16(), torch.randn(768).bfloat16()
+    same = rms_norm(x, weight, 1e-5) == rms_norm_reference(x, weight, 1e-5)
+    assert same.float().mean() > 0.999  # the order of the sum may move a rounding, the roundings are the same ones
+
+
+def test_strided_rows(native_isa: str) -> None:
+    fused, weight = torch.randn(6, 100).bfloat16(), torch.randn(64).bfloat16()
+    x = fused[:, 20:84]
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x.contiguous(), weight, 1e-6))
+    heads = fused[:, :64].unflatten(1, (4, 16))  # QK-norm: [T, heads, head_dim] out of a fused row
+    assert torch.equal(rms_norm(heads, weight[:16], 1e-6), rms_norm(heads.contiguous(), weight[:16], 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_the_batch(native_isa: str, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(300, 771).to(dtype), torch.randn(771).to(dtype)
+    whole = rms_norm(x, weight, 1e-5, x)
+    torch.set_num_threads(1)
+    for r in (1, 2, 17, 300):
+        alone = rms_norm(x[-r:], weight, 1e-5, x[-r:])
+        assert torch.equal(alone[0], whole[0][-r:]) and torch.equal(alone[1], whole[1][-r:])
+
+
+def test_refuses_other_dtypes(isa: str) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm(torch.randn(2, 8), torch.randn(8).bfloat16(), 1e-5)

@@ -1,0 +1,40 @@
+"""silu(gate) * up against float64, extremes included, and a row's bits over batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.silu_mul import silu_mul
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 130), (2, 3, 64), (0, 64), (9, 2 * 1001)])
+def test_matches_float64(isa: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = (3 * torch.randn(shape)).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    got = silu_mul(x)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    assert got.shape == up.shape and torch.allclose(got.double(), gate * gate.sigmoid() * up, rtol=tolerance, atol=1e-6)
+
+
+def test_extremes_stay_finite(isa: str) -> None:
+    gate = torch.tensor([-1e30, -200.0, -90.0, -0.0, 90.0, 200.0, 1e30, float("nan")])
+    got = silu_mul(torch.cat((gate, torch.ones(8)))[None])[0]
+    assert got[:4].abs().max() < 1e-30 and torch.equal(got[4:7], gate[4:7]) and got[7].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_the_batch(native_isa: str, dtype: torch.dtype) -> None:
+    x = torch.randn(200, 2 * 333).to(dtype)
+    whole = silu_mul(x)
+    torch.set_num_threads(1)
+    for r in (1, 7, 200):
+        assert torch.equal(silu_mul(x[-r:]), whole[-r:])
+
+
+def test_refuses_odd_width(isa: str) -> None:
+    with pytest.raises(ValueError, match="gate and up"):
+        silu_mul(torch.randn(2, 7))
