@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import grpc
 
@@ -72,7 +73,7 @@ class Attached:
             floor_blocks=needs.floor_blocks,
         )
         with grpc.insecure_channel(address) as channel:
-            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)
+            stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
             try:
                 reply = stub.Attach(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
             except grpc.RpcError as error:

@@ -15,6 +15,8 @@ from block_store.header import DATA_ALIGNMENT
 from common.types import KvLayout
 
 DEFAULT_MEMORY_SHARE = 0.5
+DEFAULT_ARENA_BYTES = 4 << 30
+"""The most that an arena takes unasked: its memory is really taken, from a machine that others use too."""
 SHARED_MEMORY_SHARE = 0.9
 HEADER_BYTES_PER_BLOCK = 53
 
@@ -101,13 +103,14 @@ def size_arena(layout: KvLayout, needs: Sequence[WorkerNeeds], limits: Limits, n
 
 
 def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> Limits:
-    """Limits of this node: the given budget or half of the memory that is available, and 90 % of the free shared
-    memory.
+    """Limits of this node: the given budget, or half of the memory that is available and an arena of 4 GiB; and 90 % of
+    the free shared memory.
     """
     stat = os.statvfs(directory)
     shared = int(stat.f_bavail * stat.f_frsize * SHARED_MEMORY_SHARE)
-    budget = int(available_memory() * DEFAULT_MEMORY_SHARE) if budget_bytes is None else budget_bytes
-    return Limits(budget, shared, reserve_bytes)
+    if budget_bytes is None:
+        budget_bytes, shared = int(available_memory() * DEFAULT_MEMORY_SHARE), min(shared, DEFAULT_ARENA_BYTES)
+    return Limits(budget_bytes, shared, reserve_bytes)
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
