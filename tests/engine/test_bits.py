@@ -20,9 +20,11 @@ FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3", "opt"]
 DTYPES = ["bfloat16", "float32"]
 
 
-def runner_of(tmp_path: Path, family: Family, dtype: str = "bfloat16", **overrides: object) -> ModelRunner:
+def runner_of(
+    tmp_path: Path, family: Family, dtype: str = "bfloat16", *, num_threads: int = 1, **overrides: object
+) -> ModelRunner:
     make_checkpoint(tmp_path, family, seed=11, std=0.1, **overrides)
-    return ModelRunner(RunnerSettings(tmp_path, dtype=dtype, num_threads=2))  # type: ignore[arg-type]
+    return ModelRunner(RunnerSettings(tmp_path, dtype=dtype, num_threads=num_threads))  # type: ignore[arg-type]
 
 
 def prompt(length: int) -> list[int]:
@@ -47,7 +49,8 @@ def test_alone_batched_and_chunked_are_the_same_bits(family: Family, dtype: str,
 
 
 def test_one_thread_gives_the_bits_of_two(tmp_path: Path) -> None:
-    two = runner_of(tmp_path, "llama")
+    two = runner_of(tmp_path, "llama", num_threads=2)
+    assert torch.get_num_threads() == 2
     expected = bits(Batch.of(two, [prompt(300), prompt(5)], 10))
     one = ModelRunner(RunnerSettings(tmp_path, num_threads=1))
     got = bits(Batch.of(one, [prompt(300), prompt(5)], 10))
