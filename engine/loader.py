@@ -69,7 +69,8 @@ class SafetensorsSource:
         if found != shape:
             raise ModelError(f"tensor {name} in {file.path} has shape {list(found)}, the config asks for {list(shape)}")
         self._unused.discard(name)
-        return self._open[file.path].get_tensor(name).to(dtype)
+        tensor: torch.Tensor = self._open[file.path].get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor.to(dtype)
 
     def unused(self) -> list[str]:
         return sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIXES))

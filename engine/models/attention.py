@@ -45,8 +45,8 @@ class Attention:
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the fused projection [T, (H + 2 KVH) * D] as q [T, H, D], k and v [T, KVH, D]."""
         heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        return q, k, v
+        keys_at, values_at = self.num_heads, self.num_heads + self.num_kv_heads
+        return heads[:, :keys_at], heads[:, keys_at:values_at], heads[:, values_at:]
 
     def __call__(
         self,
@@ -58,11 +58,10 @@ class Attention:
         """Write the step's K and V, attend to everything written so far; [T, H * D]. q is rotated in place."""
         q, k, v = qkv
         write_blocks(q, k, v, step.positions, step.slot_mapping, cache.keys, cache.values, cos_sin)
-        options = {"softmax_scale": self.softmax_scale, "window": self.window}
+        table, lens, scale, window = step.block_table, step.context_lens, self.softmax_scale, self.window
         if step.decode_only:
-            out = paged_attention(q, cache.keys, cache.values, step.block_table, step.context_lens, **options)
+            out = paged_attention(q, cache.keys, cache.values, table, lens, softmax_scale=scale, window=window)
         else:
-            out = paged_prefill(
-                q, cache.keys, cache.values, step.block_table, step.context_lens, step.cu_seqlens_q, **options
-            )
-        return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+            starts = step.cu_seqlens_q
+            out = paged_prefill(q, cache.keys, cache.values, table, lens, starts, softmax_scale=scale, window=window)
+        return out.view(q.shape[0], self.num_heads * self.head_dim)
