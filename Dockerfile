@@ -33,7 +33,8 @@ RUN pip install "$TORCH"
 COPY --from=build /wheels /wheels
 RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine]" && pip check
 # The model that is served when none is given: a small one with random weights.
-RUN python -c "from engine.tiny import make_checkpoint; make_checkpoint('/opt/looseleaf/tiny', 'llama', seed=0)"
+RUN python -c "from engine.tiny import make_checkpoint; make_checkpoint('/opt/looseleaf/tiny', 'llama', seed=0)" \
+    && chmod -R a+rX /opt/looseleaf
 USER 10001:10001
 ENV OMP_WAIT_POLICY=PASSIVE
 EXPOSE 50052 50053

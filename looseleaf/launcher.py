@@ -36,6 +36,8 @@ class Addresses:
     block_store: str
     services: Mapping[str, str]
     """The gRPC address of every service, by its name; each answers the health service."""
+    notice: str | None = None
+    """What the user should know about the model."""
 
 
 def echo_to_stderr(line: str) -> None:
@@ -81,14 +83,14 @@ class Launcher:
                 name = role if count == 1 else f"{role}-{number}"
                 self._spawn(name, f"{role}_svc", [*worker_flags(settings, source, store_address), "--worker-id", name])
         self._spawn("gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings))
-        return self._addresses(wait_ready(self._children, self._children, timeout_s))
+        return self._addresses(wait_ready(self._children, self._children, timeout_s), source.notice)
 
-    def _addresses(self, ready: Sequence[tuple[str, ...]]) -> Addresses:
+    def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
         """From the ready lines of all services; the gateway's are HTTP, then gRPC."""
         lines = {child.name: lines for child, lines in zip(self._children, ready, strict=True)}
         http, grpc_address = map(reachable, lines["gateway"])
         services = {name: reachable(line[0]) for name, line in lines.items()} | {"gateway": grpc_address}
-        return Addresses(http, grpc_address, services["block_store"], services)
+        return Addresses(http, grpc_address, services["block_store"], services, notice)
 
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
         assert self._shared is not None and self._run_directory is not None

@@ -8,6 +8,8 @@ with LLM("path/to/model") as llm:
 from __future__ import annotations
 
 import atexit
+import re
+import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -24,6 +26,7 @@ from looseleaf.settings import ServeSettings
 
 _MAX_IN_FLIGHT = 64
 """Requests sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
+_DISPATCHED = re.compile(r'^looseleaf_worker_requests_total\{[^}]*worker="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
 
 
 class LLM:
@@ -55,6 +58,17 @@ class LLM:
         self._launcher.check()
         with ThreadPoolExecutor(min(len(prompts), _MAX_IN_FLIGHT)) as pool:
             return list(pool.map(lambda prompt: self.client.generate(prompt, **options), prompts))
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process of each service, by name."""
+        return self._launcher.pids
+
+    def requests_by_worker(self) -> dict[str, int]:
+        """How many requests the gateway has sent to each worker, by the worker's name ("prefill", "decode-1", ...)."""
+        with urllib.request.urlopen(f"http://{self.addresses.http}/metrics", timeout=10.0) as reply:
+            text = reply.read().decode()
+        return {worker: int(float(count)) for worker, count in _DISPATCHED.findall(text)}
 
     def close(self) -> None:
         """End the services; a second call does nothing."""

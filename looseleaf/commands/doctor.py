@@ -9,6 +9,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def run(argv: Sequence[str]) -> int:
         Check("kernels", cpu_kernels),
         Check("redis", lambda: redis(settings.redis_url)),
         Check("shared memory", shared_memory),
-        Check("http port", lambda: port(settings.host, settings.port)),
-        Check("grpc port", lambda: port(settings.host, settings.grpc_port)),
+        Check("http port", lambda: port(settings.host, settings.port, http_answers)),
+        Check("grpc port", lambda: port(settings.host, settings.grpc_port, grpc_answers)),
         Check("model", lambda: model(settings.model)),
     )
     results = [report(check) for check in checks]
@@ -123,14 +124,31 @@ def shared_memory() -> str:
     return f"{ROOT}, {free / 2**30:.1f} GiB free"
 
 
-def port(host: str, number: int) -> str:
+def port(host: str, number: int, answers: Callable[[str, int], bool]) -> str:
     try:
         check_port_free(host, number)
     except StartupError:
-        if state_of(f"{host}:{number}", "", 1.0) == "SERVING":
-            return f"{number}, a Looseleaf service answers there"
+        if answers(host, number):
+            return f"{number}, a Looseleaf gateway answers there"
         raise
     return f"{number} is free on {host}"
+
+
+def http_answers(host: str, number: int) -> bool:
+    """Whether a gateway is ready there."""
+    connection = HTTPConnection(host, number, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def grpc_answers(host: str, number: int) -> bool:
+    """Whether a service is ready there."""
+    return state_of(f"{host}:{number}", "", 1.0) == "SERVING"
 
 
 def model(given: str | None) -> str:

@@ -68,10 +68,11 @@ class StopSignals:
 
 
 def banner(addresses: Addresses, seconds: float) -> str:
+    notice = f"\n  note  {addresses.notice}" if addresses.notice else ""
     return (
         f"looseleaf: ready after {seconds:.1f} s\n"
         f"  HTTP  http://{addresses.http}/v1   (OpenAI API; /metrics and /health beside it)\n"
-        f"  gRPC  {addresses.grpc}   (looseleaf.v1.InferenceService)"
+        f"  gRPC  {addresses.grpc}   (looseleaf.v1.InferenceService){notice}"
     )
 
 

@@ -1,7 +1,7 @@
 """docker-compose.yml brought up for real: requests through the published ports, two workers of each, and down again.
 
-Run by `make test-compose`; needs a container engine. Ports are other than the defaults, so that a running system is left
-alone; the project name is this test's own.
+Run by `make test-compose`; needs a container engine. Ports are other than the defaults, so a running system is left alone;
+the project name is this test's own.
 """
 
 from __future__ import annotations

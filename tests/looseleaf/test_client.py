@@ -1,0 +1,148 @@
+"""`LLM`, `Client` and `AsyncClient` against real services."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import looseleaf
+from common.errors import DeadlineExceeded, InvalidArgument, StartupError, Unavailable
+from common.types import FinishReason
+from looseleaf import LLM, AsyncClient, Client
+from looseleaf.testing import assert_nothing_held
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(num_blocks=1024) as running:
+        yield running
+
+
+@pytest.fixture
+def client(llm: LLM) -> Client:
+    return llm.client
+
+
+def test_a_stream_amounts_to_the_completion(client: Client) -> None:
+    whole = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2)
+    pieces = list(client.generate(PROMPT, stream=True, max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2))
+    assert len(pieces) > 1
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert whole.finish_reason is pieces[-1].finish_reason is FinishReason.LENGTH
+    assert [item.token_id for item in whole.logprobs] == list(whole.token_ids)
+    assert all(len(item.top) == 2 for item in whole.logprobs)
+
+
+def test_usage_adds_up_and_timings_are_there(client: Client) -> None:
+    done = client.generate(PROMPT, max_tokens=4, ignore_eos=True)
+    usage = done.usage
+    assert usage.cached_tokens + usage.computed_tokens + usage.transferred_tokens == usage.prompt_tokens
+    assert usage.completion_tokens == len(done.token_ids) == 4
+    assert done.timings.prefill_ns > 0 and done.timings.decode_ns > 0
+
+
+def test_token_ids_text_and_chat_are_the_same_prompt(client: Client) -> None:
+    ids = client.tokenize(PROMPT)
+    greedy = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    assert client.generate(ids, **greedy).token_ids == client.generate(PROMPT, **greedy).token_ids  # type: ignore[arg-type]
+    turns = [{"role": "user", "content": "hi"}]
+    expected = client.generate(client.tokenize(turns), **greedy).token_ids  # type: ignore[arg-type]
+    assert client.chat("hi", **greedy).token_ids == expected  # type: ignore[arg-type]
+    assert client.chat(turns, **greedy).token_ids == expected  # type: ignore[arg-type]
+    assert client.detokenize(client.tokenize("the wolf", add_special_tokens=False)) == "the wolf"
+
+
+def test_models(client: Client) -> None:
+    (model,) = client.models()
+    assert model.vocab_size > 0 and model.max_model_len > 0
+    assert client.generate(PROMPT, model=model.id, max_tokens=1).token_ids
+
+
+def test_many_prompts_in_their_order(llm: LLM) -> None:
+    prompts = [f"number {number}" for number in range(100)]
+    done = llm.generate(prompts, max_tokens=4, temperature=0.0, ignore_eos=True)
+    for prompt, completion in list(zip(prompts, done, strict=True))[::25]:
+        alone = llm.client.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
+        assert alone.token_ids == completion.token_ids
+    assert llm.generate([]) == []
+    assert len(llm.generate("one", max_tokens=1)) == len(llm.generate([5, 6, 7], max_tokens=1)) == 1
+
+
+def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
+    for piece in llm.client.generate(PROMPT, stream=True, max_tokens=1500, ignore_eos=True):
+        assert piece.finish_reason is None
+        break
+    assert_nothing_held(llm.addresses.block_store)
+
+
+def test_refusals_are_our_errors(client: Client) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        client.generate(PROMPT, top_p=3.0)
+    assert [violation.field for violation in caught.value.violations] == ["top_p"]
+    with pytest.raises(TypeError, match="max_token'"):
+        client.generate(PROMPT, max_token=3)  # type: ignore[call-overload]
+    with pytest.raises(DeadlineExceeded):
+        client.generate(PROMPT, max_tokens=2000, ignore_eos=True, timeout=0.05)
+
+
+def test_nobody_there() -> None:
+    with Client("127.0.0.1:1") as nobody, pytest.raises(Unavailable, match=r"nothing answers at 127\.0\.0\.1:1"):
+        nobody.generate(PROMPT)
+
+
+async def test_the_async_client(llm: LLM, client: Client) -> None:
+    async with AsyncClient(llm.addresses.grpc) as opened:
+        expected = client.generate(PROMPT, max_tokens=8, temperature=0.0)
+        many = await asyncio.gather(*(opened.generate(PROMPT, max_tokens=8, temperature=0.0) for _ in range(8)))
+        assert {done.token_ids for done in many} == {expected.token_ids}
+        pieces = [piece async for piece in opened.stream(PROMPT, max_tokens=8, temperature=0.0)]
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert await opened.detokenize(await opened.tokenize("a b", add_special_tokens=False)) == "a b"
+        assert await opened.models() == client.models()
+        assert (await opened.chat("hi", max_tokens=2)).token_ids
+        with pytest.raises(TypeError, match="temprature"):
+            await opened.generate(PROMPT, temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_an_api_key_is_asked_for() -> None:
+    with LLM(num_blocks=512, api_key="secret-key") as locked:
+        assert locked.generate(PROMPT, max_tokens=1)
+        with Client(locked.addresses.grpc) as stranger, pytest.raises(looseleaf.LooseleafError) as caught:
+            stranger.generate(PROMPT, max_tokens=1)
+        assert caught.value.http_status == 401
+
+
+def test_settings_of_llm() -> None:
+    with pytest.raises(TypeError, match="unknown setting 'prefil'"):
+        LLM(prefil=2)
+    with pytest.raises(StartupError, match="prefill"):
+        LLM(prefill=0)
+
+
+def test_an_interpreter_that_ends_takes_its_services_along(tmp_path: Path) -> None:
+    source = "from looseleaf import LLM; llm = LLM(num_blocks=512); print(*llm.pids.values())"
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    pids = done.stdout.split()
+    assert len(pids) == 4
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_importing_is_quick_and_light() -> None:
+    source = "import sys, looseleaf; looseleaf.Client; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "redis", "transformers", "pydantic_settings"} & set(done.stdout.split())
+    assert time.monotonic() - started < 5.0

@@ -1,0 +1,177 @@
+"""`looseleaf serve` as a user runs it: a line of text when ready, an orderly end, one sentence when it cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from looseleaf.model_source import cache_directory, tiny_checkpoint
+from looseleaf.shm import ROOT as SHM
+from looseleaf.shm import sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+FREE_PORTS = ["--port", "0", "--grpc-port", "0", "--num-blocks", "512"]
+
+
+class Served:
+    """A running `looseleaf serve` and what it has printed until it was ready."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, *flags]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.lines: list[str] = []
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if "  says  " in line:
+                break
+        self.services = services_of(self.process.pid)
+
+    @property
+    def grpc(self) -> str:
+        return next(m[1] for line in self.lines if (m := re.search(r"gRPC  (\S+)", line)))
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        """Send a signal; the exit status and stderr."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+def services_of(parent: int) -> dict[str, int]:
+    """Package -> pid of the services that a launcher has started."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "looseleaf.child" in words and words[words.index("looseleaf.child") + 1] == str(parent):
+            found[words[words.index("looseleaf.child") + 2]] = int(entry.name)
+    return found
+
+
+def alive(pids: Iterator[int] | list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def launches() -> set[str]:
+    """The launchers' directories in shared memory."""
+    return {path.name for path in SHM.glob("looseleaf-run-*")}
+
+
+def test_a_line_of_text_then_an_orderly_end() -> None:
+    before = launches()
+    served = Served()
+    out = "".join(served.lines)
+    assert re.search(r"  says  Once upon a time\S", out), out
+    assert "gibberish" in out
+    assert set(served.services) == {"block_store", "prefill_svc", "decode_svc", "gateway"}
+    status, _ = served.end(signal.SIGTERM)
+    assert status == 0
+    assert alive(list(served.services.values())) == []
+    assert launches() <= before
+
+
+def test_complete_and_health_from_the_command_line() -> None:
+    served = Served()
+    try:
+        command = [sys.executable, "-m", "looseleaf"]
+        common = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+        flags = ["--address", served.grpc, "--temperature", "0", "--max-tokens", "8"]
+        done = subprocess.run([*command, "complete", "Once upon a time", *flags], **common)  # type: ignore[call-overload]
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+        again = subprocess.run([*command, "complete", "-", *flags], input="Once upon a time", **common)  # type: ignore[call-overload]
+        assert again.stdout == done.stdout
+        talk = subprocess.run([*command, "chat", *flags], input="hello\nagain\n", **common)  # type: ignore[call-overload]
+        assert talk.returncode == 0 and talk.stdout.count("\n") >= 2, talk.stderr
+        refused = subprocess.run([*command, "complete", "x", "--top-p", "7", *flags], **common)  # type: ignore[call-overload]
+        assert refused.returncode == 1 and "top_p" in refused.stderr and refused.stderr.count("\n") == 1
+        healthy = subprocess.run([*command, "health", served.grpc], **common)  # type: ignore[call-overload]
+        assert healthy.returncode == 0 and "SERVING" in healthy.stdout
+    finally:
+        served.end(signal.SIGINT)
+
+
+def test_a_dead_service_ends_everything_and_is_named() -> None:
+    served = Served()
+    os.kill(served.services["decode_svc"], signal.SIGKILL)
+    _, errors = served.process.communicate(timeout=60)
+    assert served.process.returncode == 1
+    assert "decode was killed by signal 9; its last lines:" in errors
+    assert alive(list(served.services.values())) == []
+
+
+def test_a_killed_launcher_leaves_nothing_running() -> None:
+    before = launches()
+    served = Served()
+    served.process.kill()
+    served.process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while alive(list(served.services.values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(list(served.services.values())) == []
+    sweep(SHM)
+    assert launches() <= before
+
+
+@pytest.fixture
+def occupied() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def refused(*flags: str) -> str:
+    """stderr of a `serve` that must not start."""
+    before = launches()
+    command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode not in (0, None), done.stdout
+    assert "says" not in done.stdout
+    assert launches() <= before
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_an_occupied_port(occupied: int) -> None:
+    assert f"port {occupied} on 127.0.0.1" in refused("--port", str(occupied))
+    assert f"port {occupied} on 127.0.0.1" in refused("--grpc-port", str(occupied))
+
+
+def test_a_model_that_is_missing_or_broken(tmp_path: Path) -> None:
+    assert f"{tmp_path}/none does not exist" in refused(f"{tmp_path}/none")
+    model = shutil.copytree(tiny_checkpoint(cache_directory()), tmp_path / "model")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "model.safetensors" in refused(str(model))
+    (model / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
+    assert "BertModel" in refused(str(model))
+
+
+def test_no_shared_memory(tmp_path: Path) -> None:
+    assert "no shared memory" in refused("--directory", str(tmp_path / "none"))
+
+
+def test_an_unreachable_redis() -> None:
+    errors = refused("--redis-url", "redis://127.0.0.1:1/0")
+    assert "redis" in errors.lower() and "127.0.0.1:1" in errors
+
+
+def test_two_models_and_mistyped_settings(tmp_path: Path) -> None:
+    assert "two models" in refused("one", "--model", "two")
+    assert "--prefil" in refused("--prefil", "2")
+    command = [sys.executable, "-m", "looseleaf", "serve"]
+    environment = os.environ | {"LOOSELEAF_SERVE_PREFIL": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "LOOSELEAF_SERVE_PREFIL" in done.stderr
