@@ -19,9 +19,14 @@ LL_INLINE vf sum_to(T* summed, const T* x, const T* residual, int64_t i, int64_t
 template <class T>
 void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t n, float eps) {
     vf acc[4] = {};
-    for (int64_t i = 0, lane = 0; i < n; i += W, lane = (lane + 1) % 4) {
-        vf v = sum_to(summed, x, residual, i, n);
-        acc[lane] = fma(v, v, acc[lane]);
+    for (int64_t i = 0; i < n; i += 4 * W) {
+#pragma GCC unroll 4
+        for (int lane = 0; lane < 4; ++lane) {
+            const int64_t at = i + lane * W;
+            if (at >= n) break;
+            vf v = sum_to(summed, x, residual, at, n);
+            acc[lane] = fma(v, v, acc[lane]);
+        }
     }
     const float mean = hsum((acc[0] + acc[1]) + (acc[2] + acc[3])) / float(n);
     const vf inverse = splat(1.f / std::sqrt(mean + eps));

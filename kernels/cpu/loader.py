@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 Isa = Literal["avx512", "avx2", "portable", "reference"]
 ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best first; "reference" is plain torch
@@ -86,7 +86,7 @@ def openmp_libraries() -> set[str]:
 
 
 @functools.cache
-def _open(isa: str) -> CpuLibrary:
+def _open(isa: Isa) -> CpuLibrary:
     """Loads one build. Errors: ValueError when this CPU or installation does not have it; OSError from the loader."""
     if isa == "reference":
         return CpuLibrary("reference", None, "asked for")
@@ -97,7 +97,7 @@ def _open(isa: str) -> CpuLibrary:
 
     for omp in openmp_libraries():
         ctypes.CDLL(omp, mode=ctypes.RTLD_GLOBAL)
-    return CpuLibrary(cast(Isa, isa), ctypes.CDLL(str(path)), "best of this CPU")
+    return CpuLibrary(isa, ctypes.CDLL(str(path)), "best of this CPU")
 
 
 def load(isa: Isa | None = None) -> CpuLibrary:
