@@ -1,8 +1,8 @@
 """`python -m kernels.bench <k>`: time, GB/s or TFLOP/s, and the share of what this machine was measured to do just now.
 
 The last line is JSON. Limits are measured in the same run, before and after every case, and the best of them counts:
-memory by reading 256 MB, arithmetic by a packed product. A share means something only on a quiet machine (see `load`) and for
-data larger than the caches: a share above 1 says that one of the two did not hold.
+memory by reading 256 MB, arithmetic by a packed product. A share means something only on a quiet machine (see `load`)
+and for data larger than the caches: a share above 1 says that one of the two did not hold.
 Knows the shapes of a 125M model (12 layers, 12 heads, 4 KV heads, head_dim 64, hidden 768) and no model code.
 """
 
