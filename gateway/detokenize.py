@@ -1,10 +1,11 @@
 """Token ids to text as they come, never part of a character; and the text of single tokens for log-probabilities.
 
 The offset method of TGI and vLLM: decode a short window of tokens whose head has been put out already (a decoder may
-treat the first token of a text otherwise), and put out what is new. An unfinished character shows as U+FFFD at the end:
-byte-level decoders give one for it, byte-fallback decoders up to three. So at most three are held back, and bytes that
-are no UTF-8 at all do not hold up the text. The pieces put together equal the full decode; the one exception is a
-byte-fallback decoder with bytes that turn out invalid after a character was complete (it takes the character back).
+treat the first token of a text otherwise), and put out what is new. An unfinished character shows as U+FFFD at the end
+and is held back, for at most three tokens: no character has more than four bytes. So bytes that are no UTF-8 at all do
+not hold up the text. The pieces put together equal the full decode; the one exception is a byte-fallback decoder (which
+turns a whole run of bytes into U+FFFD if any is wrong) when a wrong byte, or a literal U+FFFD spelled in bytes, is in the
+run of a character that is out already.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 6
 """Prompt tokens that go before the output, so that its first token keeps its leading space."""
+MAX_CONTEXT_IDS = 12
 TRIM_AT = 24
 FORCE_TRIM_AT = 96
 MAX_PARTIAL = 3
@@ -24,40 +26,52 @@ MAX_PARTIAL = 3
 class Detokenizer:
     """Incremental detokenization of one sample."""
 
-    __slots__ = ("_emitted", "_ids", "_tokenizer")
+    __slots__ = ("_emitted", "_ids", "_pending", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids[-CONTEXT_IDS:])
-        self._emitted = len(self._decode().rstrip(REPLACEMENT)) if self._ids else 0
+        self._ids = list(prompt_ids[-MAX_CONTEXT_IDS:])
+        self._ids, text = self._context()
+        self._emitted = len(text.rstrip(REPLACEMENT))
         """Characters of the window's text that have been put out."""
+        self._pending = 0
+        """Tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
         """The text that became certain with this token; often empty inside a character."""
         self._ids.append(token_id)
-        text = self._decode()
-        partial = len(text) - len(text.rstrip(REPLACEMENT))
-        end = len(text) - min(partial, MAX_PARTIAL)
+        text = self._decode(self._ids)
+        whole = len(text.rstrip(REPLACEMENT))
+        self._pending = self._pending + 1 if whole < len(text) else 0
+        end = whole if self._pending <= MAX_PARTIAL else max(whole, len(text) - MAX_PARTIAL)
         delta = text[self._emitted : end]
-        self._emitted = max(self._emitted, end)
-        if len(self._ids) >= TRIM_AT and (not partial or len(self._ids) >= FORCE_TRIM_AT):
-            self._trim()
+        self._emitted = max(self._emitted, end) if self._pending else end
+        if len(self._ids) >= TRIM_AT and (not self._pending or len(self._ids) >= FORCE_TRIM_AT):
+            self._trim(len(text) - self._emitted)
         return delta
 
     def flush(self) -> str:
         """What is still held back, once no token will follow."""
-        text = self._decode()
+        text = self._decode(self._ids)
         delta = text[self._emitted :]
         self._emitted = len(text)
         return delta
 
-    def _trim(self) -> None:
-        held = len(self._decode()) - self._emitted
-        self._ids = self._ids[-CONTEXT_IDS:]
-        self._emitted = max(0, len(self._decode()) - held)
+    def _trim(self, num_held: int) -> None:
+        """Forget all but the context; `num_held` characters at the end have not been put out."""
+        self._ids, text = self._context()
+        self._emitted = max(0, len(text) - num_held)
 
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+    def _context(self) -> tuple[list[int], str]:
+        """(ids, text) of a few last tokens, if possible from the beginning of a character."""
+        for count in range(CONTEXT_IDS, MAX_CONTEXT_IDS + 1):
+            text = self._decode(self._ids[-count:])
+            if not text.startswith(REPLACEMENT):
+                return self._ids[-count:], text
+        return self._ids[-MAX_CONTEXT_IDS:], text
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _byte_level_table() -> dict[str, int]:

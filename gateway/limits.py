@@ -40,7 +40,7 @@ class Range:
         return f"{'above' if self.above_low else 'at least'} {self.low} and at most {self.high}"
 
     def __contains__(self, value: object) -> bool:
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
             return False
         return (self.low < value if self.above_low else self.low <= value) and value <= self.high
 

@@ -1,0 +1,100 @@
+"""A gateway's parts around scripted workers, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gateway.admission import Admission, Gate
+from gateway.assets import ModelAssets
+from gateway.credentials import Authenticator
+from gateway.metrics import Metrics
+from gateway.requests import RequestRunner
+from gateway.testing import Script, ScriptedWorker, make_assets
+from gateway.tokenizing import TokenizerPool
+from gateway.validate import Salts, Validator
+from gateway.workers import Workers
+
+
+@dataclass
+class Rig:
+    assets: ModelAssets
+    workers: Workers
+    admission: Admission
+    validator: Validator
+    metrics: Metrics
+    runner: RequestRunner
+    script: Script
+    scripted: list[ScriptedWorker]
+    authenticator: Authenticator
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics)
+
+    def metric(self, line_start: str) -> float:
+        """The sum of all series whose line starts so."""
+        lines = self.metrics.render().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
+
+
+MakeRig = Callable[..., Awaitable[Rig]]
+
+
+@pytest.fixture(scope="session")
+def assets() -> ModelAssets:
+    return make_assets()
+
+
+@pytest.fixture
+async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
+    rigs: list[tuple[Rig, asyncio.Task[None], TokenizerPool]] = []
+
+    async def make(
+        script: Script | None = None,
+        *,
+        num_decode: int = 1,
+        max_queue: int = 64,
+        api_key: str | None = None,
+        **options: Any,
+    ) -> Rig:
+        script = script or Script()
+        scripted = [ScriptedWorker("prefill", "p0", script)]
+        scripted += [ScriptedWorker("decode", f"d{i}", script) for i in range(num_decode)]
+        records = [await worker.start() for worker in scripted]
+        workers = Workers(stall_s=options.pop("stall_s", 60.0))
+        metrics = Metrics("tiny")
+        gate = Gate(workers.gate_capacity)
+        pool = TokenizerPool(assets, 1)
+        validator = Validator(assets, pool, Salts(b"secret"), timeout_s=20.0, max_model_len=lambda: 512)
+        runner = RequestRunner(
+            workers, gate, assets.tokenizer, metrics, max_attempts=3, recover_s=options.pop("recover_s", 2.0)
+        )
+
+        async def announce() -> None:
+            while True:
+                workers.on_records(records)
+                gate.wake()
+                await asyncio.sleep(0.05)
+
+        task = asyncio.create_task(announce())
+        rig = Rig(
+            assets, workers, Admission(max_queue), validator, metrics, runner, script, scripted, Authenticator(api_key)
+        )
+        rigs.append((rig, task, pool))
+        async with asyncio.timeout(5):
+            while not workers.ready:
+                await asyncio.sleep(0.01)
+        return rig
+
+    yield make
+    for rig, task, pool in rigs:
+        task.cancel()
+        await rig.workers.close()
+        pool.close()
+        for worker in rig.scripted:
+            await worker.stop()

@@ -1,0 +1,200 @@
+"""The life of a request against workers that fail by script: the tokens stay the right ones."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from common.errors import Aborted, DeadlineExceeded, InvalidArgument, LooseleafError, ResourceExhausted, Unavailable
+from common.types import FinishReason
+from gateway.assemble import Piece
+from gateway.testing import Fault, Script, expected_ids
+from gateway.validate import IdsPrompt, TextPrompt, Wanted
+from protos.v1 import decode_pb2 as pb
+from tests.gateway.conftest import MakeRig, Rig
+
+PROMPT = [1, 50, 60, 70]
+
+
+async def run(rig: Rig, **wanted: Any) -> list[Piece]:
+    values = {"prompt": IdsPrompt(PROMPT), "max_tokens": 12, "temperature": 0.0, **wanted}
+    request = await rig.validator.resolve(Wanted(**values))
+    async with aclosing(rig.runner.generate(request)) as pieces:
+        return [piece async for piece in pieces]
+
+
+def ids_of(pieces: list[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(3):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_goes_from_prefill_to_decode_and_is_accounted(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    pieces = await run(rig, logprobs=1, prompt_logprobs=0)
+    assert ids_of(pieces) == expected_ids(PROMPT, 12)
+    assert [item.token_id for piece in pieces for item in piece.logprobs] == ids_of(pieces)
+    assert [item.token_id for item in pieces[0].prompt_logprobs] == PROMPT[1:]
+    summary = pieces[-1].summary
+    assert summary is not None and pieces[-1].finish_reason is FinishReason.LENGTH
+    assert (summary.prompt_tokens, summary.completion_tokens, summary.attempts) == (4, 12, 1)
+    assert summary.sources.computed == 4 and summary.handed_over_tokens == 4
+    assert summary.timings.prefill_ns == 2_000_000 and summary.timings.decode_ns == 4_000_000
+    assert summary.timings.queue_ns >= 1_000_000 and summary.timings.hand_over_ns == 3_000_000
+    assert rig.metric("vllm:generation_tokens_total") == 12 and rig.metric("looseleaf_hand_overs_total") == 1
+
+
+async def test_a_request_that_ends_with_its_first_token_never_reaches_decode(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    pieces = await run(rig, max_tokens=1)
+    assert ids_of(pieces) == expected_ids(PROMPT, 1) and not rig.script.submitted
+
+
+FAULTS = {
+    "given back": ([Fault("reject", 3, pb.REJECTION_GIVEN_BACK)], "given_back"),
+    "lost": ([Fault("reject", 0, pb.REJECTION_LOST)], "lost"),
+    "draining": ([Fault("reject", 5, pb.REJECTION_DRAINING)], "draining"),
+    "queue full": ([Fault("reject", 0, pb.REJECTION_QUEUE_FULL)], "queue_full"),
+    "failed": ([Fault("reject", 2, pb.REJECTION_INTERNAL)], "internal"),
+    "a gap in the tokens": ([Fault("gap", 4)], "gap"),
+    "session lost": ([Fault("die", 3)], "session_lost"),
+    "twice": ([Fault("die", 3), Fault("reject", 1, pb.REJECTION_LOST)], ""),
+    "given back more often than attempts are allowed": (
+        [Fault("reject", 1, pb.REJECTION_GIVEN_BACK)] * 4,
+        "given_back",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_lost_attempt_is_prefilled_again_and_changes_no_token(make_rig: MakeRig, name: str) -> None:
+    faults, reason = FAULTS[name]
+    rig = await make_rig(Script(submits=list(faults)))
+    pieces = await run(rig)
+    assert ids_of(pieces) == expected_ids(PROMPT, 12)
+    assert text_of(pieces) == text_of(await run(rig))
+    assert rig.metric("looseleaf_requests_retried_total") == len(faults)
+    if reason:
+        assert rig.metric(f'looseleaf_requests_retried_total{{model_name="tiny",reason="{reason}"}}') == len(faults)
+    assert pieces[-1].summary is not None and pieces[-1].summary.attempts == len(faults) + 1
+    again = rig.script.prefilled[1].branches[0]
+    assert list(again.output_token_ids) == expected_ids(PROMPT, 12)[: len(again.output_token_ids)]
+    assert len(again.output_token_ids) >= 1
+    assert [p.attempt for p in rig.script.prefilled[: len(faults) + 1]] == list(range(len(faults) + 1))
+
+
+@pytest.mark.parametrize("action", ["stray", "repeat"])
+async def test_messages_of_another_attempt_and_repeated_ones_are_dropped(make_rig: MakeRig, action: str) -> None:
+    rig = await make_rig(Script(submits=[Fault(action, 3)]))
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+    assert rig.metric("looseleaf_requests_retried_total") == 0
+
+
+@pytest.mark.parametrize("error", [Aborted("stale"), Unavailable("gone"), ResourceExhausted("full")])
+async def test_a_prefill_that_fails_is_tried_again(make_rig: MakeRig, error: LooseleafError) -> None:
+    rig = await make_rig(Script(prefills=[error]))
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+    assert len(rig.script.prefilled) == 2
+
+
+async def test_attempts_are_bounded_and_the_client_learns_the_last_reason(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("reject", 1, pb.REJECTION_LOST)] * 9))
+    with pytest.raises(Unavailable) as caught:
+        await run(rig)
+    assert caught.value.retry_after_s is not None and len(rig.script.prefilled) == 3
+    rig.script.submits[:] = [Fault("reject", 1, pb.REJECTION_QUEUE_FULL)] * 9
+    with pytest.raises(ResourceExhausted):
+        await run(rig)
+
+
+async def test_what_can_never_fit_is_refused_without_another_attempt(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("reject", 0, pb.REJECTION_TOO_LARGE)]))
+    with pytest.raises(InvalidArgument):
+        await run(rig)
+    assert len(rig.script.prefilled) == 1
+
+
+async def test_a_silent_decode_worker_ends_at_the_deadline_and_is_told(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("silence", 2)]))
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineExceeded):
+        await run(rig, timeout_s=0.5)
+    assert asyncio.get_running_loop().time() - began < 1.0
+    await until(lambda: rig.script.cancelled == [1])
+    assert rig.script.submitted[0].timeout_ms <= 500
+
+
+async def test_a_silent_decode_worker_is_given_up_after_the_stall_time(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("silence", 2)]), stall_s=0.3)
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+    assert rig.metric("looseleaf_requests_retried_total") == 1
+
+
+async def test_a_slow_prefill_ends_at_the_deadline(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(prefills=[5.0]))
+    with pytest.raises(DeadlineExceeded):
+        await run(rig, timeout_s=0.4)
+    await until(lambda: rig.script.prefills_cancelled == 1)
+
+
+async def test_a_reader_that_goes_away_cancels_prefill_or_decode(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(prefills=[5.0]))
+    task = asyncio.create_task(run(rig))
+    await until(lambda: rig.script.prefilled)
+    task.cancel()
+    await until(lambda: rig.script.prefills_cancelled == 1)
+    rig.script.step_s = 0.02
+    task = asyncio.create_task(run(rig, max_tokens=400))
+    await until(lambda: rig.script.submitted)
+    task.cancel()
+    await until(lambda: rig.script.cancelled == [1])
+    assert rig.metric('looseleaf_requests_ended_total{finished_reason="abort"') == 2
+    assert all(s.dispatched_sequences == 0 and s.dispatched_tokens == 0 for s in rig.workers.states.values())
+
+
+async def test_a_stop_string_ends_the_sample_and_cancels_the_rest_at_the_worker(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    whole = text_of(await run(rig, max_tokens=200))
+    stop = whole[20:24]
+    rig.script.step_s = 0.001
+    pieces = await run(rig, max_tokens=200, stop=[stop])
+    assert text_of(pieces) == whole[: whole.index(stop)]
+    assert (pieces[-1].finish_reason, pieces[-1].stop_string) == (FinishReason.STOP, stop)
+    await until(lambda: len(rig.script.cancelled) == 1)
+    kept = await run(rig, max_tokens=200, stop=[stop], include_stop_str_in_output=True)
+    assert text_of(kept) == whole[: whole.index(stop) + len(stop)]
+
+
+async def test_text_equals_the_full_decode(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    pieces = await run(rig, max_tokens=300)
+    assert text_of(pieces) == rig.assets.tokenizer.decode(ids_of(pieces))
+
+
+async def test_without_workers_a_request_is_refused_at_once(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    rig.workers.on_records = lambda records: None  # type: ignore[method-assign]
+    rig.workers._router.update([], 0.0)
+    with pytest.raises(Unavailable) as caught:
+        await run(rig)
+    assert caught.value.retry_after_s is not None
+
+
+async def test_many_requests_spread_over_decode_workers(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(step_s=0.002), num_decode=2)
+    answers = await asyncio.gather(*(run(rig, prompt=TextPrompt(f"the mill {i}")) for i in range(40)))
+    assert all(len(ids_of(pieces)) == 12 for pieces in answers)
+    sessions = [rig.workers._sessions.get(f"d{i}") for i in range(2)]
+    handles = [session._next_handle - 1 for session in sessions if session is not None]
+    assert sum(handles) == 40 and min(handles) >= 15
