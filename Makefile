@@ -68,10 +68,11 @@ buf-lint:
 	"$(BUF)" lint --path protos
 	echo "buf: protos are clean"
 
-bench: install ## run the micro-benchmarks (ARGS="MODULE ..." to choose)
-	@for module in $(or $(ARGS),kernels.bench engine.bench block_store.bench); do
-		echo "== $$module"
-		$(PY) -m $$module
+BENCHES := $(addprefix kernels.bench_,paged_attention paged_prefill linear) engine.bench block_store.bench loadtest.batching
+bench: install ## run the benchmarks (ARGS="engine.bench ..." to choose; a kernel's is kernels.bench_KERNEL)
+	@for bench in $(or $(ARGS),$(BENCHES)); do
+		echo "== $$bench"
+		$(PY) -m $${bench/bench_/bench }
 	done
 
 load: install ## locust against a running server, else one it starts (USERS=32 RUN_TIME=60s)

@@ -1,6 +1,6 @@
 """docker-compose.yml brought up for real: requests through the published ports, two workers of each, and down again.
 
-Run by `make test-compose`; needs a container engine. Ports are other than the defaults, so a running system is left alone;
+Run by `make test-compose`; needs a container engine. Ports are not the defaults, so a running system is left alone;
 the project name is this test's own.
 """
 

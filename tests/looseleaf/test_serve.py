@@ -155,7 +155,8 @@ def test_a_model_that_is_missing_or_broken(tmp_path: Path) -> None:
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "model.safetensors" in refused(str(model))
-    (model / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"}))
     assert "BertModel" in refused(str(model))
 
 
