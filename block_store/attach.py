@@ -106,7 +106,7 @@ class Attached:
             while True:
                 try:
                     self._registry.publish(replace(record, load=load(), epoch=self.held.holder.epoch))
-                except Exception:  # noqa: BLE001 - a lost beat must not end the beats; gateways drop silent workers
+                except Exception:
                     logger.exception("the worker's record could not be published")
                 if self._stop.wait(1.0):
                     return

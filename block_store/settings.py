@@ -22,7 +22,9 @@ class BlockStoreSettings(ServerSettings):
     redis_url: str | None = Field(None, description="Redis for the ledger; default: a private redis-server")
     expect_workers: int = Field(2, ge=1, le=1024, description="workers to wait for before the arena is made")
     attach_timeout_s: float = Field(600.0, gt=0, description="most seconds that a worker waits for the others")
-    memory_budget: int | None = Field(None, gt=0, description="bytes for weights, activations and KV; default: half of what is available, 4 GiB of KV")
+    memory_budget: int | None = Field(
+        None, gt=0, description="bytes for weights, activations, KV; default: half, KV 4 GiB"
+    )
     reserve_bytes: int = Field(256 << 20, ge=0, description="bytes of the budget that stay unused")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the arena; default: from the budget")
     keep_arena: bool = Field(False, description="leave the arena behind at exit")

@@ -53,9 +53,7 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
     branches = [pb.BranchTables(groups=[table_to_pb(g) for g in groups]) for groups in ticket.tables]
-    return pb.Ticket(
-        arena_id=ticket.arena_id, epoch=ticket.epoch, branches=branches, num_tokens=ticket.num_tokens
-    )
+    return pb.Ticket(arena_id=ticket.arena_id, epoch=ticket.epoch, branches=branches, num_tokens=ticket.num_tokens)
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:

@@ -83,7 +83,7 @@ class FailedPrecondition(LooseleafError):
 
 
 class Unimplemented(LooseleafError):
-    """Known, valid, and not supported by this version. HTTP answers 400, as OpenAI clients expect of a bad parameter."""
+    """Known, valid, not supported by this version. HTTP answers 400, as OpenAI clients expect of a bad parameter."""
 
     grpc_code, http_status, kind = "UNIMPLEMENTED", 400, "invalid_request_error"
 

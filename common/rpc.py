@@ -9,8 +9,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -40,6 +40,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger("rpc")
 
 
@@ -83,20 +84,17 @@ def error_of(error: grpc.RpcError) -> LooseleafError:
 
 
 def _status_details(error: grpc.RpcError) -> status_pb2.Status | None:
-    for key, value in error.trailing_metadata() or ():
+    metadata: Iterable[Any] = error.trailing_metadata() or ()
+    for key, value in metadata:
         if key == "grpc-status-details-bin":
-            status = status_pb2.Status()
-            status.ParseFromString(value)
-            return status
+            return status_pb2.Status.FromString(value)
     return None
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The only place where exceptions meet gRPC."""
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -116,18 +114,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _guard_unary(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def guarded(request: Any, context: Context) -> Any:
         try:
             result = method(request, context)
             return await result if asyncio.iscoroutine(result) else result
-        except Exception as error:  # noqa: BLE001 - the border: everything becomes a status
+        except Exception as error:
             await _abort(context, error)
 
     return guarded
 
 
 def _guard_stream(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             result = method(request, context)
             if asyncio.iscoroutine(result):  # a handler that writes to the context itself
@@ -135,13 +133,13 @@ def _guard_stream(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
                 return
             async for response in result:
                 yield response
-        except Exception as error:  # noqa: BLE001 - the border: everything becomes a status
+        except Exception as error:
             await _abort(context, error)
 
     return guarded
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+async def _abort(context: Context, error: Exception) -> None:
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.BaseError)):
         raise error
     if isinstance(error, grpc.RpcError):
@@ -205,12 +203,12 @@ async def wait_for_signal(failed: asyncio.Event) -> bool:
     """Return at SIGTERM or SIGINT (False), or when `failed` is set (True)."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for item in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(item, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, failed)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for item in waits:
-        item.cancel()
+    for wait in waits:
+        wait.cancel()
     return failed.is_set()
 
 

@@ -19,7 +19,7 @@ class StepThread:
     `step()` returns how long the thread may sleep before the next one: 0 to go on at once, None to wait for a command.
     """
 
-    def __init__(self, step: Callable[[], float | None], on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, step: Callable[[], float | None], on_failure: Callable[[], object]) -> None:
         self._step = step
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -42,9 +42,9 @@ class StepThread:
         try:
             while self._drain(wait):
                 wait = self._step()
-        except BaseException as error:  # noqa: BLE001 - the service must learn that its model thread is gone
+        except BaseException:
             logger.exception("the step thread failed")
-            self._on_failure(error)
+            self._on_failure()  # the service must learn that its model thread is gone
 
     def _drain(self, wait: float | None) -> bool:
         """Run all commands that are there, waiting up to `wait` seconds for the first. False: stop."""

@@ -1,4 +1,4 @@
-"""Starts a decode worker: `python -m decode_svc --model DIR --block-store HOST:PORT`. Builds every object it needs."""
+"""Starts a decode worker: `python -m decode_svc --model DIR --block-store HOST:PORT`. Builds what it needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from common.rpc import RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service, worker_name
 from common.step_thread import StepThread
 from common.types import WorkerRecord
-from engine.runner import ModelRunner, RunnerSettings
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.service import DecodeServicer
 from decode_svc.settings import DecodeSettings
 from decode_svc.worker import DecodeWorker, Rejection
+from engine.runner import ModelRunner, RunnerSettings
 from protos.v1 import decode_pb2_grpc
 
 
@@ -58,7 +58,7 @@ async def main(settings: DecodeSettings) -> None:
     scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
     worker = DecodeWorker(runner, attached, scheduler, domain)
     loop = asyncio.get_running_loop()
-    thread = StepThread(worker.step, lambda _: loop.call_soon_threadsafe(stop.set))
+    thread = StepThread(worker.step, lambda: loop.call_soon_threadsafe(stop.set))
     servicer = DecodeServicer(worker, thread)
     server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer, "looseleaf.v1.DecodeService")
     thread.start()

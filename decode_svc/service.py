@@ -7,14 +7,14 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
-import grpc.aio
-
 from common import convert
 from common.errors import LooseleafError
+from common.rpc import Context
 from common.step_thread import StepThread
 from common.types import WorkerLoad
 from decode_svc.scheduler import Group
-from decode_svc.worker import DecodeWorker, Output, Rejection, Session
+from decode_svc.worker import DecodeWorker, Output, Rejection
+from decode_svc.worker import Session as WorkerSession
 from engine.sequence import Sequence
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
@@ -39,8 +39,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._worker = worker
         self._thread = thread
 
-    async def Session(  # noqa: N802 - gRPC's name
-        self, request_iterator: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
         loop = asyncio.get_running_loop()
         responses: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
@@ -48,7 +48,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         def send(outputs: list[Output], load: WorkerLoad) -> None:  # called in the step thread
             loop.call_soon_threadsafe(responses.put_nowait, _response(outputs, load))
 
-        session = Session(send)
+        session = WorkerSession(send)
         reader = asyncio.create_task(self._read(request_iterator, session))
         reader.add_done_callback(lambda _: responses.put_nowait(None))
         try:
@@ -58,7 +58,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             reader.cancel()
             self._thread.post(lambda: self._worker.close(session))
 
-    async def _read(self, requests: AsyncIterator[pb.SessionRequest], session: Session) -> None:
+    async def _read(self, requests: AsyncIterator[pb.SessionRequest], session: WorkerSession) -> None:
         async for request in requests:
             if request.HasField("submit"):
                 self._post_submit(session, request.submit)
@@ -66,7 +66,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 handle = request.cancel.handle
                 self._thread.post(lambda handle=handle: self._worker.cancel(session, handle))  # type: ignore[misc]
 
-    def _post_submit(self, session: Session, submit: pb.Submit) -> None:
+    def _post_submit(self, session: WorkerSession, submit: pb.Submit) -> None:
         try:
             group, ticket = _group(submit), convert.ticket_from_pb(submit.ticket)
         except (LooseleafError, ValueError) as error:

@@ -11,17 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from block_store.attach import Attached
 from block_store.codec import SealItem
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
 from block_store.hashing import chain_start, next_hash
 from common.types import BlockRef, FinishReason, Ticket, Timings, TokenLogprob, WorkerLoad
 from decode_svc.scheduler import DecodeScheduler, Group
-from engine.runner import ModelRunner, StepInput
+from engine.runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, sample_rows
-from engine.sequence import Chunk, Sequence, StepArrays, step_arrays
+from engine.sequence import Chunk, Sequence, Step, lay_out
 
 logger = logging.getLogger("decode")
 RETRY_ALLOC_S = 0.005
@@ -99,9 +97,7 @@ class DecodeWorker:
         self._flush()
 
     def _longest(self, group: Group) -> int:
-        return max(
-            min(len(s.prompt_ids) + s.stopping.max_tokens, self._runner.max_model_len) for s in group.sequences
-        )
+        return max(min(len(s.prompt_ids) + s.stopping.max_tokens, self._runner.max_model_len) for s in group.sequences)
 
     def _claim(self, session: Session, group: Group, ticket: Ticket, start: bytes) -> None:
         try:
@@ -200,14 +196,14 @@ class DecodeWorker:
                 self._reject(victim, Rejection.GIVEN_BACK)
 
     def _run(self, plan: list[tuple[Group, Chunk]]) -> None:
-        arrays = step_arrays([chunk for _, chunk in plan], self._block_size)
+        step = lay_out([chunk for _, chunk in plan], self._block_size)
         copying = [chunk.sequence for _, chunk in plan if chunk.sequence.copy_from is not None]
         if copying:
             self._runner.copy_blocks([_source(s).block for s in copying], [s.table[-1].block for s in copying])
-        if not self._check(plan, arrays):
+        if not self._check(plan, step):
             return
-        logits = self._runner.step(_step_input(arrays))
-        if not self._check(plan, arrays):
+        logits = self._runner.step(step.batch)
+        if not self._check(plan, step):
             return
         for sequence in copying:
             self._attached.held.release([_source(sequence)])
@@ -215,16 +211,16 @@ class DecodeWorker:
         for _, chunk in plan:
             chunk.sequence.num_computed = chunk.end
         self._seal([chunk.sequence for _, chunk in plan])
-        samples = sample_rows(logits, [_sample_row(chunk.sequence) for _, chunk in plan])
+        samples = sample_rows(logits, [SampleRow.of(chunk.sequence) for _, chunk in plan])
         for (group, chunk), sample in zip(plan, samples, strict=True):
             self._append(group, chunk.sequence, sample)
 
-    def _check(self, plan: list[tuple[Group, Chunk]], arrays: StepArrays) -> bool:
+    def _check(self, plan: list[tuple[Group, Chunk]], step: Step) -> bool:
         """The reader rule, for tables and for the sources of copies. False: the stale groups were rejected."""
         arena = self._attached.arena
         stale: set[Group] = set()
-        if not arena.check(arrays.block_table, arrays.generations):
-            rows = zip(arrays.block_table, arrays.generations, strict=True)
+        if not arena.check(step.block_table, step.generations):
+            rows = zip(step.block_table, step.generations, strict=True)
             stale |= {group for (group, _), row in zip(plan, rows, strict=True) if not arena.check(*row)}
         for group, chunk in plan:
             source = chunk.sequence.copy_from
@@ -335,26 +331,3 @@ class DecodeWorker:
 def _source(sequence: Sequence) -> BlockRef:
     assert sequence.copy_from is not None
     return sequence.copy_from
-
-
-def _step_input(arrays: StepArrays) -> StepInput:
-    return StepInput(
-        arrays.token_ids,
-        arrays.positions,
-        (arrays.slot_mapping,),
-        arrays.cu_seqlens_q,
-        arrays.context_lens,
-        (arrays.block_table,),
-        np.arange(len(arrays.token_ids), dtype=np.int64),
-    )
-
-
-def _sample_row(sequence: Sequence) -> SampleRow:
-    return SampleRow(
-        sequence.sampling,
-        sequence.stopping,
-        sequence.prompt_ids,
-        sequence.output_ids,
-        sequence.sample_index,
-        len(sequence.output_ids),
-    )

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from common.types import SamplingParams, StoppingParams
-from engine.runner import ModelRunner, StepInput
+from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample_rows
+from engine.step import StepInput
 
 
 class Oracle:

@@ -28,6 +28,7 @@ from engine.loader import LoadFormat, open_weights
 from engine.models.attention import LayerCache, StepMetadata
 from engine.models.decoder import Decoder
 from engine.models.opt import Opt
+from engine.step import StepInput
 from kernels.copy_blocks import copy_blocks
 from kernels.cpu.loader import current
 
@@ -55,19 +56,6 @@ class RunnerSettings:
     """0: one per core."""
     seed: int = 0
     """Of dummy weights."""
-
-
-@dataclass(slots=True)
-class StepInput:
-    """One forward pass over T tokens of B sequences, packed one sequence after the other."""
-
-    token_ids: npt.NDArray[np.int64]  # [T]
-    positions: npt.NDArray[np.int64]  # [T]
-    slot_mappings: tuple[npt.NDArray[np.int64], ...]  # per KV group [T], block * block_size + offset; negative: none
-    cu_seqlens_q: npt.NDArray[np.int32]  # [B + 1]
-    context_lens: npt.NDArray[np.int32]  # [B], this step's tokens included
-    block_tables: tuple[npt.NDArray[np.int32], ...]  # per KV group [B, max_blocks]
-    logits_rows: npt.NDArray[np.int64]  # [R], rows of T whose logits are wanted
 
 
 class ModelRunner:

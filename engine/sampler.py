@@ -7,7 +7,7 @@ temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from common.types import SamplingParams, StoppingParams, TokenLogprob
+from engine.sequence import Sequence
 from kernels.sampling import log_softmax_top, sample
 
 
@@ -24,11 +25,23 @@ class SampleRow:
 
     params: SamplingParams
     stopping: StoppingParams
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    prompt_ids: Seq[int]
+    output_ids: Seq[int]
     sample_index: int
     position: int
     """Index of the token to be drawn: len(output_ids)."""
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> SampleRow:
+        """The next token of a sequence."""
+        return cls(
+            sequence.sampling,
+            sequence.stopping,
+            sequence.prompt_ids,
+            sequence.output_ids,
+            sequence.sample_index,
+            len(sequence.output_ids),
+        )
 
 
 class Sampled(NamedTuple):
@@ -39,7 +52,7 @@ class Sampled(NamedTuple):
 
 
 @torch.inference_mode()
-def sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
     """Draw one token per row of fp32 logits [B, vocab]; the logits are left as they are."""
     params = [row.params for row in rows]
     adjusted = _adjust(logits, rows)
@@ -65,12 +78,12 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: torch.Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprob]:
+def prompt_logprobs(logits: torch.Tensor, target_ids: Seq[int], k: int) -> list[TokenLogprob]:
     """Log-probabilities of the prompt's own tokens: logits fp32 [P - 1, vocab] of positions 0..P-2, targets 1..P-1."""
     return _logprobs(logits, target_ids, [k] * len(target_ids)) if len(target_ids) else []
 
 
-def _logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
     """One entry per row, with that row's count of most likely tokens."""
     top = log_softmax_top(logits, torch.tensor(token_ids, dtype=torch.int64), max(counts))
     chosen, ranks = top.chosen.tolist(), top.rank.tolist()
@@ -84,7 +97,7 @@ def _logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[i
 # --- what changes logits before the draw
 
 
-def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def _adjust(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
     """Logits [B, vocab] after bias, min_tokens and penalties; a copy only if some row has any of these."""
     biases = [(i, row) for i, row in enumerate(rows) if row.params.logit_bias]
     short = [(i, row) for i, row in enumerate(rows) if row.position < row.stopping.min_tokens]
@@ -103,7 +116,7 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return logits
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[tuple[int, SampleRow]]) -> None:
+def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
     """Penalties in place, for all (row, token) pairs that occur at once.
 
     repetition (tokens of prompt or output): logit / r if positive, else logit * r; frequency: minus f * count in the

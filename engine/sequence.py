@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.types import BlockRef, FinishReason, PromptSources, SamplingParams, StoppingParams, TokenLogprob
+from engine.step import StepInput
 
 
 @dataclass(slots=True, eq=False)
@@ -108,24 +109,50 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StepArrays:
-    """The arrays of one forward pass over T tokens of B chunks (one KV group)."""
+class Step:
+    """One forward pass, and the lives of the blocks that it reads (for the reader rule)."""
 
-    token_ids: npt.NDArray[np.int64]  # [T]
-    positions: npt.NDArray[np.int64]  # [T]
-    slot_mapping: npt.NDArray[np.int64]  # [T], block * block_size + offset
-    cu_seqlens_q: npt.NDArray[np.int32]  # [B + 1]
-    context_lens: npt.NDArray[np.int32]  # [B], this step's tokens included
-    block_table: npt.NDArray[np.int32]  # [B, most blocks of any chunk], padded with 0
-    generations: npt.NDArray[np.uint64]  # [B, same], padded with the generation of the row's first block
+    batch: StepInput
+    generations: npt.NDArray[np.uint64]  # [B, max_blocks], beside batch.block_tables[0]
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """[B, max_blocks]; rows are padded with their first block, so that all of it may be checked."""
+        return self.batch.block_tables[0]
 
 
-def step_arrays(chunks: Seq[Chunk], block_size: int) -> StepArrays:
-    """Lay out the chunks of a step. Padding repeats each row's first block, so that the reader rule may check all."""
+def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
+    """The arrays of a step over one KV group.
+
+    Logits are wanted of the last row of a chunk that completes its sequence, and of every row where prompt
+    log-probabilities are asked for.
+    """
     q_lens = np.array([c.num_tokens for c in chunks], np.int32)
     starts = np.array([c.sequence.num_computed for c in chunks], np.int64)
     context_lens = (starts + q_lens).astype(np.int32)
-    num_blocks = -(-context_lens // block_size)
+    block_table, generations = _tables(chunks, -(-context_lens // block_size))
+    cu_seqlens_q = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(q_lens, out=cu_seqlens_q[1:])
+    rows = np.repeat(np.arange(len(chunks)), q_lens)  # [T]
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int64) - cu_seqlens_q[:-1][rows] + starts[rows]
+    slot_mapping = block_table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    tokens = [t for c in chunks for t in c.sequence.tokens_between(c.sequence.num_computed, c.end)]
+    batch = StepInput(
+        np.array(tokens, np.int64),
+        positions,
+        (slot_mapping,),
+        cu_seqlens_q,
+        context_lens,
+        (block_table,),
+        _wanted_rows(chunks, cu_seqlens_q),
+    )
+    return Step(batch, generations)
+
+
+def _tables(
+    chunks: Seq[Chunk], num_blocks: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+    """Block numbers and generations [B, most blocks], each row padded with its first block."""
     block_table = np.zeros((len(chunks), int(num_blocks.max())), np.int32)
     generations = np.zeros(block_table.shape, np.uint64)
     for row, chunk in enumerate(chunks):
@@ -133,14 +160,15 @@ def step_arrays(chunks: Seq[Chunk], block_size: int) -> StepArrays:
         pairs = np.array(chunk.sequence.table[:used], np.uint64)  # [used, 2]
         block_table[row], generations[row] = pairs[0, 0], pairs[0, 1]
         block_table[row, :used], generations[row, :used] = pairs[:, 0], pairs[:, 1]
-    cu_seqlens_q = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(q_lens, out=cu_seqlens_q[1:])
-    rows = np.repeat(np.arange(len(chunks)), q_lens)  # [T]
-    positions = np.arange(cu_seqlens_q[-1], dtype=np.int64) - cu_seqlens_q[:-1][rows] + starts[rows]
-    slot_mapping = block_table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    token_ids = np.concatenate(
-        [np.array(c.sequence.tokens_between(c.sequence.num_computed, c.end), np.int64) for c in chunks]
-    )
-    return StepArrays(
-        token_ids, positions, slot_mapping, cu_seqlens_q, context_lens, block_table, generations
-    )
+    return block_table, generations
+
+
+def _wanted_rows(chunks: Seq[Chunk], cu_seqlens_q: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    rows: list[int] = []
+    for index, chunk in enumerate(chunks):
+        start, end = int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1])
+        if chunk.sequence.sampling.prompt_logprobs is not None:
+            rows += range(start, end)
+        elif chunk.completes:
+            rows.append(end - 1)
+    return np.array(rows, np.int64)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from common.types import BlockRef, SamplingParams, StoppingParams
-from engine.runner import ModelRunner, StepInput
+from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample_rows
-from engine.sequence import Chunk, Sequence, StepArrays, step_arrays
+from engine.sequence import Chunk, Sequence, lay_out
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -23,18 +23,6 @@ GREEDY = SamplingParams(temperature=0.0)
 def poisoned_arena(runner: ModelRunner, num_blocks: int) -> np.ndarray:
     """uint8 [num_blocks, block_bytes], NaN in every dtype."""
     return np.full((num_blocks, runner.layout.block_bytes), 0xFF, np.uint8)
-
-
-def step_input(arrays: StepArrays, rows: Seq[int]) -> StepInput:
-    return StepInput(
-        arrays.token_ids,
-        arrays.positions,
-        (arrays.slot_mapping,),
-        arrays.cu_seqlens_q,
-        arrays.context_lens,
-        (arrays.block_table,),
-        np.array(rows, np.int64),
-    )
 
 
 @dataclass
@@ -82,23 +70,10 @@ class Batch:
     def step(self, chunks: list[Chunk]) -> None:
         """One forward pass; sequences whose newest token it computed get their next one."""
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
-        arrays = step_arrays(chunks, self.runner.layout.block_size)
-        rows = [int(arrays.cu_seqlens_q[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.completes]
-        logits = self.runner.step(step_input(arrays, rows))
+        logits = self.runner.step(lay_out(chunks, self.runner.layout.block_size).batch)
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.end
-        samples = sample_rows(logits, [sample_row(s) for s in complete]) if complete else []
+        samples = sample_rows(logits, [SampleRow.of(s) for s in complete]) if complete else []
         for sequence, row, sampled in zip(complete, logits, samples, strict=True):
             self.logits[self.sequences.index(sequence)].append(row)
             sequence.output_ids.append(sampled.token_id)
-
-
-def sample_row(sequence: Sequence) -> SampleRow:
-    return SampleRow(
-        sequence.sampling,
-        sequence.stopping,
-        sequence.prompt_ids,
-        sequence.output_ids,
-        sequence.sample_index,
-        len(sequence.output_ids),
-    )

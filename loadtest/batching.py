@@ -65,9 +65,7 @@ async def measure(address: str, settings: BatchingSettings) -> tuple[float, floa
 
 
 def main(settings: BatchingSettings) -> None:
-    with LLM(
-        settings.model, load_format="dummy", max_model_len=1024, num_blocks=4096, threads=settings.threads
-    ) as llm:
+    with LLM(settings.model, load_format="dummy", max_model_len=1024, num_blocks=4096, threads=settings.threads) as llm:
         alone, together = asyncio.run(measure(llm.addresses.grpc, settings))
     print(f"one at a time         {alone:8.1f} tok/s")
     print(f"{settings.at_once:2d} at once            {together:8.1f} tok/s")

@@ -1,4 +1,4 @@
-"""For tests of a running system: seeded prompts, block accounting, waiting. Ships with the package, so users test alike."""
+"""For tests of a running system: seeded prompts, block accounting, waiting. Ships with the package."""
 
 from __future__ import annotations
 

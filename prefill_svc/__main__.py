@@ -1,4 +1,4 @@
-"""Starts a prefill worker: `python -m prefill_svc --model DIR --block-store HOST:PORT`. Builds every object it needs."""
+"""Starts a prefill worker: `python -m prefill_svc --model DIR --block-store HOST:PORT`. Builds what it needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def main(settings: PrefillSettings) -> None:
     )
     worker = PrefillWorker(runner, attached, scheduler, domain)
     loop = asyncio.get_running_loop()
-    thread = StepThread(worker.step, lambda _: loop.call_soon_threadsafe(stop.set))
+    thread = StepThread(worker.step, lambda: loop.call_soon_threadsafe(stop.set))
     servicer = PrefillServicer(worker, thread, runner.max_model_len, runner.config.vocab_size)
     server.add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, servicer, "looseleaf.v1.PrefillService")
     thread.start()

@@ -61,12 +61,13 @@ class PrefillScheduler:
         plan: list[tuple[Job, Chunk]] = []
         for job in self._running:
             budget -= self._take(job, budget, plan)
-        while budget > 0 and len(self._running) < self._max_num_seqs and (job := self._head()) is not None:
-            if not admit(job):
+        while budget > 0 and len(self._running) < self._max_num_seqs:
+            head = self._head()
+            if head is None or not admit(head):
                 break
             heapq.heappop(self._waiting)
-            self._running.append(job)
-            budget -= self._take(job, budget, plan)
+            self._running.append(head)
+            budget -= self._take(head, budget, plan)
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]]) -> int:

@@ -6,10 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import grpc.aio
-
 from common import convert
 from common.errors import InvalidArgument, LooseleafError, Unavailable, Unimplemented
+from common.rpc import Context
 from common.step_thread import StepThread
 from engine.sequence import Sequence
 from prefill_svc.scheduler import Job
@@ -28,9 +27,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._vocab_size = vocab_size
         self.draining = False
 
-    async def Prefill(  # noqa: N802 - gRPC's name
-        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.PrefillResponse]:
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillResponse]:
         if self.draining:
             raise Unavailable("this worker shuts down", retry_after_s=0.1)
         job = self._job(request)

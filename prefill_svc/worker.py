@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from block_store.attach import Attached
@@ -19,9 +18,9 @@ from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
 from block_store.hashing import chain_start, next_hash
 from common.errors import Aborted, Internal, LooseleafError
 from common.types import BlockRef, FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
-from engine.runner import ModelRunner, StepInput
+from engine.runner import ModelRunner
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
-from engine.sequence import Chunk, Sequence, StepArrays, step_arrays
+from engine.sequence import Chunk, Sequence, Step, lay_out
 from prefill_svc.scheduler import Job, PrefillScheduler
 
 logger = logging.getLogger("prefill")
@@ -134,11 +133,11 @@ class PrefillWorker:
     # --- one step
 
     def _run(self, plan: list[tuple[Job, Chunk]]) -> None:
-        arrays = step_arrays([chunk for _, chunk in plan], self._block_size)
-        if not self._check(plan, arrays):
+        step = lay_out([chunk for _, chunk in plan], self._block_size)
+        if not self._check(plan, step):
             return
-        logits = self._runner.step(_step_input(arrays, _wanted_rows(plan, arrays)))
-        if not self._check(plan, arrays):
+        logits = self._runner.step(step.batch)
+        if not self._check(plan, step):
             return
         sampled_rows = self._take_prompt_logprobs(plan, logits)
         for _, chunk in plan:
@@ -151,13 +150,13 @@ class PrefillWorker:
             if not chunk.completes and job in self._emits:
                 self._emits[job](Progress(chunk.end))
 
-    def _check(self, plan: list[tuple[Job, Chunk]], arrays: StepArrays) -> bool:
+    def _check(self, plan: list[tuple[Job, Chunk]], step: Step) -> bool:
         """The reader rule: every block is still the life that the table names. False: the stale jobs were aborted."""
         arena = self._attached.arena
-        if arena.check(arrays.block_table, arrays.generations):
+        if arena.check(step.block_table, step.generations):
             return True
         for row, (job, _) in enumerate(plan):
-            if not arena.check(arrays.block_table[row], arrays.generations[row]):
+            if not arena.check(step.block_table[row], step.generations[row]):
                 self._fail(job, Aborted("a block of the prompt was reclaimed"))
         return False
 
@@ -199,7 +198,7 @@ class PrefillWorker:
 
     def _finish(self, jobs: list[Job], logits: torch.Tensor) -> None:
         """Draw each job's next token and hand its blocks to a ticket."""
-        samples = sample_rows(logits, [_sample_row(job.sequence) for job in jobs])
+        samples = sample_rows(logits, [SampleRow.of(job.sequence) for job in jobs])
         for job, sample in zip(jobs, samples, strict=True):
             self._scheduler.remove(job)
             sequence = job.sequence
@@ -249,38 +248,3 @@ class PrefillWorker:
             if (emit := self._emits.pop(job, None)) is not None:
                 emit(Aborted(reason))
         self._attached.renew()
-
-
-def _wanted_rows(plan: list[tuple[Job, Chunk]], arrays: StepArrays) -> list[int]:
-    """Rows of the step whose logits are needed: the last of a complete prompt; all where prompt logprobs are asked."""
-    rows: list[int] = []
-    for index, (_, chunk) in enumerate(plan):
-        start, end = int(arrays.cu_seqlens_q[index]), int(arrays.cu_seqlens_q[index + 1])
-        if chunk.sequence.sampling.prompt_logprobs is not None:
-            rows += range(start, end)
-        elif chunk.completes:
-            rows.append(end - 1)
-    return rows
-
-
-def _step_input(arrays: StepArrays, rows: list[int]) -> StepInput:
-    return StepInput(
-        arrays.token_ids,
-        arrays.positions,
-        (arrays.slot_mapping,),
-        arrays.cu_seqlens_q,
-        arrays.context_lens,
-        (arrays.block_table,),
-        np.array(rows, np.int64),
-    )
-
-
-def _sample_row(sequence: Sequence) -> SampleRow:
-    return SampleRow(
-        sequence.sampling,
-        sequence.stopping,
-        sequence.prompt_ids,
-        sequence.output_ids,
-        sequence.sample_index,
-        len(sequence.output_ids),
-    )

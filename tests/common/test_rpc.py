@@ -79,7 +79,9 @@ async def test_health_follows_readiness_and_reflection_lists_the_service() -> No
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="looseleaf.v1.InferenceService")
         reply = await stub.ServerReflectionInfo(iter([request])).read()
-    files = [descriptor_pb2.FileDescriptorProto.FromString(f) for f in reply.file_descriptor_response.file_descriptor_proto]
+    files = [
+        descriptor_pb2.FileDescriptorProto.FromString(f) for f in reply.file_descriptor_response.file_descriptor_proto
+    ]
     assert "InferenceService" in {service.name for file in files for service in file.service}
     await server.stop(0)
 

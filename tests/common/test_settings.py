@@ -22,7 +22,9 @@ def test_flags_win_over_variables_over_defaults(monkeypatch: pytest.MonkeyPatch)
     assert (settings.max_num_seqs, settings.block_size, settings.dtype) == (9, 32, "auto")
 
 
-def test_a_mistyped_variable_stops_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_variable_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("LOOSELEAF_PLAIN_PROT", "1")
     with pytest.raises(SystemExit) as exit_:
         Plain.load([])

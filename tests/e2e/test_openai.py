@@ -109,5 +109,9 @@ def test_tokenize_round_trip_health_and_metrics(llm: LLM, model: str) -> None:
     assert llm.client.detokenize(tokens) == "héllo wörld"
     assert httpx.get(f"{base}/health").status_code == 200
     metrics = httpx.get(f"{base}/metrics").text
-    for name in ("looseleaf_time_to_first_token_seconds", "vllm:time_to_first_token_seconds", "vllm:num_requests_running"):
+    for name in (
+        "looseleaf_time_to_first_token_seconds",
+        "vllm:time_to_first_token_seconds",
+        "vllm:num_requests_running",
+    ):
         assert f"\n{name}" in metrics, name

@@ -12,8 +12,8 @@ from common.types import SamplingParams, StoppingParams
 from engine.config import Family
 from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
-from engine.sequence import Chunk, step_arrays
-from engine.testing import Batch, poisoned_arena, step_input
+from engine.sequence import Chunk, lay_out
+from engine.testing import Batch, poisoned_arena
 from engine.tiny import make_checkpoint
 
 FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3", "opt"]
@@ -88,7 +88,7 @@ def test_a_step_on_another_thread_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def next_logits(runner: ModelRunner, batch: Batch) -> torch.Tensor:
-    return runner.step(step_input(step_arrays([Chunk(batch.sequences[0], 1)], 16), [0]))
+    return runner.step(lay_out([Chunk(batch.sequences[0], 1)], 16).batch)
 
 
 @pytest.mark.parametrize(("family", "window"), [*((f, None) for f in FAMILIES), ("mistral", 64)])
@@ -146,9 +146,10 @@ def test_negative_slots_are_not_written_and_no_rows_give_no_logits(tmp_path: Pat
         runner.bind(arena)
         batch = Batch.of(runner, [prompt(20)], 1)
         runner.bind(arena)
-        step = step_input(step_arrays([Chunk(batch.sequences[0], 20)], 16), [])
+        step = lay_out([Chunk(batch.sequences[0], 20)], 16).batch
         step.block_tables = (np.array([[0, 1]], np.int32),)
         step.slot_mappings = (np.full(20, -1, np.int64),)
+        step.logits_rows = np.array([], np.int64)
         assert runner.step(step).shape == (0, 512)
         assert (arena == 0xFF).all()
         step.slot_mappings = (np.arange(20, dtype=np.int64),)

@@ -7,7 +7,7 @@ import pytest
 
 from block_store.hashing import chain_start, hash_blocks, next_hash
 from common.types import BlockRef, FinishReason, SamplingParams, StoppingParams
-from engine.sequence import Chunk, Sequence, step_arrays
+from engine.sequence import Chunk, Sequence, lay_out
 
 
 def sequence(prompt: int, outputs: int = 0, computed: int = 0, blocks: int = 0, first_block: int = 10) -> Sequence:
@@ -23,35 +23,43 @@ def test_worked_example_seven_tokens_in_blocks_of_four() -> None:
     """Seven prompt tokens take two blocks; the next token fills the second; then a third is needed."""
     item = sequence(7, blocks=2)
     assert -(-item.num_tokens // 4) == 2
-    arrays = step_arrays([Chunk(item, 7)], 4)
-    assert arrays.slot_mapping.tolist() == [40, 41, 42, 43, 44, 45, 46]
+    batch = lay_out([Chunk(item, 7)], 4).batch
+    assert batch.slot_mappings[0].tolist() == [40, 41, 42, 43, 44, 45, 46]
     item.num_computed = 7
     item.output_ids.append(1)
     assert item.num_computed // 4 == 1 < len(item.table)
-    assert step_arrays([Chunk(item, 1)], 4).slot_mapping.tolist() == [47]
+    assert lay_out([Chunk(item, 1)], 4).batch.slot_mappings[0].tolist() == [47]
     item.num_computed = 8
     item.output_ids.append(2)
     assert item.num_full_blocks(4) == 2
     assert item.num_computed // 4 == 2 == len(item.table)
 
 
-def test_step_arrays_of_a_mixed_batch() -> None:
+def test_a_mixed_batch() -> None:
     chunks = [Chunk(sequence(20, computed=16, blocks=2), 4), Chunk(sequence(3, 1, 3, 1, first_block=50), 1)]
-    arrays = step_arrays(chunks, 16)
-    assert arrays.token_ids.tolist() == [16, 17, 18, 19, 1000]
-    assert arrays.positions.tolist() == [16, 17, 18, 19, 3]
-    assert arrays.cu_seqlens_q.tolist() == [0, 4, 5]
-    assert arrays.context_lens.tolist() == [20, 4]
-    assert arrays.slot_mapping.tolist() == [176, 177, 178, 179, 803]
-    assert arrays.block_table.tolist() == [[10, 11], [50, 50]]
-    assert arrays.generations.tolist() == [[100, 101], [100, 100]]
-    assert arrays.block_table.dtype == np.int32
+    step = lay_out(chunks, 16)
+    assert step.batch.token_ids.tolist() == [16, 17, 18, 19, 1000]
+    assert step.batch.positions.tolist() == [16, 17, 18, 19, 3]
+    assert step.batch.cu_seqlens_q.tolist() == [0, 4, 5]
+    assert step.batch.context_lens.tolist() == [20, 4]
+    assert step.batch.slot_mappings[0].tolist() == [176, 177, 178, 179, 803]
+    assert step.batch.logits_rows.tolist() == [3, 4]
+    assert step.block_table.tolist() == [[10, 11], [50, 50]]
+    assert step.generations.tolist() == [[100, 101], [100, 100]]
+    assert step.block_table.dtype == np.int32
+
+
+def test_logits_are_wanted_where_a_token_is_drawn_or_prompt_logprobs_are_asked_for() -> None:
+    unfinished, asked = Chunk(sequence(20, blocks=2), 8), Chunk(sequence(6, blocks=1), 4)
+    asked.sequence.sampling = SamplingParams(prompt_logprobs=0)
+    last = Chunk(sequence(3, blocks=1), 3)
+    assert lay_out([unfinished, asked, last], 16).batch.logits_rows.tolist() == [8, 9, 10, 11, 14]
 
 
 def test_generations_above_32_bits_survive_the_arrays() -> None:
     item = sequence(1, blocks=0)
     item.table = [BlockRef(3, (7 << 32) + 5)]
-    assert step_arrays([Chunk(item, 1)], 16).generations.tolist() == [[(7 << 32) + 5]]
+    assert lay_out([Chunk(item, 1)], 16).generations.tolist() == [[(7 << 32) + 5]]
 
 
 @pytest.mark.parametrize("start,end", [(0, 3), (3, 5), (5, 7), (2, 7), (0, 7)])

@@ -1,0 +1,21 @@
+"""The arrays of one forward pass, as a runner takes them. No torch, no sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(slots=True)
+class StepInput:
+    """One forward pass over T tokens of B sequences, packed one sequence after the other."""
+
+    token_ids: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T]
+    slot_mappings: tuple[npt.NDArray[np.int64], ...]  # per KV group [T], block * block_size + offset; negative: none
+    cu_seqlens_q: npt.NDArray[np.int32]  # [B + 1]
+    context_lens: npt.NDArray[np.int32]  # [B], this step's tokens included
+    block_tables: tuple[npt.NDArray[np.int32], ...]  # per KV group [B, max_blocks]
+    logits_rows: npt.NDArray[np.int64]  # [R], rows of T whose logits are wanted
