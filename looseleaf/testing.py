@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
+
+T = TypeVar("T")
 
 
 def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size: int = 256) -> list[list[int]]:
@@ -41,7 +43,7 @@ def assert_nothing_held(block_store: str, *, within_s: float = 15.0) -> pb.Inspe
     return state
 
 
-def wait_for(look: Callable[[], Any], good: Callable[[Any], bool], within_s: float, otherwise: str) -> Any:
+def wait_for(look: Callable[[], T], good: Callable[[T], bool], within_s: float, otherwise: str) -> T:
     """The first value of `look` that is `good`; AssertionError with the last one after `within_s`."""
     deadline = time.monotonic() + within_s
     while not good(value := look()):
