@@ -65,7 +65,7 @@ class Launcher:
 
     def _start(self) -> Addresses:
         settings = self._settings
-        source = resolve(settings.model or settings.model_directory)
+        source = resolve(settings.model or settings.model_directory, dummy=settings.load_format == "dummy")
         if source.notice:
             self._echo(source.notice)
         for port in (settings.port, settings.grpc_port):

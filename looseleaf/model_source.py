@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from common.errors import StartupError
 REPOSITORY = Path(__file__).resolve().parent.parent
 BUILT_IN = REPOSITORY / "models" / "storyteller"
 _MAKE = "import sys; from engine.tiny import make_checkpoint; make_checkpoint(sys.argv[1], 'llama', seed=0)"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _VERSION = 1
 """Raised when the random model's shape changes, so that an old cached one is not taken."""
 
@@ -27,10 +30,18 @@ class ModelSource:
     is_tiny: bool = False
 
 
-def resolve(given: str | None) -> ModelSource:
-    """The directory `given`, else the built-in model, else a small random one. StartupError if it is no model."""
+def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
+    """The directory `given`, else the built-in model, else a small random one. StartupError if it is no model.
+
+    With `dummy` weights a config.json is enough: a missing tokenizer is replaced by the small random model's.
+    """
     if given is not None:
-        return ModelSource(_checked(Path(given)))
+        directory = _checked(Path(given))
+        if dummy and not (directory / "tokenizer.json").exists():
+            return ModelSource(
+                with_tokenizer(directory, cache_directory()), f"{directory} has no tokenizer: taking another"
+            )
+        return ModelSource(directory)
     if BUILT_IN.is_dir():
         return ModelSource(BUILT_IN)
     return ModelSource(
@@ -70,6 +81,21 @@ def tiny_checkpoint(cache: Path) -> Path:
     except OSError as error:
         if not (target / "config.json").is_file():  # another launch may have been quicker
             raise StartupError(f"cannot write the small random model to {target}: {error.strerror}") from error
+    return target
+
+
+def with_tokenizer(directory: Path, cache: Path) -> Path:
+    """A directory of the same name below `cache`: `directory`'s config.json and the small random model's tokenizer."""
+    tiny = tiny_checkpoint(cache)
+    config = (directory / "config.json").read_bytes()
+    target = cache / f"dummy-{hashlib.sha256(config).hexdigest()[:16]}" / directory.resolve().name
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name in _TOKENIZER_FILES:
+            shutil.copyfile(tiny / name, target / name)
+        (target / "config.json").write_bytes(config)
+    except OSError as error:
+        raise StartupError(f"cannot write to {target}: {error.strerror}") from error
     return target
 
 

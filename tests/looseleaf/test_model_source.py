@@ -39,3 +39,15 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match="cannot write"):
         tiny_checkpoint(tmp_path / "file" / "cache")
+
+
+def test_a_config_alone_is_enough_for_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shape = tmp_path / "shape"
+    shape.mkdir()
+    (shape / "config.json").write_text("{}")
+    source = resolve(str(shape), dummy=True)
+    assert source.directory.name == "shape" and source.notice is not None
+    assert (source.directory / "config.json").read_text() == "{}"
+    assert (source.directory / "tokenizer.json").is_file()
+    assert resolve(str(shape)).directory == shape
