@@ -4,8 +4,8 @@ The offset method of TGI and vLLM: decode a short window of tokens whose head ha
 treat the first token of a text otherwise), and put out what is new. An unfinished character shows as U+FFFD at the end
 and is held back, for at most three tokens: no character has more than four bytes. So bytes that are no UTF-8 at all do
 not hold up the text. The pieces put together equal the full decode; the one exception is a byte-fallback decoder (which
-turns a whole run of bytes into U+FFFD if any is wrong) when a wrong byte, or a literal U+FFFD spelled in bytes, is in the
-run of a character that is out already.
+turns a whole run of bytes into U+FFFD if any is wrong) when a wrong byte, or a literal U+FFFD spelled in bytes, is in
+the run of a character that is out already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """For tests: workers that speak the real protos over real sockets, with tokens by arithmetic and faults by script.
 
-A token is a function of all tokens before it, so whatever happens on the way the right answer is known (`expected_ids`).
+A token is a function of all tokens before it, so whatever happens on the way the right answer is known.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def test_messages_and_special_tokens_are_rendered() -> None:
 
 
 def test_blocks_are_trimmed_and_the_usual_helpers_are_there() -> None:
-    source = "{% for m in messages %}\n  {% if true %}\n{{ m | tojson }}{{ strftime_now('%Y')[:2] }}{% break %}\n  {% endif %}\n{% endfor %}"
+    body = "  {% if true %}\n{{ m | tojson }}{{ strftime_now('%Y')[:2] }}{% break %}\n  {% endif %}\n"
+    source = "{% for m in messages %}\n" + body + "{% endfor %}"
     assert ChatTemplate(source, {}).render([{"role": "u", "content": "<é>"}]) == '{"role": "u", "content": "<é>"}20'
 
 

@@ -1,0 +1,145 @@
+"""Workers come and go through a real Redis; the process starts, refuses to start, and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from block_store.redis_server import RedisHandle, connect
+from block_store.registry import WorkerRegistry
+from common.types import WorkerRecord
+from gateway.discovery import Discovery
+from gateway.testing import Script, ScriptedWorker, make_record
+from tests.gateway.test_chat_template import write_model
+from tests.gateway.test_requests import until
+
+
+@pytest.fixture(scope="module")
+def redis_handle() -> Iterator[RedisHandle]:
+    with tempfile.TemporaryDirectory(prefix="gw") as directory:
+        handle = connect(None, directory)
+        yield handle
+        handle.close()
+
+
+async def test_workers_are_found_and_missed(redis_handle: RedisHandle) -> None:
+    seen: list[list[WorkerRecord]] = []
+    discovery = Discovery(redis_handle.url, 0.05, seen.append)
+    registry = WorkerRegistry(redis_handle.client)
+    task = asyncio.create_task(discovery.run())
+    registry.publish(make_record("prefill", "p0"))
+    await until(lambda: seen and [r.worker_id for r in seen[-1]] == ["p0"])
+    registry.publish(replace(make_record("prefill", "p0"), draining=True))
+    await until(lambda: seen[-1][0].draining)
+    registry.withdraw("p0")
+    await until(lambda: seen[-1] == [])
+    task.cancel()
+    discovery.close()
+
+
+async def test_without_redis_the_last_list_stays_and_nothing_hangs(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="gw") as directory:
+        handle = connect(None, directory)
+        seen: list[list[WorkerRecord]] = []
+        discovery = Discovery(handle.url, 0.05, seen.append)
+        WorkerRegistry(handle.client).publish(make_record("prefill", "p0"))
+        task = asyncio.create_task(discovery.run())
+        await until(lambda: seen)
+        handle.close()
+        await until(lambda: discovery.fallbacks.counts.get("registry", 0) > 1)
+        assert seen[-1][0].worker_id == "p0"
+        assert await asyncio.wait_for(discovery.cached_tokens(seen[-1], [1, 2, 3], b""), 1) == {}
+        task.cancel()
+        discovery.close()
+
+
+def gateway(model: Path | str, redis_url: str, *flags: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gateway", "--model", str(model), "--redis-url", redis_url, *flags]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def refused(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, stderr = process.communicate(timeout=20)
+    return process.returncode, stderr
+
+
+FREE = ("--port", "0", "--grpc-port", "0")
+
+
+def test_a_start_that_cannot_be_says_why_in_one_sentence(model: Path, redis_handle: RedisHandle) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for flags, named in [
+            (("--port", port, "--grpc-port", "0"), f"port {port} is occupied"),
+            (("--port", "0", "--grpc-port", port), f"port {port} is occupied"),
+        ]:
+            code, stderr = refused(gateway(model, redis_handle.url, *flags))
+            assert code == 1 and named in stderr and "Traceback" not in stderr
+    for given, url, named in [
+        ("/nowhere", redis_handle.url, "/nowhere is not a directory"),
+        (model, "redis://127.0.0.1:1", "--redis-url"),
+        (model, "nonsense", "--redis-url"),
+    ]:
+        code, stderr = refused(gateway(given, url, *FREE))
+        assert code == 1 and named in stderr and "Traceback" not in stderr
+
+
+def test_a_mistyped_setting_stops_the_start(model: Path, redis_handle: RedisHandle) -> None:
+    code, stderr = refused(gateway(model, redis_handle.url, *FREE, LOOSELEAF_GATEWAY_PROT="1"))
+    assert code == 2 and "LOOSELEAF_GATEWAY_PROT" in stderr
+    code, stderr = refused(gateway(model, redis_handle.url, *FREE, "--max-queue", "0"))
+    assert code == 2 and "--max-queue" in stderr
+    code, stderr = refused(gateway(model, redis_handle.url, *FREE, "--prot", "1"))
+    assert code == 2 and "--prot" in stderr
+
+
+async def test_the_process_gets_ready_serves_and_lets_running_requests_finish(
+    model: Path, redis_handle: RedisHandle, tmp_path: Path
+) -> None:
+    script = Script(step_s=0.02)
+    workers = [ScriptedWorker("prefill", "p0", script), ScriptedWorker("decode", "d0", script)]
+    registry = WorkerRegistry(redis_handle.client)
+    records = [replace(await w.start(), max_model_len=100) for w in workers]
+    ready = tmp_path / "ready"
+    process = gateway(model, redis_handle.url, *FREE, "--ready-file", str(ready), "--served-model-name", "m")
+    try:
+        async with asyncio.timeout(20):
+            while not ready.exists():
+                for record in records:
+                    registry.publish(record)
+                await asyncio.sleep(0.1)
+        base = "http://" + ready.read_text().splitlines()[0]
+        async with httpx.AsyncClient(base_url=base, timeout=20) as client:
+            assert (await client.get("/health")).status_code == 200
+            models = (await client.get("/v1/models")).json()["data"]
+            assert models[0]["id"] == "m" and models[0]["max_model_len"] == 100, "the workers' limit holds"
+            running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "the", "max_tokens": 60}))
+            await until(lambda: script.submitted)
+            process.send_signal(signal.SIGTERM)
+            reply = await running
+            assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 60
+        assert await asyncio.to_thread(process.wait, 10) == 0
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.communicate)
+        for record, worker in zip(records, workers, strict=True):
+            registry.withdraw(record.worker_id)
+            await worker.stop()
