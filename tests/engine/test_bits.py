@@ -12,7 +12,7 @@ from common.types import SamplingParams, StoppingParams
 from engine.config import Family
 from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
-from engine.sequence import Chunk, lay_out
+from engine.sequence import Chunk, Sequence, lay_out
 from engine.testing import Batch, poisoned_arena
 from engine.tiny import make_checkpoint
 
@@ -21,9 +21,9 @@ DTYPES = ["bfloat16", "float32"]
 
 
 def runner_of(
-    tmp_path: Path, family: Family, dtype: str = "bfloat16", *, num_threads: int = 1, **overrides: object
+    tmp_path: Path, family: Family, dtype: str = "bfloat16", *, num_threads: int = 1, std: float = 0.1, **overrides: object
 ) -> ModelRunner:
-    make_checkpoint(tmp_path, family, seed=11, std=0.1, **overrides)
+    make_checkpoint(tmp_path, family, seed=11, std=std, **overrides)
     return ModelRunner(RunnerSettings(tmp_path, dtype=dtype, num_threads=num_threads))  # type: ignore[arg-type]
 
 
@@ -108,6 +108,29 @@ def test_every_visible_block_is_read_and_no_other(family: Family, window: int | 
         arena[block] = kept
         # the query at 299 sees keys 236..299 through a window of 64: blocks 14 (224..239) and later
         assert changed == (window is None or index >= 14), f"block {index}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_zeroing_any_cached_block_changes_the_tokens(family: Family, tmp_path: Path) -> None:
+    """The output itself, not only its logits: what every test of token equality relies on."""
+    runner = runner_of(tmp_path, family, std=0.3)  # at 0.02 the residual stream would drown what attention reads
+    first = Batch.of(runner, [prompt(200)], 40)
+    [expected] = first.run()
+    arena, [filled] = runner._arena, first.sequences
+    assert arena is not None
+
+    def behind_cached_blocks() -> list[int]:
+        again = Sequence(filled.prompt_ids, [], filled.sampling, filled.stopping, table=filled.table)
+        again.num_computed = 192
+        return Batch(runner, [again]).run()[0]
+
+    assert behind_cached_blocks() == expected
+    for index in range(192 // 16):
+        block = filled.table[index].block
+        kept = arena[block].clone()
+        arena[block] = 0
+        assert behind_cached_blocks() != expected, f"block {index}"
+        arena[block] = kept
 
 
 def test_copied_blocks_give_the_same_bits(tmp_path: Path) -> None:
