@@ -81,6 +81,8 @@ class Script:
     prefills: list[LooseleafError | float] = field(default_factory=list)
     """An error to answer with, or seconds to take."""
     step_s: float = 0.0
+    burst: bool = False
+    """All tokens of a submit in one message, as after a gateway was slow."""
     prefilled: list[prefill_pb2.PrefillRequest] = field(default_factory=list)
     submitted: list[decode_pb2.Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -158,7 +160,10 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
         reader = asyncio.create_task(read())
         try:
             while (output := await outputs.get()) is not None:
-                yield decode_pb2.SessionResponse(outputs=[output], load=pb.WorkerLoad(num_running=len(running)))
+                response = decode_pb2.SessionResponse(outputs=[output], load=pb.WorkerLoad(num_running=len(running)))
+                while self._script.burst and not outputs.empty() and (more := outputs.get_nowait()) is not None:
+                    response.outputs.append(more)
+                yield response
             raise Unavailable("the worker died")
         finally:
             for task in (reader, *running.values()):
@@ -170,7 +175,8 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
         outputs = list(submit.branches[0].output_token_ids)
         ids = [*submit.prompt_token_ids, *outputs]
         for produced in range(submit.stopping.max_tokens - len(outputs)):
-            await asyncio.sleep(self._script.step_s)
+            if not self._script.burst:
+                await asyncio.sleep(self._script.step_s)
             index = len(outputs) + produced
             output = decode_pb2.SequenceOutput(handle=submit.handle, attempt=submit.attempt, first_index=index)
             if produced == fault.after and fault.action == "reject":

@@ -265,7 +265,8 @@ async def test_tokenize_detokenize_health_and_metrics(serve: Any) -> None:
     text = (await served.client.get("/metrics")).text
     for name in (
         "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_bucket",
-        "vllm:num_requests_running", "vllm:request_success_total", "looseleaf_hand_overs_total", "looseleaf_time_to_first_token_seconds_sum",
+        "vllm:num_requests_running", "vllm:request_success_total",
+        "looseleaf_hand_overs_total", "looseleaf_time_to_first_token_seconds_sum",
     ):  # fmt: skip
         assert f"\n{name}{{" in text and 'model_name="tiny"' in text
     assert 'vllm:inter_token_latency_seconds_count{model_name="tiny"} 4.0' in text

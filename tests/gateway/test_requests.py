@@ -101,6 +101,23 @@ async def test_messages_of_another_attempt_and_repeated_ones_are_dropped(make_ri
     assert rig.metric("looseleaf_requests_retried_total") == 0
 
 
+async def test_tokens_that_come_together_with_a_rejection_reach_the_client(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("reject", 5, pb.REJECTION_GIVEN_BACK)], burst=True))
+    pieces = await run(rig)
+    assert ids_of(pieces) == expected_ids(PROMPT, 12) and max(len(p.token_ids) for p in pieces) >= 5
+    assert text_of(pieces) == rig.assets.tokenizer.decode(ids_of(pieces))
+
+
+async def test_before_min_tokens_no_stop_string_ends_the_sample(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    whole = await run(rig, max_tokens=60)
+    early = text_of(whole[:4])[-3:]
+    stopped = await run(rig, max_tokens=60, stop=[early])
+    assert len(ids_of(stopped)) <= 5 and stopped[-1].stop_string == early
+    later = await run(rig, max_tokens=60, stop=[early], min_tokens=30)
+    assert len(ids_of(later)) >= 30 and text_of(later).startswith(text_of(whole[:5]))
+
+
 @pytest.mark.parametrize("error", [Aborted("stale"), Unavailable("gone"), ResourceExhausted("full")])
 async def test_a_prefill_that_fails_is_tried_again(make_rig: MakeRig, error: LooseleafError) -> None:
     rig = await make_rig(Script(prefills=[error]))
