@@ -76,8 +76,7 @@ class Launcher:
         timeout_s = settings.startup_timeout_s
 
         store = self._spawn("block_store", "block_store", store_flags(settings, self._shared.path, source))
-        ((store_address, *told),) = wait_ready([store], self._children, timeout_s)
-        redis_url = settings.redis_url or (told[0] if told else f"unix://{self._shared.path}/redis.sock")
+        ((store_address, redis_url),) = wait_ready([store], self._children, timeout_s)
         for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
             for number in range(count):
                 name = role if count == 1 else f"{role}-{number}"
