@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -221,6 +222,11 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 2.
         except grpc.aio.AioRpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def reachable_address(host: str, port: int) -> str:
+    """Where others reach a server bound to `host`: the host's own name where it listens on every interface."""
+    return f"{socket.gethostname() if host in ('', '0.0.0.0', '::', '[::]') else host}:{port}"
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:

@@ -116,6 +116,12 @@ class Metrics:
         self._blocks = Gauge(
             "looseleaf_blocks", "Blocks of the arena by state", [*labels, "state"], registry=self._registry
         )
+        self._dispatched = Counter(
+            "looseleaf_worker_requests",
+            "Requests sent to a worker",
+            [*labels, "role", "worker"],
+            registry=self._registry,
+        )
         worker_labels = [*labels, "worker", "role"]
         self._batch = Gauge(
             "looseleaf_worker_running", "Sequences in a worker's batch", worker_labels, registry=self._registry
@@ -137,6 +143,10 @@ class Metrics:
         self._generated.inc(count)
         for _ in range(count):
             self._itl.observe(since_s / count)
+
+    def dispatched(self, role: str, worker: str) -> None:
+        """A request was sent to this worker."""
+        self._dispatched.labels(self._model, role, worker).inc()
 
     def handed_over(self, num_tokens: int) -> None:
         self._hand_overs.inc()

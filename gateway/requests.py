@@ -32,6 +32,12 @@ logger = logging.getLogger("requests")
 MARGIN_S = 0.02
 """What a hop keeps of the time left for its own answer."""
 WAIT_FOR_WORKERS_S = 0.05
+MESSAGE_COST_S = 0.0005
+"""A message to a client costs the event loop about 0.2 ms. With many streams each waits so long per stream between its
+messages, and sends what has come meanwhile as one: the loop stays free for new calls, which grpc.aio accepts one at a time.
+"""
+FEW_STREAMS = 16
+"""Up to so many streams every step's tokens go out at once."""
 
 
 @dataclass(slots=True)
@@ -202,6 +208,7 @@ class RequestRunner:
             priority=request.priority,
         )
         life.attempts += 1
+        self._metrics.dispatched("prefill", worker.worker_id)
         began = time.monotonic()
         try:
             done = await self._workers.prefill(worker, message, life.remaining_s())
@@ -232,10 +239,12 @@ class RequestRunner:
         stream = place.session.submit(self._submit(life, ticket))
         life.handed_over = ticket.num_tokens
         self._metrics.handed_over(ticket.num_tokens)
+        self._metrics.dispatched("decode", place.session.record.worker_id)
         timer = asyncio.get_running_loop().call_later(life.remaining_s(), stream.fail, too_late(life.request.timeout_s))
         try:
             yield first
             while life.sample.finish_reason is None:
+                await self._pace(life)
                 news = await self._next(life, stream)
                 if news.piece.finish_reason is not None:
                     _add_decode_time(life, news.timings, began)
@@ -253,6 +262,13 @@ class RequestRunner:
             timer.cancel()
             place.session.cancel(stream)
             place.release()
+
+    async def _pace(self, life: _Life) -> None:
+        """Hold the next message back while there are many streams and this one has just sent."""
+        if self._gate.inside > FEW_STREAMS:
+            pause = life.emitted_at + self._gate.inside * MESSAGE_COST_S - time.monotonic()
+            if pause > 0.001:
+                await asyncio.sleep(pause)
 
     async def _next(self, life: _Life, stream: OutputStream) -> _News:
         """All that has come since the last piece, up to the sample's end or what went wrong."""

@@ -7,7 +7,7 @@ import sys
 
 from block_store.attach import Attached, Needs
 from block_store.hashing import hash_domain
-from common.rpc import RpcServer, wait_for_signal, write_ready_file
+from common.rpc import RpcServer, reachable_address, wait_for_signal, write_ready_file
 from common.service_main import run_service, worker_name
 from common.step_thread import StepThread
 from common.types import WorkerRecord
@@ -60,7 +60,7 @@ async def main(settings: PrefillSettings) -> None:
     record = WorkerRecord(
         name,
         "prefill",
-        settings.advertise or f"{settings.host}:{server.port}",
+        settings.advertise or reachable_address(settings.host, server.port),
         settings.model,
         attached.arena.arena_id,
         settings.block_size,

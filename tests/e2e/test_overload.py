@@ -13,12 +13,24 @@ from looseleaf.testing import assert_nothing_held, prompts
 OPTIONS = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
 
+def resident_bytes(llm: LLM) -> dict[str, int]:
+    """Peak resident size of every service."""
+    sizes = {}
+    for name, pid in llm.pids.items():
+        [line] = [x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM")]
+        sizes[name] = int(line.split()[1]) * 1024
+    return sizes
+
+
 async def test_1000_at_once_are_all_answered_with_the_tokens_they_have_alone(checkpoint: Path) -> None:
     kinds = prompts(25, seed=13, lengths=(5, 40))
     with LLM(str(checkpoint), num_blocks=512, max_model_len=512, max_queue=1000) as llm:
         alone = [llm.client.generate(p, **OPTIONS, cache_salt="alone").token_ids for p in kinds]  # type: ignore[misc]
+        before = resident_bytes(llm)
         async with AsyncClient(llm.addresses.grpc) as client:
             done = await asyncio.gather(*(client.generate(kinds[i % 25], **OPTIONS) for i in range(1000)))
+        grown = {name: size - before[name] for name, size in resident_bytes(llm).items()}
+        assert max(grown.values()) < 200 << 20, grown
         assert [item.token_ids for item in done] == [alone[i % 25] for i in range(1000)]
         assert_nothing_held(llm.addresses.block_store)
 

@@ -21,7 +21,13 @@ DTYPES = ["bfloat16", "float32"]
 
 
 def runner_of(
-    tmp_path: Path, family: Family, dtype: str = "bfloat16", *, num_threads: int = 1, std: float = 0.1, **overrides: object
+    tmp_path: Path,
+    family: Family,
+    dtype: str = "bfloat16",
+    *,
+    num_threads: int = 1,
+    std: float = 0.1,
+    **overrides: object,
 ) -> ModelRunner:
     make_checkpoint(tmp_path, family, seed=11, std=std, **overrides)
     return ModelRunner(RunnerSettings(tmp_path, dtype=dtype, num_threads=num_threads))  # type: ignore[arg-type]
