@@ -34,7 +34,7 @@ MARGIN_S = 0.02
 WAIT_FOR_WORKERS_S = 0.05
 MESSAGE_COST_S = 0.0005
 """A message to a client costs the event loop about 0.2 ms. With many streams each waits so long per stream between its
-messages, and sends what has come meanwhile as one: the loop stays free for new calls, which grpc.aio accepts one at a time.
+messages, and sends what has come meanwhile as one: the loop stays free for new calls (grpc.aio accepts one at a time).
 """
 FEW_STREAMS = 16
 """Up to so many streams every step's tokens go out at once."""
