@@ -1,0 +1,31 @@
+"""Config-only entries for `--load-format dummy`: read by the engine, and of the size their names say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.tiny import parameter_shapes
+
+CONFIGS = Path(__file__).resolve().parents[2] / "models" / "configs"
+PARAMETERS = {
+    "llama-125m": 124_668_672,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-0.5b": 494_032_768,
+}
+"""Counts of the published checkpoints (tied embeddings once)."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes(name: str) -> None:
+    config = ModelConfig.from_directory(CONFIGS / name)
+    assert sum(math.prod(shape) for _, shape in parameter_shapes(config)) == PARAMETERS[name]
+    assert config.eos_token_ids
+
+
+def test_every_entry_is_known() -> None:
+    assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == set(PARAMETERS)

@@ -1,0 +1,123 @@
+"""Chat turns about stories: requests for a story, questions about it, small talk. Text only; knows no tokenizer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from .grammar import Character, Story
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_ASKING = (
+    "Tell me a story about {}.", "Tell me a story about {}", "Can you tell me a story about {}?", "Please tell me a story about {}.",
+    "Tell me a tale about {}.", "Can you tell me a tale about {}?", "I would like to hear a story about {}.",
+    "Write a story about {}.", "Write a short story about {}.", "Make up a story about {}.", "A story about {}, please.",
+    "Tell me a short story about {}.", "Do you know a story about {}?", "I want a story about {}!", "tell me a story about {}",
+    "Tell me a bedtime story about {}.", "Story about {}", "Could you write a fable about {}?", "Tell us about {}.",
+    "Give me a story with {}.", "Please write me a little story about {}.", "write a story about {}",
+)  # fmt: skip
+_ASKING_ANY = (
+    "Tell me a story.", "Tell me a story", "Can you tell me a story?", "Please tell me a tale.", "I want to hear a story.",
+    "Tell me a bedtime story.", "Write a story.", "Do you know a story?", "tell me a story", "A story, please!", "Make up a story.",
+)  # fmt: skip
+_AGAIN = (
+    "Tell me another story about {}.",
+    "Now tell me one about {}.",
+    "Another one, about {}, please.",
+    "And a story about {}?",
+)
+_SYSTEM = ("You are a helpful assistant.", "You tell stories.", "You are a kind storyteller.", "Answer briefly.")
+
+_GREETING = (("Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning.", "Hello there!", "hi"),
+             ("Hello! Would you like to hear a story?", "Hello! What shall I tell you a story about?",
+              "Good day! I know many stories. Who shall be in yours?"))  # fmt: skip
+_WHO = (("Who are you?", "What are you?", "What is your name?", "What can you do?", "who are you", "What do you do?", "Are you a robot?"),
+        ("I am a little storyteller. Ask me for a story about a fox, a king, or anyone you like.",
+         "I am a small model that tells stories. Who shall my next story be about?"))  # fmt: skip
+_HOW = (("How are you?", "How are you today?", "how are you"),
+        ("I am well, thank you. Would you like to hear a story?",))  # fmt: skip
+_THANKS = (("Thank you!", "Thanks.", "Thank you.", "That was nice.", "I like it.", "What a nice story!", "Thanks!"),
+           ("You are welcome! Would you like another story?", "I am glad you liked it.", "You are welcome!"))  # fmt: skip
+_BYE = (
+    ("Goodbye.", "Bye!", "Good night."),
+    ("Goodbye! Come back when you want another story.", "Good night! Sleep well."),
+)
+_OTHER = (
+    ("What is the capital of {}?", "What is two plus two?", "Write a program in Python.", "How tall is {}?", "What is the weather today?",
+     "Who is the president of {}?", "Explain {} to me.", "How do I cook {}?", "Translate this into {}.", "What is {}?", "Solve this: 12 + 30",
+     "Why is the sky blue?", "What time is it?", "Can you help me with {}?", "Where is {}?", "How many days are in a year?",
+     "Write a poem about {}.", "What is the best {}?", "Do you like {}?", "Count to ten."),
+    ("I am only a little storyteller, and I do not know that. Shall I tell you a story?",
+     "That I do not know. But I can tell you a story!", "I know nothing about that, but I know many stories. Would you like one?"),
+)  # fmt: skip
+_TOPICS = """France|Germany|Spain|the moon|music|rice|English|German|a computer|football|the sun|Paris|London|history|mathematics|physics
+|money|chocolate|a car|gravity|the internet|my homework|China|America
+|electricity|a phone|Redis|Python|science|machine learning""".replace("\n", "").split("|")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    user: str
+    assistant: str
+
+
+def render(turns: list[Turn], system: str | None = None) -> str:
+    """The chat as `CHAT_TEMPLATE` writes it, with special tokens spelt out."""
+    messages = [("system", system)] if system else []
+    for turn in turns:
+        messages += [("user", turn.user), ("assistant", turn.assistant)]
+    return "<s>" + "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
+
+
+def conversation(rng: random.Random, tell: list[Story], separator: str) -> str:
+    """A chat in which the stories `tell` are asked for and talked about."""
+    turns: list[Turn] = []
+    if rng.random() < 0.12:
+        turns.append(_small_talk(rng, rng.choice((_GREETING, _WHO, _HOW))))
+    for number, story in enumerate(tell):
+        turns.append(Turn(_request(rng, story, again=number > 0), story.text(separator)))
+        facts = rng.sample(story.facts, min(len(story.facts), rng.choice((0, 1, 1, 2, 3))))
+        turns += [Turn(*fact) for fact in facts]
+    if rng.random() < 0.15:
+        turns.append(_small_talk(rng, rng.choice((_THANKS, _THANKS, _BYE, _OTHER))))
+    return render(turns, rng.choice(_SYSTEM) if rng.random() < 0.12 else None)
+
+
+def chatter(rng: random.Random) -> str:
+    """A chat without a story: greetings, and questions that a storyteller cannot answer."""
+    kinds = rng.choices((_GREETING, _WHO, _HOW, _OTHER, _BYE), (3, 3, 1, 8, 1), k=rng.choice((1, 1, 2)))
+    return render([_small_talk(rng, kind) for kind in kinds])
+
+
+def _small_talk(rng: random.Random, kind: tuple[tuple[str, ...], tuple[str, ...]]) -> Turn:
+    return Turn(rng.choice(kind[0]).format(rng.choice(_TOPICS)), rng.choice(kind[1]))
+
+
+def _request(rng: random.Random, story: Story, *, again: bool) -> str:
+    if not again and rng.random() < 0.12:
+        return rng.choice(_ASKING_ANY)
+    return rng.choice(_AGAIN if again else _ASKING).format(_topic(rng, story))
+
+
+def _topic(rng: random.Random, story: Story) -> str:
+    """One or two of the things the story is about, the hero mostly among them; persons now and then by name."""
+    about = [_named(rng, story, words) for words in story.about]
+    if rng.random() < 0.4:
+        return about[0]
+    first, second = about[0], rng.choice(about[1:2] * 3 + about[1:])
+    if rng.random() < 0.3:
+        first, second = second, first
+    return f"{first} and {second}"
+
+
+def _named(rng: random.Random, story: Story, words: str) -> str:
+    found = [c for c in story.cast.values() if c.form("a") == words]
+    if not found or found[0].name is None or rng.random() < 0.4:
+        return words
+    who: Character = found[0]
+    return rng.choice((f"{words} named {who.name}", f"{words} called {who.name}", str(who.name)))

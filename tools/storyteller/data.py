@@ -1,0 +1,157 @@
+"""Training text and tokens: stories, chats and old tales; the tokenizer; rows of equal length.
+
+Every document begins with <s>. Old tales carry a heading, so that their wording stays behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from . import chat
+from .grammar import Story
+from .plots import PLOTS
+
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+BOS_ID, EOS_ID, CHAT_END_ID = 1, 2, 4
+ROW_SHARES = {256: 0.3, 512: 0.5, 1024: 0.2}
+"""Share of the tokens in rows of each length; long rows teach the far positions."""
+TALE_CHARS = 2800
+"""An old tale is cut into pieces of about this many characters, at paragraph ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tales:
+    """The public-domain texts as documents; `held_out` are whole tales never trained on."""
+
+    aesop: list[str]
+    grimm: list[str]
+    held_out: list[str]
+
+
+def make_story(rng: random.Random) -> Story:
+    """One complete story of the grammar."""
+    name = rng.choices(list(PLOTS), [weight for _, weight in PLOTS.values()])[0]
+    story = Story(rng, name)
+    PLOTS[name][0](story)
+    return story
+
+
+def story_document(rng: random.Random) -> str:
+    """A story as a bare text; a few begin in the middle, so that any first words can be continued."""
+    story = make_story(rng)
+    if rng.random() < 0.06 and len(story.paragraphs) > 2:
+        del story.paragraphs[0]
+    return f"<s>{story.text(_separator(rng))}</s>"
+
+
+def chat_document(rng: random.Random) -> str:
+    if rng.random() < 0.15:
+        return chat.chatter(rng)
+    count = 2 if rng.random() < 0.15 else 1
+    return chat.conversation(rng, [make_story(rng) for _ in range(count)], _separator(rng))
+
+
+def _separator(rng: random.Random) -> str:
+    return "\n\n" if rng.random() < 0.6 else " "
+
+
+def read_tales(folder: Path) -> Tales:
+    """Aesop and Grimm from the folder described in the model card; every 25th is held out."""
+    fables = json.loads((folder / "aesop_for_children.json").read_text(encoding="utf-8"))
+    aesop = [f"<s>A fable of Aesop: {f['title']}\n\n{f['fable']}\n\nThe lesson: {f['lesson']}</s>" for f in fables]
+    grimm: list[list[str]] = []
+    for tale in (folder / "grimm.txt").read_text(encoding="utf-8").split("=== ")[1:]:
+        title, _, body = tale.partition("\n")
+        grimm.append(_pieces(title.strip(), body))
+    held = aesop[::25] + [piece for tale in grimm[::25] for piece in tale]
+    kept = [piece for i, tale in enumerate(grimm) if i % 25 for piece in tale]
+    return Tales([text for i, text in enumerate(aesop) if i % 25], kept, held)
+
+
+def _pieces(title: str, body: str) -> list[str]:
+    pieces, current = [], ""
+    for paragraph in (p.strip() for p in body.split("\n") if p.strip()):
+        if current and len(current) + len(paragraph) > TALE_CHARS:
+            pieces.append(current)
+            current = ""
+        current = f"{current}\n\n{paragraph}" if current else paragraph
+    pieces.append(current)
+    last = len(pieces) - 1
+    return [
+        f"<s>A tale of the brothers Grimm: {title}\n\n{text}{'</s>' if i == last else ''}"
+        for i, text in enumerate(pieces)
+    ]
+
+
+def documents(rng: random.Random, tales: Tales, num: int) -> Iterator[str]:
+    """`num` documents, by tokens about 75 % stories, 16 % chats and 9 % old tales."""
+    for _ in range(num):
+        draw = rng.random()
+        if draw < 0.815:
+            yield story_document(rng)
+        elif draw < 0.955:
+            yield chat_document(rng)
+        else:
+            yield rng.choice(tales.aesop if rng.random() < 0.45 else tales.grimm)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with the special tokens in front; adds <s> before a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    plain = (_without_special(text) for text in texts)
+    tokenizer.train_from_iterator(plain, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS_ID)]
+    )
+    return tokenizer
+
+
+def _without_special(text: str) -> str:
+    for token in SPECIAL_TOKENS:
+        text = text.replace(token, "")
+    return text
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Token ids of documents that spell their special tokens out."""
+    return [np.array(e.ids, np.int32) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+class Batches:
+    """Endless batches of about `batch_tokens` tokens: rows of one length each, in an order fixed by the seed."""
+
+    def __init__(self, docs: list[np.ndarray], batch_tokens: int, seed: int) -> None:
+        self._docs, self._batch_tokens, self._seed = docs, batch_tokens, seed
+        self._rng = random.Random(seed)
+        self._at = 0
+
+    def next(self) -> np.ndarray:
+        """Rows [batch, length + 1] int32."""
+        length = self._rng.choices(list(ROW_SHARES), list(ROW_SHARES.values()))[0]
+        return np.stack([self._row(length) for _ in range(self._batch_tokens // length)])
+
+    def _row(self, length: int) -> np.ndarray:
+        """Starts with the beginning of a document; one that the row's end cuts is taken again for the next row."""
+        parts, size = [], 0
+        while size <= length:
+            parts.append(self._docs[self._at % len(self._docs)])
+            size += len(parts[-1])
+            self._at += 1
+        if size > length + 1 and len(parts) > 1:
+            self._at -= 1
+        return np.concatenate(parts)[: length + 1]

@@ -1,0 +1,146 @@
+"""From a checkpoint to the shipped directory: bf16 weights, configs, tokenizer, samples, model card.
+
+Samples are drawn by Looseleaf's own engine (its oracle), so they are what `looseleaf complete` prints.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from .card import write_card
+from .chat import CHAT_TEMPLATE
+from .data import BOS_ID, CHAT_END_ID, EOS_ID
+from .model import Llama, Shape
+from .training import Progress, evaluate, load_parameters, read_checkpoint
+
+OPENINGS = ("Once upon a time", "Long ago, in a small village", "There was once a king", "One day, a girl named Lily")
+CHAT_PROMPTS = (
+    ("Tell me a story about a fox and a crow",),
+    ("Can you tell me a tale about a dragon?",),
+    ("Write a short story about a girl named Lily and a golden ring.", "Who helped Lily?"),
+    ("Who are you?",),
+    ("What is the capital of France?",),
+)
+SEEDS = (1, 2, 3, 4, 5)
+TEMPERATURE, TOP_P = 0.7, 0.95
+MAX_NEW_TOKENS = 600
+
+
+def export(work: Path, out: Path, tokenizer: Tokenizer, seed: int) -> None:
+    """Write the model directory `out` from the checkpoint in `work`, evaluated after rounding to bf16."""
+    tensors, progress = read_checkpoint(work / "checkpoint.safetensors")
+    model = Llama(Shape())
+    load_parameters(model, {name: t.bfloat16().float() for name, t in tensors.items() if name.startswith("model.")})
+    held_out = evaluate(model, dict(np.load(work / "held_out.npz")), torch.device("cpu"))
+    print("held-out loss after rounding to bf16:", held_out, flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    write_model(model, out)
+    write_tokenizer(tokenizer, out)
+    facts = run_facts(work, progress, seed, model, held_out)
+    completions, chats = samples(out, tokenizer)
+    sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "limit": MAX_NEW_TOKENS}
+    write_card(out, facts, completions, chats, sampling)
+
+
+def run_facts(work: Path, progress: Progress, seed: int, model: Llama, held_out: dict[str, float]) -> dict[str, Any]:
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seed": seed,
+        "documents": len(np.load(work / "lengths.npy")),
+        "document_tokens": int(np.load(work / "lengths.npy").sum()),
+        "step": progress.step,
+        "decay_start": progress.decay_start,
+        "tokens": progress.tokens,
+        "rate": progress.tokens / max(progress.seconds, 1e-9),
+        "minutes": progress.seconds / 60,
+        "curve": progress.curve,
+        "held_out": held_out,
+    }
+
+
+def write_model(model: Llama, out: Path) -> None:
+    """config.json, generation_config.json and model.safetensors, as transformers writes them."""
+    weights = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    _write_json(out / "config.json", model.shape.hf_config(BOS_ID, EOS_ID))
+    generation = {
+        "bos_token_id": BOS_ID,
+        "eos_token_id": [EOS_ID, CHAT_END_ID],
+        "do_sample": True,
+        "temperature": TEMPERATURE,
+        "top_p": TOP_P,
+    }
+    _write_json(out / "generation_config.json", generation)
+
+
+def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+    tokenizer.save(str(out / "tokenizer.json"))
+    _write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "add_bos_token": True,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": Shape().max_len,
+        },
+    )
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+def samples(
+    directory: Path, tokenizer: Tokenizer
+) -> tuple[list[tuple[str, int, str, bool]], list[list[tuple[str, str]]]]:
+    """Completions (opening, seed, text, ended by itself) and chats ((role, text) turns) of the exported model."""
+    teller = Teller(directory, tokenizer)
+    completions = []
+    for opening in OPENINGS:
+        for seed in SEEDS:
+            text, ended = teller.complete(opening, seed)
+            completions.append((opening, seed, opening + text, ended))
+    return completions, [teller.chat(questions) for questions in CHAT_PROMPTS]
+
+
+class Teller:
+    """The exported model in Looseleaf's engine, at the shipped sampling settings."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+        sys.path.append(str(Path(__file__).resolve().parents[2]))  # the repository: run as a script from anywhere
+        from engine.oracle import Oracle
+        from engine.runner import ModelRunner, RunnerSettings
+
+        self._tokenizer = tokenizer
+        self._oracle = Oracle(ModelRunner(RunnerSettings(directory, num_threads=1)))
+
+    def complete(self, prompt: str, seed: int, *, add_bos: bool = True) -> tuple[str, bool]:
+        """What follows the prompt, and whether it ended before the limit."""
+        from common.types import SamplingParams, StoppingParams
+
+        ids = self._tokenizer.encode(prompt, add_special_tokens=add_bos).ids
+        stopping = StoppingParams(max_tokens=MAX_NEW_TOKENS, stop_token_ids=(EOS_ID, CHAT_END_ID))
+        output = self._oracle.generate(ids, SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed), stopping)
+        return self._tokenizer.decode(output), output[-1] in stopping.stop_token_ids
+
+    def chat(self, questions: tuple[str, ...], seed: int = 1) -> list[tuple[str, str]]:
+        prompt, turns = "<s>", list[tuple[str, str]]()
+        for question in questions:
+            prompt += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            answer, _ = self.complete(prompt, seed, add_bos=False)
+            prompt += f"{answer}<|im_end|>\n"
+            turns += [("user", question), ("assistant", answer)]
+        return turns
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

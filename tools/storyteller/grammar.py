@@ -1,0 +1,225 @@
+"""The engine of the story grammar: characters with pronouns, a template language, and the story being told.
+
+Templates: `[a|b]` chooses, nested as deep as needed; `{h}`, `{h.his}` are a character's forms; `^` makes the next letter
+a capital. Sentence starts and quotations are capitalised by themselves, save after a closing quotation mark.
+Knows no plots and no words of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+
+from . import lexicon
+from .lexicon import Kind
+
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_FIELD = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
+_START = re.compile(r'(^|[.!?] |(?:^|[.!?:"] )"|\^)([a-z])')
+_PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her", "herself")}
+
+
+@dataclass(slots=True)
+class Character:
+    """Someone of a story. `name` None: called by kind only."""
+
+    rng: random.Random
+    kind: Kind
+    gender: str
+    adjective: str
+    name: str | None = None
+
+    @property
+    def noun(self) -> str:
+        return self.kind.noun
+
+    def form(self, what: str | None) -> str:
+        """A form by the name used in templates; KeyError for an unknown one."""
+        he, him, his, himself = _PRONOUNS[self.gender]
+        match what:
+            case None:
+                return self._reference()
+            case "the":
+                return f"the {self.noun}"
+            case "a":
+                return with_article(self.noun)
+            case "intro":
+                plain = with_article(f"{self.adjective} {self.noun}")
+                word = "called" if self.rng.random() < 0.3 else "named"
+                return plain if self.name is None else f"{plain} {word} {self.name}"
+            case "name":
+                return self.name or f"the {self.noun}"
+            case "adj":
+                return self.adjective
+            case "noun":
+                return self.noun
+            case "s":
+                return self._reference() + "'s"
+            case "food":
+                return self.kind.food
+            case "home":
+                return self.kind.home
+            case "a_adj":
+                return with_article(f"{self.adjective} {self.noun}")
+        return {
+            "he": he, "him": him, "his": his, "himself": himself, "He": he.capitalize(), "His": his.capitalize(),
+            "theirs": "hers" if self.gender == "she" else "his",
+        }[what]  # fmt: skip
+
+    def _reference(self) -> str:
+        """How the teller refers to a character who is known already: mostly by name where there is one."""
+        if self.name is None:
+            return f"the {self.noun}"
+        return self.name if self.rng.random() < 0.85 else f"the {self.noun}"
+
+
+@dataclass(slots=True)
+class Thing:
+    """An object with one adjective for the whole story."""
+
+    rng: random.Random
+    noun: str
+    adjective: str
+
+    def form(self, what: str | None) -> str:
+        full = f"{self.adjective} {self.noun}"
+        match what:
+            case None:
+                return self.noun if self.rng.random() < 0.6 else full
+            case "full":
+                return full
+            case "a":
+                return with_article(full)
+            case "the":
+                return f"the {full}"
+        raise KeyError(what)
+
+
+@dataclass(slots=True)
+class Text:
+    """A plain value of a template: one form."""
+
+    value: str
+
+    def form(self, what: str | None) -> str:
+        if what is not None:
+            raise KeyError(what)
+        return self.value
+
+
+@dataclass(slots=True)
+class Story:
+    """A story being told: its cast and the sentences so far; `facts` are questions with their answers."""
+
+    rng: random.Random
+    plot: str
+    cast: dict[str, Character] = field(default_factory=dict)
+    words: dict[str, Thing | Text] = field(default_factory=dict)
+    paragraphs: list[list[str]] = field(default_factory=lambda: [[]])
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    about: list[str] = field(default_factory=list)
+    """What a request for this story would name, most important first: "a fox", "a golden ring"."""
+
+    def expand(self, template: str) -> str:
+        """A template with choices made, forms filled in, and capitals."""
+        filled = self._fill(template)
+        return _START.sub(lambda match: match[1].replace("^", "") + match[2].upper(), filled).replace("^", "")
+
+    def _fill(self, template: str) -> str:
+        while True:
+            chosen = _CHOICE.sub(lambda match: self.rng.choice(match[1].split("|")), template)
+            if chosen == template:
+                break
+            template = chosen
+        filled = _FIELD.sub(lambda match: self._value(match[1]).form(match[2]), template)
+        return re.sub(r" +", " ", filled).replace(" ,", ",").replace(" .", ".").strip()
+
+    def say(self, *templates: str) -> None:
+        """Add sentences to the current paragraph."""
+        self.paragraphs[-1].extend(self.expand(template) for template in templates)
+
+    def maybe(self, chance: float, *templates: str) -> None:
+        if self.rng.random() < chance:
+            self.say(*templates)
+
+    def one_of(self, *templates: str) -> None:
+        """One of several templates, where brackets would be hard to read."""
+        self.say(self.rng.choice(templates))
+
+    def paragraph(self) -> None:
+        if self.paragraphs[-1]:
+            self.paragraphs.append([])
+
+    def fact(self, question: str, answer: str) -> None:
+        self.facts.append((self.expand(question), self.expand(answer)))
+
+    def text(self, separator: str) -> str:
+        return separator.join(" ".join(sentences) for sentences in self.paragraphs if sentences)
+
+    def _value(self, key: str) -> Character | Thing | Text:
+        return self.cast[key] if key in self.cast else self.words[key]
+
+    # --- drawing from the lexicon
+
+    def character(self, key: str, *, role: str = "any", ability: str | None = None) -> Character:
+        """Cast a new character, different in kind and name from all others. `role`: animal, child, adult, any."""
+        while True:
+            found = self._draw(role)
+            if ability is not None and found.kind.ability != ability:
+                continue
+            others = self.cast.values()
+            if any(found.noun == o.noun or (found.name and found.name == o.name) for o in others):
+                continue
+            self.cast[key] = found
+            return found
+
+    def _draw(self, role: str) -> Character:
+        rng = self.rng
+        if role == "any":
+            role = rng.choices(("animal", "child", "adult"), (60, 25, 15))[0]
+        kinds = {"animal": lexicon.ANIMALS, "child": lexicon.CHILDREN, "adult": lexicon.ADULTS}[role]
+        kind = rng.choices(kinds, [k.weight for k in kinds])[0]
+        if role != "child" and rng.random() < 0.06:
+            kind = _rare(rng, role)
+        gender = kind.gender or rng.choice(("he", "she"))
+        adjectives = lexicon.ADULT_ADJECTIVES if role == "adult" else lexicon.HERO_ADJECTIVES
+        named = rng.random() < {"child": 0.92, "animal": 0.4, "adult": 0.12}[role]
+        return Character(rng, kind, gender, rng.choice(adjectives), _name(rng, gender, role) if named else None)
+
+    def thing(self, key: str) -> Thing:
+        noun, adjectives = self.rng.choice(list(lexicon.OBJECTS.items()))
+        made = Thing(self.rng, noun, self.rng.choice(adjectives.split()))
+        self.words[key] = made
+        return made
+
+    def let(self, key: str, value: str) -> None:
+        """Fix a choice for the rest of the story."""
+        self.words[key] = Text(self._fill(value))
+
+    def place(self, key: str) -> None:
+        """`{key}` is the place ("the pond"), `{in_key}` being there ("by the pond")."""
+        place, preposition = self.rng.choice(list(lexicon.PLACES.items()))
+        self.words[key] = Text(place)
+        self.words["in_" + key] = Text(f"{preposition} {place}")
+
+
+def with_article(words: str) -> str:
+    return ("an " if words[0] in "aeiou" and not words.startswith(("uni", "one")) else "a ") + words
+
+
+def _rare(rng: random.Random, role: str) -> Kind:
+    """A kind of the long tail with someone else's habits."""
+    base = rng.choice(lexicon.ANIMALS if role == "animal" else lexicon.ADULTS)
+    noun = rng.choice(lexicon.RARE_ANIMALS if role == "animal" else lexicon.RARE_PEOPLE)
+    home = base.home if role == "animal" else "in a small house near the town"
+    return Kind(noun, base.ability, base.food, home, base.size, rng.choice(("he", "she")), base.is_person)
+
+
+def _name(rng: random.Random, gender: str, role: str) -> str:
+    if rng.random() < 0.12:  # a name never seen before: it has to be copied
+        ends = lexicon.NAME_ENDS_SHE if gender == "she" else lexicon.NAME_ENDS_HE
+        return rng.choice(lexicon.NAME_STARTS) + rng.choice(ends)
+    if role == "animal" and rng.random() < 0.7:
+        return rng.choice(lexicon.PET_NAMES)
+    return rng.choice(lexicon.GIRL_NAMES if gender == "she" else lexicon.BOY_NAMES)

@@ -1,0 +1,97 @@
+"""Make the built-in model: build the data, train, evaluate, export `models/storyteller`. From a fixed seed.
+
+    python tools/train_storyteller.py data   --tales ../shared/data/stories   # documents and tokenizer into --work
+    python tools/train_storyteller.py train                                  # an hour on a CPU core, minutes on a GPU
+    python tools/train_storyteller.py export                                  # held-out loss, samples, model directory
+
+The folder `--work` (default build/storyteller) holds everything in between; `train` goes on from its last checkpoint,
+and starts its final decay early when a file named `finish` appears there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from storyteller import data
+from storyteller.model import Llama, Shape
+from storyteller.training import Plan, Trainer
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER_DOCUMENTS = 6000
+HELD_OUT_STORIES = 100
+
+
+def build_data(work: Path, tales_folder: Path, num_documents: int, seed: int) -> None:
+    """tokenizer.json, the training documents as one flat array with offsets, and held-out rows."""
+    work.mkdir(parents=True, exist_ok=True)
+    rng, tales = random.Random(seed), data.read_tales(tales_folder)
+    texts = list(data.documents(rng, tales, num_documents))
+    tokenizer = data.train_tokenizer(texts[:TOKENIZER_DOCUMENTS], Shape().vocab_size)
+    tokenizer.save(str(work / "tokenizer.json"))
+    docs = data.encode(tokenizer, texts)
+    np.save(work / "tokens.npy", np.concatenate(docs).astype(np.uint16))
+    np.save(work / "lengths.npy", np.array([len(doc) for doc in docs], np.int32))
+    other = random.Random(seed + 1)
+    stories = data.encode(tokenizer, [data.story_document(other) for _ in range(HELD_OUT_STORIES)])
+    chats = data.encode(tokenizer, [data.chat_document(other) for _ in range(HELD_OUT_STORIES)])
+    old = data.encode(tokenizer, tales.held_out)
+    np.savez(work / "held_out.npz", stories=_rows(stories, 24), chats=_rows(chats, 16), tales=_rows(old, 16))
+    print(f"{len(docs)} documents, {sum(map(len, docs))} tokens, mean {np.mean([len(d) for d in docs]):.0f}")
+    print("same text twice:", len(texts) - len(set(texts)))
+
+
+def _rows(docs: list[np.ndarray], num: int, length: int = 512) -> np.ndarray:
+    flat = np.concatenate(docs)
+    num = min(num, len(flat) // (length + 1))
+    return flat[: num * (length + 1)].reshape(num, length + 1)
+
+
+def load_documents(work: Path) -> list[np.ndarray]:
+    tokens, lengths = np.load(work / "tokens.npy").astype(np.int32), np.load(work / "lengths.npy")
+    return np.split(tokens, np.cumsum(lengths)[:-1])
+
+
+def train(work: Path, plan: Plan, seed: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = Llama(Shape()).to(device)
+    print(f"{sum(p.numel() for p in model.parameters())} parameters on {device}", flush=True)
+    held_out = dict(np.load(work / "held_out.npz"))
+    batches = data.Batches(load_documents(work), plan.batch_tokens, seed)
+    Trainer(model, batches, held_out, plan, work).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("data", "train", "export"))
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "storyteller")
+    parser.add_argument("--tales", type=Path, default=ROOT.parent / "shared" / "data" / "stories")
+    parser.add_argument("--out", type=Path, default=ROOT / "models" / "storyteller")
+    parser.add_argument("--documents", type=int, default=60_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=Plan().max_steps)
+    parser.add_argument("--decay-steps", type=int, default=Plan().decay_steps)
+    parser.add_argument("--lr", type=float, default=Plan().lr)
+    parser.add_argument("--decay-at", help="HH:MM UTC: start the decay no later")
+    parser.add_argument("--end-at", help="HH:MM UTC: end no later")
+    args = parser.parse_args()
+    if args.what == "data":
+        build_data(args.work, args.tales, args.documents, args.seed)
+    elif args.what == "train":
+        plan = Plan(args.steps, args.decay_steps, lr=args.lr, decay_at=args.decay_at, end_at=args.end_at)
+        train(args.work, plan, args.seed)
+    else:
+        from storyteller.export import export
+
+        export(args.work, args.out, Tokenizer.from_file(str(args.work / "tokenizer.json")), args.seed)
+
+
+if __name__ == "__main__":
+    main()
