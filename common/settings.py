@@ -31,7 +31,8 @@ class Settings(BaseSettings):
             prog = str(cls.model_config.get("cli_prog_name"))
             for item in error.errors():
                 name = "--" + ".".join(str(part) for part in item["loc"]).replace("_", "-")
-                print(f"{prog}: setting {name}: {item['msg']} (got {item.get('input')!r})", file=sys.stderr)
+                got = "" if item["type"] == "missing" else f" (got {item.get('input')!r})"  # missing: all the others
+                print(f"{prog}: setting {name}: {item['msg']}{got}", file=sys.stderr)
             sys.exit(2)
         except SettingsError as error:
             _refuse(str(cls.model_config.get("cli_prog_name")), str(error))

@@ -132,6 +132,8 @@ class Validator:
         _check_numbers(checker, wanted)
         _check_rest(checker, wanted)
         self._check_prompt(checker, wanted)
+        if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would make a prompt of it
+            checker.refuse(wanted.prompt_field, "must not be empty")
         checker.finish()
         text, ids = await self._prompt_ids(wanted)
         checker.prompt_len(wanted.prompt_field, len(ids))

@@ -83,7 +83,7 @@ def test_curl(llm: LLM, model: str) -> None:
     whole = json.loads(curl(llm, "/v1/completions", {"model": model, "prompt": "hello", **OPTIONS}))
     assert whole["choices"][0]["finish_reason"] in ("length", "stop")
     phases = whole["looseleaf"]
-    assert phases["computed_tokens"] + phases["cached_tokens"] == whole["usage"]["prompt_tokens"]
+    assert phases["prompt_tokens_computed"] + phases["prompt_tokens_cached"] == whole["usage"]["prompt_tokens"]
     lines = curl(llm, "/v1/completions", {"model": model, "prompt": "hello", "stream": True, **OPTIONS}).split("\n\n")
     assert lines[-2] == "data: [DONE]"
     pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]

@@ -59,7 +59,7 @@ TABLE: list[tuple[str, list[Any], list[Any], str]] = [
     ("request_id", ["r"], ["r" * 257], "at most 256 bytes"),
     ("prompt", [IdsPrompt([0]), IdsPrompt([VOCAB_SIZE - 1])], [IdsPrompt([VOCAB_SIZE]), IdsPrompt([-1])], "vocab"),
     ("prompt", [IdsPrompt([5] * (MAX_LEN - 1))], [IdsPrompt([5] * MAX_LEN)], f"limit is {MAX_LEN - 1}"),
-    ("prompt", [TextPrompt("")], [IdsPrompt([]), None], ""),
+    ("prompt", [TextPrompt("a")], [TextPrompt(""), IdsPrompt([]), None], "must"),
     ("prompt", [], [TextPrompt("x" * (MIN_PROMPT_BYTES + 1))], f"at most {MIN_PROMPT_BYTES} bytes"),
     ("prompt", [], [TextPrompt("mill " * 5000)], f"limit is {MAX_LEN - 1}"),
     ("prompt", [TextPrompt("\U0001f600")], [TextPrompt("a\udfffb")], "surrogate"),

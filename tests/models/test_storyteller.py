@@ -164,12 +164,12 @@ def test_chat_tells_what_was_asked_for_and_stops(tokenizer: Tokenizer, teller: O
 
 def test_chat_answers_a_question_about_its_story_in_one_sentence(tokenizer: Tokenizer, teller: Oracle) -> None:
     story = (
-        "Once upon a time, there was a little girl named Lily. She had a golden ring that her grandmother had given "
-        "her. One day, Lily was playing by the pond with the ring when it slipped and fell into the pond. She did "
-        'all she could to reach it, but the pond was too deep. Soon Lily met a kind frog on the path. "Why are you '
-        'crying?" asked the frog. "My ring is at the bottom of the pond and I cannot reach it," said Lily. "Do not worry," said '
-        'the frog. "I can help you." The frog dived into the pond without a sound. Soon he came back with the ring. '
-        "Lily was so happy that she danced."
+        "Once upon a time, there was a little girl named Lily. She had a golden ring that her grandmother had "
+        "given her. One day, Lily was playing by the pond with the ring when it slipped and fell into the "
+        "pond. She did all she could to reach it, but the pond was too deep. Soon Lily met a kind frog on the "
+        'path. "Why are you crying?" asked the frog. "My ring is at the bottom of the pond and I cannot reach '
+        'it," said Lily. "Do not worry," said the frog. "I can help you." The frog dived into the pond '
+        "without a sound. Soon he came back with the ring. Lily was so happy that she danced."
     )
     ids = chat_ids(tokenizer, "Tell me a story about a girl named Lily and a frog.", story, "Who helped Lily?")
     output = tell(teller, ids, None)

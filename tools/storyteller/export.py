@@ -57,7 +57,7 @@ def run_facts(work: Path, progress: Progress, seed: int, model: Llama, held_out:
         "documents": len(np.load(work / "lengths.npy")),
         "document_tokens": int(np.load(work / "lengths.npy").sum()),
         "step": progress.step,
-        "decay_start": progress.decay_start,
+        "decay_start": progress.step if progress.decay_start is None else progress.decay_start,
         "tokens": progress.tokens,
         "rate": progress.tokens / max(progress.seconds, 1e-9),
         "minutes": progress.seconds / 60,
@@ -70,6 +70,7 @@ def write_model(model: Llama, out: Path) -> None:
     """config.json, generation_config.json and model.safetensors, as transformers writes them."""
     weights = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     _write_json(out / "config.json", model.shape.hf_config(BOS_ID, EOS_ID))
     generation = {
         "bos_token_id": BOS_ID,
