@@ -64,8 +64,11 @@ def train(work: Path, plan: Plan, seed: int) -> None:
     model = Llama(Shape()).to(device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters on {device}", flush=True)
     held_out = dict(np.load(work / "held_out.npz"))
-    batches = data.Batches(load_documents(work), plan.batch_tokens, seed)
-    Trainer(model, batches, held_out, plan, work).run()
+    vocab_size = model.shape.vocab_size
+    batches = data.Batches(load_documents(work), plan.batch_tokens, seed, vocab_size)
+    rng = np.random.default_rng(seed + 1)
+    copying = np.stack([data.drill_row(rng, 256, vocab_size) for _ in range(8)])
+    Trainer(model, batches, held_out | {"copying": copying}, plan, work).run()
 
 
 def main() -> None:

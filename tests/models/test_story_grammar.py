@@ -72,13 +72,20 @@ def test_chat_is_written_as_the_template_does() -> None:
 
 def test_rows_begin_with_documents_and_a_cut_one_comes_again() -> None:
     docs = [np.full(200, i, np.int32) for i in range(50)]
-    batches = data.Batches(docs, 1024, seed=0)
+    batches = data.Batches(docs, 1024, 0, vocab_size=300)
     heads = [batches.next()[:, 0] for _ in range(6)]
     assert heads[0][0] == 0
     flat = np.concatenate(heads)
     assert (np.diff(flat) >= 1).all()
-    again = data.Batches(docs, 1024, seed=0)
+    again = data.Batches(docs, 1024, 0, vocab_size=300)
     assert all((again.next()[:, 0] == head).all() for head in heads)
+
+
+def test_drills_repeat_one_sequence() -> None:
+    row = data.drill_row(np.random.default_rng(0), 256, 300)
+    assert row[0] == data.BOS_ID and row.shape == (257,) and row[1:].min() >= len(data.SPECIAL_TOKENS)
+    periods = [p for p in range(4, 65) if (row[1 + p :] == row[1:-p]).all()]
+    assert periods
 
 
 def test_orthogonalise_brings_singular_values_near_one() -> None:

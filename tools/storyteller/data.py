@@ -6,6 +6,7 @@ Every document begins with <s>. Old tales carry a heading, so that their wording
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +21,6 @@ from .plots import PLOTS
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID, CHAT_END_ID = 1, 2, 4
-ROW_SHARES = {256: 0.3, 512: 0.5, 1024: 0.2}
-"""Share of the tokens in rows of each length; long rows teach the far positions."""
 TALE_CHARS = 2800
 """An old tale is cut into pieces of about this many characters, at paragraph ends."""
 
@@ -132,18 +131,54 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     return [np.array(e.ids, np.int32) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the curriculum, up to (not including) step `until`.
+
+    Drills are rows of random tokens repeated over and over: nothing in them but copying can be learned, and that
+    quickly; a story's names then no longer wait for it. Without them the model told stories in the right sentences with
+    the wrong people after two million tokens. Rows of 256 hold one story, so that no other's names distract.
+    """
+
+    until: float
+    row_shares: dict[int, float]
+    """Share of the steps with rows of each length; long rows teach the far positions."""
+    drill_share: float
+    """Share of a step's rows that are drills."""
+
+
+CURRICULUM = (
+    Stage(492, {256: 0.3, 512: 0.5, 1024: 0.2}, 0.0),
+    Stage(900, {256: 0.7, 512: 0.2, 1024: 0.1}, 0.25),
+    Stage(math.inf, {256: 0.6, 512: 0.3, 1024: 0.1}, 0.0625),
+)
+
+
+def drill_row(rng: np.random.Generator, length: int, vocab_size: int) -> np.ndarray:
+    """<s> and a random sequence of 4 to 64 ordinary tokens, repeated to [length + 1]."""
+    period = int(rng.integers(4, 65))
+    tokens = rng.integers(len(SPECIAL_TOKENS), vocab_size, period)
+    row = np.concatenate([[BOS_ID], np.tile(tokens, length // period + 1)])
+    return row[: length + 1].astype(np.int32)
+
+
 class Batches:
     """Endless batches of about `batch_tokens` tokens: rows of one length each, in an order fixed by the seed."""
 
-    def __init__(self, docs: list[np.ndarray], batch_tokens: int, seed: int) -> None:
-        self._docs, self._batch_tokens, self._seed = docs, batch_tokens, seed
-        self._rng = random.Random(seed)
-        self._at = 0
+    def __init__(self, docs: list[np.ndarray], batch_tokens: int, seed: int, vocab_size: int) -> None:
+        self._docs, self._batch_tokens, self._vocab_size = docs, batch_tokens, vocab_size
+        self._rng, self._drill_rng = random.Random(seed), np.random.default_rng(seed)
+        self._at = self._step = 0
 
     def next(self) -> np.ndarray:
         """Rows [batch, length + 1] int32."""
-        length = self._rng.choices(list(ROW_SHARES), list(ROW_SHARES.values()))[0]
-        return np.stack([self._row(length) for _ in range(self._batch_tokens // length)])
+        stage = next(stage for stage in CURRICULUM if self._step < stage.until)
+        length = self._rng.choices(list(stage.row_shares), list(stage.row_shares.values()))[0]
+        size = self._batch_tokens // length
+        num_drills = round(size * stage.drill_share)
+        self._step += 1
+        drills = [drill_row(self._drill_rng, length, self._vocab_size) for _ in range(num_drills)]
+        return np.stack(drills + [self._row(length) for _ in range(size - num_drills)])
 
     def _row(self, length: int) -> np.ndarray:
         """Starts with the beginning of a document; one that the row's end cuts is taken again for the next row."""

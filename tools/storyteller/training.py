@@ -122,7 +122,9 @@ class Trainer:
     def _record(self, train_loss: float) -> None:
         losses = evaluate(self.model, self._held_out, self.device)
         assert self.progress.curve is not None
-        self.progress.curve.append([self.progress.step, self.progress.tokens, round(train_loss, 4), *losses.values()])
+        self.progress.curve.append(
+            [self.progress.step, self.progress.tokens, round(train_loss, 4), *list(losses.values())[:3]]
+        )
         _log(f"held out at step {self.progress.step}: " + " ".join(f"{k} {v:.4f}" for k, v in losses.items()))
 
     # --- checkpoints
