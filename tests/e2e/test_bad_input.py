@@ -13,7 +13,7 @@ from looseleaf.testing import assert_nothing_held
 
 NAN = float("nan")
 GRPC: list[tuple[dict[str, Any], type[LooseleafError], str]] = [
-    ({"prompt": ""}, InvalidArgument, "prompt"),
+    ({"prompt": ""}, InvalidArgument, "text must not be empty"),
     ({"prompt": [1] * 9000}, InvalidArgument, "8192"),
     ({"prompt": [1 << 20]}, InvalidArgument, "vocab"),
     ({"prompt": "a", "model": "other"}, NotFound, "other"),
