@@ -68,7 +68,7 @@ buf-lint:
 	"$(BUF)" lint --path protos
 	echo "buf: protos are clean"
 
-BENCHES := $(addprefix kernels.bench_,paged_attention paged_prefill linear) engine.bench block_store.bench loadtest.batching
+BENCHES := $(addprefix kernels.bench_,paged_attention paged_prefill linear) engine.bench block_store.bench loadtest.batching loadtest.latency
 bench: install ## run the benchmarks (ARGS="engine.bench ..." to choose; a kernel's is kernels.bench_KERNEL)
 	@for bench in $(or $(ARGS),$(BENCHES)); do
 		echo "== $$bench"

@@ -1,0 +1,112 @@
+"""How soon a busy system answers what needs no model: `python -m loadtest.latency`.
+
+Serves the 125M shape with random weights on this machine and measures, over gRPC: the health of every service while
+prompts of 4,000 tokens are prefilled; refusals while the gateway's queue is full. Prints percentiles; the last line is
+JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import Field
+
+from common.errors import ResourceExhausted, StartupError
+from common.settings import Settings, settings_config
+from loadtest.batching import MODEL
+from looseleaf import LLM, AsyncClient
+from looseleaf.testing import prompts
+
+
+class LatencySettings(Settings):
+    """Measure health checks under prefill, and refusals under a full queue."""
+
+    model_config = settings_config("LOOSELEAF_LATENCY_", "loadtest.latency")
+
+    model: str = Field(str(MODEL), description="model directory; its weights are random")
+    prompt_tokens: int = Field(4000, ge=1, description="length of the prompts that are prefilled meanwhile")
+    num_prompts: int = Field(8, ge=1, description="how many of them")
+    refusals: int = Field(200, ge=1, description="requests beyond the limit")
+    interval_s: float = Field(0.02, gt=0, description="time between probes")
+
+
+async def probe_health(address: str, interval_s: float, busy: asyncio.Event) -> list[float]:
+    """Seconds per health check of one service until `busy` is set."""
+    waits: list[float] = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while not busy.is_set():
+            started = time.perf_counter()
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
+            waits.append(time.perf_counter() - started)
+            await asyncio.sleep(interval_s)
+    return waits
+
+
+async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str, list[float]]:
+    """Waits by service while long prompts are computed."""
+    done = asyncio.Event()
+    services = llm.addresses.services
+    probes = [asyncio.create_task(probe_health(address, settings.interval_s, done)) for address in services.values()]
+    lengths = (settings.prompt_tokens, settings.prompt_tokens)
+    async with AsyncClient(llm.addresses.grpc) as client:
+        long = prompts(settings.num_prompts, seed=1, lengths=lengths)
+        await asyncio.gather(*(client.generate(p, max_tokens=2, ignore_eos=True) for p in long))
+    done.set()
+    return dict(zip(services, await asyncio.gather(*probes), strict=True))
+
+
+async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) -> list[float]:
+    """Seconds until each of many requests beyond the limit is refused, one after the other."""
+    waits: list[float] = []
+    async with AsyncClient(llm.addresses.grpc) as client:
+        wave = [
+            asyncio.create_task(client.generate(p, max_tokens=512, ignore_eos=True))
+            for p in prompts(limit, seed=2, lengths=(32, 32))
+        ]
+        await asyncio.sleep(2.0)
+        for prompt in prompts(settings.refusals, seed=3, lengths=(32, 32)):
+            started = time.perf_counter()
+            try:
+                await client.generate(prompt, max_tokens=1)
+            except ResourceExhausted as refusal:
+                assert refusal.retry_after_s, "a refusal must say when to retry"
+                waits.append(time.perf_counter() - started)
+            await asyncio.sleep(settings.interval_s)
+        for task in wave:
+            task.cancel()
+        await asyncio.gather(*wave, return_exceptions=True)
+    return waits
+
+
+def percentile_ms(waits: Sequence[float], share: float) -> float:
+    """The value below which `share` of the waits lie, in milliseconds."""
+    return round(1e3 * sorted(waits)[min(len(waits) - 1, int(len(waits) * share))], 2)
+
+
+def main(settings: LatencySettings) -> None:
+    limit = 256
+    result: dict[str, object] = {"benchmark": "latency"}
+    with LLM(settings.model, load_format="dummy", max_model_len=4096, max_queue=limit) as llm:
+        waits = asyncio.run(health_under_prefill(llm, settings))
+        waits["refusal"] = asyncio.run(refusals_when_full(llm, settings, limit))
+    print(f"{'ms':16} {'probes':>7} {'p50':>8} {'p99':>8} {'max':>8}")
+    for name, values in waits.items():
+        numbers = [percentile_ms(values, share) for share in (0.5, 0.99, 1.0)]
+        print(f"{name:16} {len(values):7} " + " ".join(f"{number:8.2f}" for number in numbers))
+        result[name] = dict(zip(("p50_ms", "p99_ms", "max_ms"), numbers, strict=True))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    try:
+        main(LatencySettings.load(sys.argv[1:]))
+    except StartupError as error:
+        print(f"loadtest.latency: {error}", file=sys.stderr)
+        sys.exit(1)
