@@ -17,13 +17,21 @@ class WorkerLost(Exception):
     """An attempt that ended without an answer; the request may be prefilled again.
 
     `counted` attempts are bounded; being given back for want of blocks is not counted, as each such attempt has brought
-    at least one token. `final` is what the client is told when no attempt is left.
+    at least one token. `final` is what the client is told when no attempt is left. `unreachable`: nobody was there to
+    take the request, so it is not counted, and the worker gets no other before the registry has had time to drop it.
     """
 
     def __init__(
-        self, reason: str, *, counted: bool = True, suspect: bool = True, final: LooseleafError | None = None
+        self,
+        reason: str,
+        *,
+        counted: bool = True,
+        suspect: bool = True,
+        unreachable: bool = False,
+        final: LooseleafError | None = None,
     ) -> None:
         super().__init__(reason)
+        self.unreachable = unreachable
         self.reason = reason
         self.counted = counted
         self.suspect = suspect

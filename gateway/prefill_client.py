@@ -38,9 +38,10 @@ class PrefillClient:
         """Prefill a prompt; cancelling cancels the call. Errors: WorkerLost, DeadlineExceeded, what the worker says."""
         peer = self._peer(worker.address)
         peer.num_calls += 1
-        call = peer.stub.Prefill(request, timeout=timeout_s)
+        call, accepted = peer.stub.Prefill(request, timeout=timeout_s), False
         try:
             async for response in call:
+                accepted = True
                 if response.HasField("done"):
                     self._on_load(worker.worker_id, convert.load_from_pb(response.done.load))
                     done: pb.PrefillDone = response.done
@@ -48,7 +49,7 @@ class PrefillClient:
                 if response.HasField("queued"):
                     self._on_load(worker.worker_id, convert.load_from_pb(response.queued.load))
         except grpc.aio.AioRpcError as error:
-            raise _translated(error) from None
+            raise _translated(error, accepted) from None
         finally:
             call.cancel()
             peer.num_calls -= 1
@@ -73,8 +74,10 @@ class PrefillClient:
         return peer
 
 
-def _translated(error: grpc.aio.AioRpcError) -> Exception:
+def _translated(error: grpc.aio.AioRpcError, accepted: bool) -> Exception:
     code = error.code()
+    if code is grpc.StatusCode.UNAVAILABLE and not accepted:
+        return WorkerLost("prefill_unreachable", counted=False, unreachable=True)
     if code in _LOST:
         return WorkerLost(f"prefill_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -14,6 +14,9 @@ from common.types import WorkerLoad, WorkerRecord
 
 SUSPECT_S = 2.0
 """How long a worker that has failed a request is passed over while there are others."""
+UNREACHABLE_S = 4.0
+"""How long a prefill worker that could not be reached gets nothing at all: longer than the registry names the dead.
+Its successor has another address and is taken at once."""
 REPORT_S = 3.0
 """A load report older than this says nothing any more."""
 
@@ -30,6 +33,7 @@ class WorkerState:
     dispatched_sequences: int = 0
     """Sequences that this gateway has sent and that have not ended."""
     suspect_until: float = float("-inf")
+    unreachable_until: float = float("-inf")
     picked: int = 0
 
     def tokens_before(self, now: float) -> int:
@@ -71,6 +75,11 @@ class Router:
         if (state := self.workers.get(worker_id)) is not None:
             state.suspect_until = now + SUSPECT_S
 
+    def unreachable(self, worker_id: str, now: float) -> None:
+        """Nobody answered at the worker's address."""
+        if (state := self.workers.get(worker_id)) is not None:
+            state.unreachable_until = now + UNREACHABLE_S
+
     def ready(self, usable: Callable[[WorkerRecord], bool]) -> bool:
         """Whether there is a prefill worker and a usable decode worker that can exchange tickets."""
         return any(usable(d.record) for p in self._of_role("prefill") for d in self._decodes_for(p.record))
@@ -83,7 +92,11 @@ class Router:
         `cached_tokens` is by arena: any worker of an arena finds a prefix that another has filled. `usable` says
         whether a decode worker can be reached.
         """
-        partnered = [p for p in self._of_role("prefill") if any(usable(d.record) for d in self._decodes_for(p.record))]
+        partnered = [
+            p
+            for p in self._of_role("prefill")
+            if p.unreachable_until <= now and any(usable(d.record) for d in self._decodes_for(p.record))
+        ]
 
         def cost(state: WorkerState) -> float:
             return state.tokens_before(now) + max(1, prompt_len - cached_tokens.get(state.record.arena_id, 0))

@@ -107,7 +107,9 @@ class Workers:
         try:
             return await self._prefills.prefill(worker, request, timeout_s)
         except WorkerLost as lost:
-            if lost.suspect:
+            if lost.unreachable:
+                self._router.unreachable(worker.worker_id, time.monotonic())
+            elif lost.suspect:
                 self._router.suspect(worker.worker_id, time.monotonic())
             raise
         finally:

@@ -43,8 +43,10 @@ class Child:
 
     def __init__(self, spec: ServiceSpec, directory: Path, echo: Echo) -> None:
         """Start it. `directory` takes its ready file."""
+        self.spec = spec
         self.name = spec.name
         self._ready_file = directory / f"{spec.name}.ready"
+        self._ready_file.unlink(missing_ok=True)  # of a life before this one
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         command = [sys.executable, "-m", "looseleaf.child", str(os.getpid()), spec.package, *spec.flags]
         self._process = subprocess.Popen(

@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,16 @@ from types import TracebackType
 from typing import Self
 
 from common.errors import StartupError
-from looseleaf.children import Child, Echo, ServiceSpec, end, wait_ready
+from looseleaf.children import Child, ChildDied, Echo, ServiceSpec, end, wait_ready
 from looseleaf.model_source import REPOSITORY, ModelSource, resolve
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT, SharedDirectory
 
 _FAILED_GRACE_S = 3.0
+_WORKER_PACKAGES = ("prefill_svc", "decode_svc")
+_MAX_RESTARTS = 5
+_RESTART_WINDOW_S = 60.0
+"""A worker that ends more often than `_MAX_RESTARTS` times in so many seconds ends the launch."""
 _TINY_BLOCKS = 4096
 """KV blocks for the small random model: 65,536 tokens, a few megabytes."""
 
@@ -54,6 +59,7 @@ class Launcher:
         self._shared: SharedDirectory | None = None
         self._run_directory: Path | None = None
         self._environment: dict[str, str] = {}
+        self._restarts: dict[str, list[float]] = {}
 
     def start(self) -> Addresses:
         """Start every service; returns when the gateway serves. Raises StartupError and leaves nothing running."""
@@ -92,12 +98,15 @@ class Launcher:
         return Addresses(http, grpc_address, services["block_store"], services, notice)
 
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
-        assert self._shared is not None and self._run_directory is not None
+        assert self._shared is not None
         environment = {**self._environment, **(extra or {})}
-        spec = ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd)
-        child = Child(spec, self._run_directory, self._echo)
+        child = self._child(ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd))
         self._children.append(child)
         return child
+
+    def _child(self, spec: ServiceSpec) -> Child:
+        assert self._run_directory is not None
+        return Child(spec, self._run_directory, self._echo)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -105,9 +114,26 @@ class Launcher:
         return {child.name: child.pid for child in self._children}
 
     def check(self) -> None:
-        """Raise ChildDied if a service has ended."""
-        for child in self._children:
-            child.check()
+        """Start workers that have ended again. Raise ChildDied if another service has, or a worker keeps dying.
+
+        KV outlives a worker, and the gateway sends its requests elsewhere or waits; nothing else can be replaced yet.
+        """
+        for index, child in enumerate(self._children):
+            try:
+                child.check()
+            except ChildDied as died:
+                if not self._may_restart(child.spec):
+                    raise
+                self._echo(f"looseleaf: {str(died).splitlines()[0]} starting it again")
+                self._children[index] = self._child(child.spec)
+
+    def _may_restart(self, spec: ServiceSpec) -> bool:
+        if spec.package not in _WORKER_PACKAGES:
+            return False
+        now = time.monotonic()
+        recent = [at for at in self._restarts.get(spec.name, ()) if now - at < _RESTART_WINDOW_S]
+        self._restarts[spec.name] = [*recent, now]
+        return len(recent) < _MAX_RESTARTS
 
     def kill(self) -> None:
         """SIGKILL to every service, for whoever does not want to wait for `stop`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from looseleaf.options import GenerateOptions, Message, Prompt, check_names
 from looseleaf.results import Completion
 from looseleaf.settings import ServeSettings
 
+_CHECK_S = 0.2
 _MAX_IN_FLIGHT = 64
 """Requests sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
 _DISPATCHED = re.compile(r'^looseleaf_worker_requests_total\{[^}]*worker="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
@@ -40,6 +42,8 @@ class LLM:
         """
         self._launcher = Launcher(serve_settings(model, settings), *([] if verbose else [_drop]))
         self.addresses = self._launcher.start()
+        self._supervisor = _Supervisor(self._launcher)
+        self._supervisor.start()
         atexit.register(self.close)
         self.client = Client(self.addresses.grpc, api_key=cast("str | None", settings.get("api_key")))
 
@@ -55,7 +59,8 @@ class LLM:
     def _all(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[Completion]:
         if not prompts:
             return []
-        self._launcher.check()
+        if self._supervisor.failure is not None:
+            raise self._supervisor.failure
         with ThreadPoolExecutor(min(len(prompts), _MAX_IN_FLIGHT)) as pool:
             return list(pool.map(lambda prompt: self.client.generate(prompt, **options), prompts))
 
@@ -74,6 +79,7 @@ class LLM:
         """End the services; a second call does nothing."""
         atexit.unregister(self.close)
         self.client.close()
+        self._supervisor.end()
         self._launcher.stop()
 
     def __enter__(self) -> Self:
@@ -83,6 +89,28 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Supervisor(threading.Thread):
+    """Starts workers again that have died, until `end` or a death that cannot be mended (`failure`)."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        super().__init__(name="supervisor", daemon=True)
+        self._launcher = launcher
+        self._ended = threading.Event()
+        self.failure: StartupError | None = None
+
+    def run(self) -> None:
+        while not self._ended.wait(_CHECK_S):
+            try:
+                self._launcher.check()
+            except StartupError as failure:
+                self.failure = failure
+                return
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
 
 
 def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:

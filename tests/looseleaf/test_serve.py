@@ -104,12 +104,12 @@ def test_complete_and_health_from_the_command_line() -> None:
         served.end(signal.SIGINT)
 
 
-def test_a_dead_service_ends_everything_and_is_named() -> None:
+def test_a_dead_gateway_ends_everything_and_is_named() -> None:
     served = Served()
-    os.kill(served.services["decode_svc"], signal.SIGKILL)
+    os.kill(served.services["gateway"], signal.SIGKILL)
     _, errors = served.process.communicate(timeout=60)
     assert served.process.returncode == 1
-    assert "decode was killed by signal 9; its last lines:" in errors
+    assert "gateway was killed by signal 9; its last lines:" in errors
     assert alive(list(served.services.values())) == []
 
 

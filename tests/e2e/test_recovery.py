@@ -1,0 +1,55 @@
+"""Workers killed with -9 in mid-stream: a pause, never another token, and nothing left held."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from looseleaf import LLM, AsyncClient
+from looseleaf.testing import assert_nothing_held, prompts, wait_for
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 300, "ignore_eos": True},
+    {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.1, "max_tokens": 300, "ignore_eos": True},
+]
+PROMPTS = prompts(12, seed=21, lengths=(5, 120))
+
+
+async def run(llm: LLM, *, salt: str, kill: str | None = None) -> list[tuple[int, ...]]:
+    """All prompts at once; `kill` dies once every stream has had a few tokens."""
+    started = [asyncio.Event() for _ in PROMPTS]
+
+    async def one(client: AsyncClient, index: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        stream = client.stream(PROMPTS[index], **OPTIONS[index % 2], cache_salt=salt)
+        async for piece in stream:
+            tokens += piece.token_ids
+            if len(tokens) >= 5:
+                started[index].set()
+        return tuple(tokens)
+
+    async with AsyncClient(llm.addresses.grpc) as client:
+        tasks = [asyncio.create_task(one(client, index)) for index in range(len(PROMPTS))]
+        if kill is not None:
+            await asyncio.gather(*(event.wait() for event in started))
+            os.kill(llm.pids[kill], signal.SIGKILL)
+        return list(await asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_killed_workers_cost_no_token(checkpoint: Path, workers: int) -> None:
+    """With one worker of each kind the streams wait for its successor; with two they go on at once."""
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=1024, prefill=workers, decode=workers) as llm:
+        expected = await run(llm, salt="undisturbed")
+        first = {1: "", 2: "-0"}[workers]
+        for role in ("decode", "prefill"):
+            pid = llm.pids[role + first]
+            assert await run(llm, salt=role, kill=role + first) == expected, role
+            wait_for(lambda r=role: llm.pids[r + first], lambda now, old=pid: now != old, 10, "not started again")
+        assert (await run(llm, salt="afterwards")) == expected
+        assert_nothing_held(llm.addresses.block_store)
