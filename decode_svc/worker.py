@@ -19,7 +19,7 @@ from common.types import BlockRef, FinishReason, Ticket, Timings, TokenLogprob, 
 from decode_svc.scheduler import DecodeScheduler, Group
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, sample_rows
-from engine.sequence import Chunk, Sequence, Step, lay_out
+from engine.sequence import BlockTable, Chunk, Sequence, Step, lay_out
 
 logger = logging.getLogger("decode")
 RETRY_ALLOC_S = 0.005
@@ -109,7 +109,7 @@ class DecodeWorker:
                 self._start_over("the worker's lease was over")
             return
         for sequence, groups in zip(group.sequences, ticket.tables, strict=True):
-            sequence.table = list(groups[0])
+            sequence.table = BlockTable(groups[0])
             sequence.num_computed = ticket.num_tokens
             sequence.num_sealed = ticket.num_tokens // self._block_size
             sequence.tail_sealed = ticket.num_tokens % self._block_size != 0
@@ -283,8 +283,8 @@ class DecodeWorker:
 
     def _release(self, sequence: Sequence) -> None:
         source = [] if sequence.copy_from is None else [sequence.copy_from]
-        self._attached.held.release(sequence.table + source)
-        sequence.table, sequence.copy_from = [], None
+        self._attached.held.release([*sequence.table, *source])
+        sequence.table, sequence.copy_from = BlockTable(), None
 
     def _reject(self, group: Group, rejection: Rejection) -> None:
         self._emit(group, Output(group.handle, group.attempt, rejection=rejection))
@@ -309,7 +309,7 @@ class DecodeWorker:
         logger.warning("starting over: %s", reason)
         for group in self._scheduler.groups():
             for sequence in group.live:
-                sequence.table, sequence.copy_from = [], None
+                sequence.table, sequence.copy_from = BlockTable(), None
             self._reject(group, Rejection.LOST)
         self._attached.renew()
 

@@ -9,15 +9,56 @@ A sequence's tokens are prompt + outputs. KV of position p lies in block table[p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from common.types import BlockRef, FinishReason, PromptSources, SamplingParams, StoppingParams, TokenLogprob
 from engine.step import StepInput
+
+
+class BlockTable(Seq[BlockRef]):
+    """A sequence's blocks in token order, kept as two growing arrays, so that a step copies rows and builds none."""
+
+    __slots__ = ("_blocks", "_generations")
+
+    def __init__(self, refs: Iterable[BlockRef] = ()) -> None:
+        self._blocks = array("I")  # u32 block numbers
+        self._generations = array("Q")  # u64 generations
+        for ref in refs:
+            self.append(ref)
+
+    def append(self, ref: BlockRef) -> None:
+        self._blocks.append(ref.block)
+        self._generations.append(ref.generation)
+
+    def copy_to(self, blocks: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
+        """Fill a row of a step's arrays with the first blocks, as many as the row is long."""
+        blocks[:] = np.frombuffer(self._blocks, np.uint32, len(blocks))
+        generations[:] = np.frombuffer(self._generations, np.uint64, len(generations))
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockRef: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockRef]: ...
+    def __getitem__(self, index: int | slice) -> BlockRef | list[BlockRef]:
+        if isinstance(index, slice):
+            return list(map(BlockRef, self._blocks[index], self._generations[index]))
+        return BlockRef(self._blocks[index], self._generations[index])
+
+    def __setitem__(self, index: int, ref: BlockRef) -> None:
+        self._blocks[index], self._generations[index] = ref
+
+    def __iter__(self) -> Iterator[BlockRef]:
+        return map(BlockRef, self._blocks, self._generations)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +70,7 @@ class Sequence:
     sampling: SamplingParams
     stopping: StoppingParams
     sample_index: int = 0
-    table: list[BlockRef] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
     hashes: list[bytes] = field(default_factory=list)
     """Prefix hashes of the leading full blocks, as far as they have been computed."""
     num_computed: int = 0
@@ -157,9 +198,10 @@ def _tables(
     generations = np.zeros(block_table.shape, np.uint64)
     for row, chunk in enumerate(chunks):
         used = int(num_blocks[row])
-        pairs = np.array(chunk.sequence.table[:used], np.uint64)  # [used, 2]
-        block_table[row], generations[row] = pairs[0, 0], pairs[0, 1]
-        block_table[row, :used], generations[row, :used] = pairs[:, 0], pairs[:, 1]
+        chunk.sequence.table.copy_to(block_table[row, :used], generations[row, :used])
+    padding = np.arange(block_table.shape[1]) >= num_blocks[:, None]
+    np.copyto(block_table, block_table[:, :1], where=padding)
+    np.copyto(generations, generations[:, :1], where=padding)
     return block_table, generations
 
 

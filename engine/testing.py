@@ -15,7 +15,7 @@ import torch
 from common.types import BlockRef, SamplingParams, StoppingParams
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample_rows
-from engine.sequence import Chunk, Sequence, lay_out
+from engine.sequence import BlockTable, Chunk, Sequence, lay_out
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -49,7 +49,7 @@ class Batch:
         stopping = StoppingParams(max_tokens=new_tokens)
         sequences = [Sequence(list(prompt), [], GREEDY, stopping) for prompt in prompts]
         for sequence, need in zip(sequences, needs, strict=True):
-            sequence.table = [BlockRef(free.pop(), 1) for _ in range(need)]
+            sequence.table = BlockTable(BlockRef(free.pop(), 1) for _ in range(need))
         return cls(runner, sequences, budget)
 
     def run(self) -> list[list[int]]:

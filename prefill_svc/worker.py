@@ -17,10 +17,10 @@ from block_store.codec import SealItem
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
 from block_store.hashing import chain_start, next_hash
 from common.errors import Aborted, Internal, LooseleafError
-from common.types import BlockRef, FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
+from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
-from engine.sequence import Chunk, Sequence, Step, lay_out
+from engine.sequence import BlockTable, Chunk, Sequence, Step, lay_out
 from prefill_svc.scheduler import Job, PrefillScheduler
 
 logger = logging.getLogger("prefill")
@@ -121,7 +121,7 @@ class PrefillWorker:
         except Exhausted:
             held.release(cached)
             return False
-        sequence.table = cached + fresh
+        sequence.table = BlockTable([*cached, *fresh])
         sequence.num_sealed = len(cached)
         sequence.num_computed = sequence.num_cached = len(cached) * self._block_size
         job.started_ns = time.monotonic_ns()
@@ -225,7 +225,7 @@ class PrefillWorker:
                 )
             )
 
-    def _hand_over(self, table: list[BlockRef], num_tokens: int) -> Ticket:
+    def _hand_over(self, table: BlockTable, num_tokens: int) -> Ticket:
         epoch = self._attached.held.hand_over([[table]])
         return Ticket(self._attached.arena.arena_id, epoch, ((tuple(table),),), num_tokens)
 
@@ -233,7 +233,7 @@ class PrefillWorker:
 
     def _release(self, sequence: Sequence) -> None:
         self._attached.held.release(sequence.table)
-        sequence.table = []
+        sequence.table = BlockTable()
 
     def _fail(self, job: Job, error: LooseleafError) -> None:
         if self._scheduler.remove(job):

@@ -7,11 +7,11 @@ import pytest
 
 from block_store.hashing import chain_start, hash_blocks, next_hash
 from common.types import BlockRef, FinishReason, SamplingParams, StoppingParams
-from engine.sequence import Chunk, Sequence, lay_out
+from engine.sequence import BlockTable, Chunk, Sequence, lay_out
 
 
 def sequence(prompt: int, outputs: int = 0, computed: int = 0, blocks: int = 0, first_block: int = 10) -> Sequence:
-    table = [BlockRef(first_block + i, 100 + i) for i in range(blocks)]
+    table = BlockTable(BlockRef(first_block + i, 100 + i) for i in range(blocks))
     result = Sequence(
         list(range(prompt)), list(range(1000, 1000 + outputs)), SamplingParams(), StoppingParams(), table=table
     )
@@ -58,7 +58,7 @@ def test_logits_are_wanted_where_a_token_is_drawn_or_prompt_logprobs_are_asked_f
 
 def test_generations_above_32_bits_survive_the_arrays() -> None:
     item = sequence(1, blocks=0)
-    item.table = [BlockRef(3, (7 << 32) + 5)]
+    item.table = BlockTable([BlockRef(3, (7 << 32) + 5)])
     assert lay_out([Chunk(item, 1)], 16).generations.tolist() == [[(7 << 32) + 5]]
 
 
@@ -103,3 +103,13 @@ def test_sources_count_prompt_tokens_only() -> None:
     assert (item.sources().cached, item.sources().computed) == (20, 0)
     item.num_cached = 16
     assert (item.sources().cached, item.sources().computed) == (16, 4)
+
+
+def test_a_block_table_reads_like_a_list() -> None:
+    refs = [BlockRef(4, 1), BlockRef(9, (1 << 63) + 2), BlockRef(7, 3)]
+    table = BlockTable(refs)
+    assert list(table) == refs and table[1] == refs[1] and table[-1] == refs[2] and table[1:] == refs[1:]
+    table[0] = BlockRef(5, 6)
+    table.append(BlockRef(8, 8))
+    assert (len(table), table[0], table[3]) == (4, BlockRef(5, 6), BlockRef(8, 8))
+    assert all(isinstance(ref, BlockRef) for ref in table)
