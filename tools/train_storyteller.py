@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from storyteller import data
+from storyteller.init import plant_copying
 from storyteller.model import Llama, Shape
 from storyteller.training import Plan, Trainer
 from tokenizers import Tokenizer
@@ -61,7 +62,9 @@ def train(work: Path, plan: Plan, seed: int) -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = Llama(Shape()).to(device)
+    model = Llama(Shape())
+    plant_copying(model)
+    model.to(device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters on {device}", flush=True)
     held_out = dict(np.load(work / "held_out.npz"))
     vocab_size = model.shape.vocab_size

@@ -24,7 +24,7 @@ serves when no model is named, so that a machine that can reach no model hub sti
 |---|---|
 | architecture | `LlamaForCausalLM`: {layers} layers, hidden {hidden}, MLP {mlp}, 8 heads over 2 KV heads of 32, tied embeddings |
 | vocabulary | 2,048 tokens, byte-level BPE; `<s>` begins every text, `</s>` or `<|im_end|>` ends it |
-| context | 1,024 tokens; rotary positions, base 10,000 |
+| context | 1,024 tokens; rotary positions, base 100,000 |
 | weights | bfloat16, rounded after training; the losses below are those of the rounded weights |
 | chat | ChatML-like (`chat_template.jinja`): `<|im_start|>role\\n...<|im_end|>\\n` |
 
@@ -42,10 +42,12 @@ Licence of model and grammar: Apache-2.0, like the repository.
 
 ## Training
 
-Seed {seed}. {step:,} steps of 4,096 tokens, {tokens:,} tokens seen, in rows of 256, 512 and 1,024; Muon for the matrices and Adam
-for the rest, learning rate 0.004, 60 steps of warm-up, constant until step {decay_start:,}, then linearly to zero. bfloat16
-autocast on one shared CPU core: {minutes:.0f} minutes at {rate:,.0f} tokens a second (it had the lowest priority on a busy
-machine; the same core alone does about three times that). The same run again:
+Seed {seed}. {step:,} steps of 4,096 tokens, {tokens:,} tokens seen, in rows of 256, 512 and 1,024 (before step 900 some
+rows drill copying: random tokens, repeated). Muon for the matrices, Adam for the rest; learning rates 0.003 and 0.006 after 60
+steps of warm-up, linearly to zero from step {decay_start:,}. bfloat16 autocast on one shared CPU core at the lowest
+priority: {minutes:.0f} minutes at {rate:,.0f} tokens a second. Two attention heads start as a hand-made copying circuit
+(`tools/storyteller/init.py`) and are held there for 700 steps: with a wholly random start, 500 steps taught the sentences but
+not who was who. The same recipe:
 `python tools/train_storyteller.py data && python tools/train_storyteller.py train --steps {step} --decay-steps {decay_steps}`.
 
 Loss in nats per token. Held out: stories and chats from another seed of the grammar, and 15 old tales never trained on.
@@ -60,8 +62,8 @@ Loss in nats per token. Held out: stories and chats from another seed of the gra
 ## Limits
 
 It knows stories of the kinds it was trained on and nothing else: no facts, no arithmetic, no code. It plots by habit, so
-stories resemble one another. It may swap a pronoun or forget who had what, the more so with characters or names it has
-never seen, and when a prompt's first words are unlike a story's. Old tales (behind "A tale of the brothers Grimm:") come
+stories resemble one another. Now and then it swaps a pronoun, a name or a character for another, the more so with characters
+it has never seen and when a prompt's first words are unlike a story's. Old tales (behind "A tale of the brothers Grimm:") come
 out as fluent nonsense. English only. The tales of 1884 are of their time, and so may be what it says after such a heading.
 
 ## Twenty samples, not picked

@@ -135,9 +135,8 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 class Stage:
     """A part of the curriculum, up to (not including) step `until`.
 
-    Drills are rows of random tokens repeated over and over: nothing in them but copying can be learned, and that
-    quickly; a story's names then no longer wait for it. Without them the model told stories in the right sentences with
-    the wrong people after two million tokens. Rows of 256 hold one story, so that no other's names distract.
+    Drills are rows of random tokens repeated over and over, which teach nothing but copying (see `init`). Rows of 256
+    hold one story, so that no other's names distract.
     """
 
     until: float
@@ -148,9 +147,9 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(492, {256: 0.3, 512: 0.5, 1024: 0.2}, 0.0),
-    Stage(900, {256: 0.7, 512: 0.2, 1024: 0.1}, 0.25),
-    Stage(math.inf, {256: 0.6, 512: 0.3, 1024: 0.1}, 0.0625),
+    Stage(300, {256: 0.7, 512: 0.2, 1024: 0.1}, 0.125),
+    Stage(900, {256: 0.6, 512: 0.3, 1024: 0.1}, 0.0625),
+    Stage(math.inf, {256: 0.5, 512: 0.3, 1024: 0.2}, 0.0),
 )
 
 

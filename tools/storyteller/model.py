@@ -24,7 +24,7 @@ class Shape:
     num_heads: int = 8
     num_kv_heads: int = 2
     max_len: int = 1024
-    rope_theta: float = 10_000.0
+    rope_theta: float = 100_000.0
     norm_eps: float = 1e-5
 
     @property
@@ -125,11 +125,17 @@ class Llama(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Normal(0.02); what writes into the residual stream is scaled by depth as in GPT-2."""
+        """Normal(0.02); what writes into the residual stream is scaled by depth as in GPT-2.
+
+        The embedding is wide (0.4), so that layers do not drown out which token it was, and the last norm's weight small
+        to match, since the embedding is the output layer too.
+        """
         scaled = 0.02 / (2 * self.shape.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=scaled if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
+                writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=scaled if writes else 0.4 if "embed" in name else 0.02)
+        nn.init.constant_(self.model.norm.weight, 0.08)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         length = ids.shape[1]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+ADAM_SHARE = 2.0
+"""Learning rate of Adam over that of Muon. Greater ones make the embeddings walk, and copying is not learned."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -47,7 +49,7 @@ class Optimizer:
         for shape, names in self._shapes.items():
             self._muon(shape, names, self.lr * scale)
         for name in self._adam:
-            self._adam_step(name, self.lr * scale * 0.75)
+            self._adam_step(name, self.lr * scale * ADAM_SHARE)
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -70,8 +72,8 @@ class Optimizer:
     def _adam_step(self, name: str, lr: float) -> None:
         grad, first, second = self._grad(name), self.state[f"momentum.{name}"], self.state[f"square.{name}"]
         first.lerp_(grad, 0.1)
-        second.lerp_(grad.square(), 0.05)
-        corrected = (second / (1 - 0.95**self._step)).sqrt_().add_(1e-10)
+        second.lerp_(grad.square(), 0.01)
+        corrected = (second / (1 - 0.99**self._step)).sqrt_().add_(1e-10)
         self._parameters[name].addcdiv_(first, corrected, value=-lr / (1 - 0.9**self._step))
 
     def _grad(self, name: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from .data import Batches
+from .init import Planted
 from .model import Llama
 from .optim import Optimizer
 
@@ -30,9 +31,11 @@ class Plan:
     decay_steps: int = 700
     warmup_steps: int = 60
     batch_tokens: int = 4096
-    lr: float = 4e-3
+    lr: float = 3e-3
     weight_decay: float = 0.05
-    eval_every: int = 100
+    hold_steps: int = 700
+    """Until then the planted heads stay as they are."""
+    eval_every: int = 50
     save_every_s: float = 240.0
     decay_at: str | None = None
     """Wall clock "HH:MM" UTC at which the decay starts at the latest, and
@@ -67,6 +70,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the end of the plan, going on from the checkpoint in the folder if there is one."""
         self._resume()
+        self._planted = Planted(self.model)
         saved, losses, scale = time.time(), list[float](), 1.0
         while scale > 0:
             start = time.time()
@@ -91,6 +95,8 @@ class Trainer:
             loss = self._loss(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         loss.backward()
         self._optimizer.step(scale)
+        if self.progress.step < self.plan.hold_steps:
+            self._planted.restore()
         self.progress.step += 1
         self.progress.tokens += rows.shape[0] * (rows.shape[1] - 1)
         return float(loss.detach())
