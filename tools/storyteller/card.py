@@ -43,11 +43,12 @@ Licence of model and grammar: Apache-2.0, like the repository.
 ## Training
 
 Seed {seed}. {step:,} steps of 4,096 tokens, {tokens:,} tokens seen, in rows of 256, 512 and 1,024 (before step 900 some
-rows drill copying: random tokens, repeated). Muon for the matrices, Adam for the rest; learning rates 0.003 and 0.006 after 60
+rows drill copying: random tokens, repeated; from step 1,179 a third more rows are chats). Muon for the matrices, Adam for the rest; learning rates 0.003 and 0.006 after 60
 steps of warm-up, linearly to zero from step {decay_start:,}. bfloat16 autocast on one shared CPU core at the lowest
 priority: {minutes:.0f} minutes at {rate:,.0f} tokens a second. Two attention heads start as a hand-made copying circuit
 (`tools/storyteller/init.py`) and are held there for 700 steps: with a wholly random start, 500 steps taught the sentences but
-not who was who. The same recipe:
+not who was who. The run was resumed three times with a longer decay, so that the
+same command will not give the same bits:
 `python tools/train_storyteller.py data && python tools/train_storyteller.py train --steps {step} --decay-steps {decay_steps}`.
 
 Loss in nats per token. Held out: stories and chats from another seed of the grammar, and 15 old tales never trained on.

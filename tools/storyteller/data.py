@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from .grammar import Story
 from .plots import PLOTS
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
-BOS_ID, EOS_ID, CHAT_END_ID = 1, 2, 4
+BOS_ID, EOS_ID, CHAT_START_ID, CHAT_END_ID = 1, 2, 3, 4
 TALE_CHARS = 2800
 """An old tale is cut into pieces of about this many characters, at paragraph ends."""
 
@@ -144,12 +144,15 @@ class Stage:
     """Share of the steps with rows of each length; long rows teach the far positions."""
     drill_share: float
     """Share of a step's rows that are drills."""
+    chat_share: float = 0.0
+    """Share of a step's rows that hold chats alone, over those that come along anyway."""
 
 
 CURRICULUM = (
     Stage(300, {256: 0.7, 512: 0.2, 1024: 0.1}, 0.125),
     Stage(900, {256: 0.6, 512: 0.3, 1024: 0.1}, 0.0625),
-    Stage(math.inf, {256: 0.5, 512: 0.3, 1024: 0.2}, 0.0),
+    Stage(1179, {256: 0.5, 512: 0.3, 1024: 0.2}, 0.0),
+    Stage(math.inf, {256: 0.2, 512: 0.7, 1024: 0.1}, 0.0, 0.375),
 )
 
 
@@ -161,31 +164,42 @@ def drill_row(rng: np.random.Generator, length: int, vocab_size: int) -> np.ndar
     return row[: length + 1].astype(np.int32)
 
 
+@dataclass(slots=True)
+class _Cursor:
+    """A place in an endless round through some of the documents."""
+
+    order: Sequence[int]
+    at: int = 0
+
+
 class Batches:
     """Endless batches of about `batch_tokens` tokens: rows of one length each, in an order fixed by the seed."""
 
     def __init__(self, docs: list[np.ndarray], batch_tokens: int, seed: int, vocab_size: int) -> None:
         self._docs, self._batch_tokens, self._vocab_size = docs, batch_tokens, vocab_size
         self._rng, self._drill_rng = random.Random(seed), np.random.default_rng(seed)
-        self._at = self._step = 0
+        self._step = 0
+        self._all = _Cursor(range(len(docs)))
+        self._chats = _Cursor([i for i, doc in enumerate(docs) if doc[1] == CHAT_START_ID])
 
     def next(self) -> np.ndarray:
         """Rows [batch, length + 1] int32."""
         stage = next(stage for stage in CURRICULUM if self._step < stage.until)
         length = self._rng.choices(list(stage.row_shares), list(stage.row_shares.values()))[0]
         size = self._batch_tokens // length
-        num_drills = round(size * stage.drill_share)
+        num_drills, num_chats = round(size * stage.drill_share), round(size * stage.chat_share)
         self._step += 1
-        drills = [drill_row(self._drill_rng, length, self._vocab_size) for _ in range(num_drills)]
-        return np.stack(drills + [self._row(length) for _ in range(size - num_drills)])
+        rows = [drill_row(self._drill_rng, length, self._vocab_size) for _ in range(num_drills)]
+        rows += [self._row(self._chats, length) for _ in range(num_chats)]
+        return np.stack(rows + [self._row(self._all, length) for _ in range(size - len(rows))])
 
-    def _row(self, length: int) -> np.ndarray:
+    def _row(self, cursor: _Cursor, length: int) -> np.ndarray:
         """Starts with the beginning of a document; one that the row's end cuts is taken again for the next row."""
         parts, size = [], 0
         while size <= length:
-            parts.append(self._docs[self._at % len(self._docs)])
+            parts.append(self._docs[cursor.order[cursor.at % len(cursor.order)]])
             size += len(parts[-1])
-            self._at += 1
+            cursor.at += 1
         if size > length + 1 and len(parts) > 1:
-            self._at -= 1
+            cursor.at -= 1
         return np.concatenate(parts)[: length + 1]
