@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -283,8 +284,10 @@ class DecodeWorker:
 
     def _release(self, sequence: Sequence) -> None:
         source = [] if sequence.copy_from is None else [sequence.copy_from]
-        self._attached.held.release([*sequence.table, *source])
+        refs = [*sequence.table, *source]
         sequence.table, sequence.copy_from = BlockTable(), None
+        with suppress(Fenced):  # then they were taken back already, and the next step or claim starts over
+            self._attached.held.release(refs)
 
     def _reject(self, group: Group, rejection: Rejection) -> None:
         self._emit(group, Output(group.handle, group.attempt, rejection=rejection))
@@ -308,8 +311,6 @@ class DecodeWorker:
         """Fenced: nothing that we hold is ours any more. Send everything away and register anew."""
         logger.warning("starting over: %s", reason)
         for group in self._scheduler.groups():
-            for sequence in group.live:
-                sequence.table, sequence.copy_from = BlockTable(), None
             self._reject(group, Rejection.LOST)
         self._attached.renew()
 

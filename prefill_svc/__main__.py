@@ -41,7 +41,9 @@ async def main(settings: PrefillSettings) -> None:
     server.bind()
     runner, peak = await asyncio.to_thread(build_runner, settings)
     name = worker_name("prefill", settings.worker_id)
-    needs = Needs(name, "prefill", runner.layout, runner.weights_bytes, peak, runner.max_model_len, floor_blocks=0)
+    # With a floor of one maximal prompt the head of the queue always gets its blocks in the end.
+    floor = sum(group.max_blocks(runner.max_model_len, settings.block_size) for group in runner.layout.groups)
+    needs = Needs(name, "prefill", runner.layout, runner.weights_bytes, peak, runner.max_model_len, floor_blocks=floor)
     attached = await asyncio.to_thread(Attached.to_store, settings.block_store, needs)
     runner.bind(attached.arena.data)
     domain = hash_domain(bytes.fromhex(runner.model_fingerprint), 0, runner.layout.fingerprint, runner.numerics)

@@ -89,12 +89,10 @@ class PrefillScheduler:
             return True
         return False
 
-    def drop_all(self) -> list[Job]:
-        """Forget every job and return them."""
-        jobs = [*self._running, *(w.job for w in self._waiting if not w.job.cancelled)]
+    def drop_all(self) -> None:
+        """Forget every job."""
         self._running.clear()
         self._waiting.clear()
-        return jobs
 
     @property
     def num_waiting(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from block_store.attach import Attached
 from block_store.codec import SealItem
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
 from block_store.hashing import chain_start, next_hash
-from common.errors import Aborted, Internal, LooseleafError
+from common.errors import Aborted, InvalidArgument, LooseleafError
 from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
@@ -72,8 +73,8 @@ class PrefillWorker:
         job.sequence.hashes = [chain_start(self._domain, salt)]
         num_blocks = self._blocks_of(job.sequence.num_tokens)
         if num_blocks > self._attached.arena.num_blocks:
-            limit = self._attached.arena.num_blocks
-            emit(Internal(f"the prompt needs {num_blocks} blocks, the arena has {limit}"))
+            limit = self._attached.arena.num_blocks * self._block_size
+            emit(InvalidArgument.of("prompt", f"must fit the KV cache of {limit} tokens"))
             return
         try:
             self._scheduler.add(job)
@@ -232,8 +233,9 @@ class PrefillWorker:
     # --- failures
 
     def _release(self, sequence: Sequence) -> None:
-        self._attached.held.release(sequence.table)
-        sequence.table = BlockTable()
+        refs, sequence.table = list(sequence.table), BlockTable()
+        with suppress(Fenced):  # then they were taken back already, and the next step starts over
+            self._attached.held.release(refs)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:
         if self._scheduler.remove(job):
@@ -244,7 +246,8 @@ class PrefillWorker:
     def _start_over(self, reason: str) -> None:
         """Fenced: nothing that we hold is ours any more. Fail everything as retryable and register anew."""
         logger.warning("starting over: %s", reason)
-        for job in self._scheduler.drop_all():
-            if (emit := self._emits.pop(job, None)) is not None:
-                emit(Aborted(reason))
+        self._scheduler.drop_all()
+        emits, self._emits = self._emits, {}
+        for emit in emits.values():
+            emit(Aborted(reason))
         self._attached.renew()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from looseleaf import LLM, AsyncClient
@@ -20,8 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
 PROMPTS = prompts(12, seed=21, lengths=(5, 120))
 
 
-async def run(llm: LLM, *, salt: str, kill: str | None = None) -> list[tuple[int, ...]]:
-    """All prompts at once; `kill` dies once every stream has had a few tokens."""
+async def run(llm: LLM, *, salt: str, disturb: Callable[[], None] = lambda: None) -> list[tuple[int, ...]]:
+    """All prompts at once; `disturb` is called once every stream has had a few tokens."""
     started = [asyncio.Event() for _ in PROMPTS]
 
     async def one(client: AsyncClient, index: int) -> tuple[int, ...]:
@@ -35,10 +39,12 @@ async def run(llm: LLM, *, salt: str, kill: str | None = None) -> list[tuple[int
 
     async with AsyncClient(llm.addresses.grpc) as client:
         tasks = [asyncio.create_task(one(client, index)) for index in range(len(PROMPTS))]
-        if kill is not None:
-            await asyncio.gather(*(event.wait() for event in started))
-            os.kill(llm.pids[kill], signal.SIGKILL)
-        return list(await asyncio.gather(*tasks))
+        everybody = asyncio.gather(*tasks)  # raises at the first failure
+        flowing = asyncio.gather(*(event.wait() for event in started))
+        await asyncio.wait([everybody, flowing], return_when=asyncio.FIRST_COMPLETED)
+        if flowing.done():
+            await asyncio.to_thread(disturb)
+        return list(await everybody)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -49,7 +55,30 @@ async def test_killed_workers_cost_no_token(checkpoint: Path, workers: int) -> N
         first = {1: "", 2: "-0"}[workers]
         for role in ("decode", "prefill"):
             pid = llm.pids[role + first]
-            assert await run(llm, salt=role, kill=role + first) == expected, role
+            kill = partial(os.kill, pid, signal.SIGKILL)
+            assert await run(llm, salt=role, disturb=kill) == expected, role
             wait_for(lambda r=role: llm.pids[r + first], lambda now, old=pid: now != old, 10, "not started again")
         assert (await run(llm, salt="afterwards")) == expected
+        assert_nothing_held(llm.addresses.block_store)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_worker_that_sleeps_past_its_lease_wakes_up_fenced_and_costs_no_token(
+    checkpoint: Path, role: str
+) -> None:
+    """Stopped for 7 s (the lease is 5 s) it is reaped; woken, it gives everything up and registers anew."""
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=1024) as llm:
+        expected = await run(llm, salt="undisturbed")
+
+        def freeze() -> None:
+            os.kill(llm.pids[role], signal.SIGSTOP)
+            time.sleep(7.0)
+            os.kill(llm.pids[role], signal.SIGCONT)
+
+        pid = llm.pids[role]
+        assert await run(llm, salt="frozen", disturb=freeze) == expected
+        health = f"http://{llm.addresses.http}/health"
+        wait_for(lambda: httpx.get(health).status_code, lambda status: status == 200, 10, "not ready again")
+        assert await run(llm, salt="afterwards") == expected
+        assert llm.pids[role] == pid, "the worker should have survived"
         assert_nothing_held(llm.addresses.block_store)
