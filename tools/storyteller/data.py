@@ -135,8 +135,9 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 class Stage:
     """A part of the curriculum, up to (not including) step `until`.
 
-    Drills are rows of random tokens repeated over and over, which teach nothing but copying (see `init`). Rows of 256
-    hold one story, so that no other's names distract.
+    Drills are rows of random tokens repeated over and over, meant to teach copying. They did not: their
+    held-out loss never fell (a negative result; leave them out next time). Rows of 256 hold one story, so that no other's
+    names distract.
     """
 
     until: float
