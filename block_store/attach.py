@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,10 +15,10 @@ from typing import Any, cast
 import grpc
 
 from block_store.arena import Arena
-from block_store.errors import BlockStoreError
+from block_store.errors import BlockStoreError, FloorsExceedArena, LedgerUnavailable
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
-from block_store.ledger import Ledger
+from block_store.ledger import MAX_BATCH, Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
 from common import convert
@@ -28,6 +29,9 @@ from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
 logger = logging.getLogger("attach")
+PREDECESSOR_S = 10.0
+"""How long a starting worker waits for the lease of one that was killed in its place."""
+RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
 """The store answers once every worker it was told of has attached; large models load for minutes."""
 
@@ -58,11 +62,16 @@ class Attached:
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
-        self.held = self._register()
+        self.held = self._register_patiently(PREDECESSOR_S)
 
     @classmethod
     def to_store(cls, address: str, needs: Needs) -> Attached:
         """Attach to the store at `address`, waiting for it and for the workers it expects. Raises StartupError."""
+        longest = MAX_BATCH * needs.layout.block_size // len(needs.layout.groups)
+        if needs.max_model_len > longest:
+            raise StartupError(
+                f"max_model_len {needs.max_model_len} is more than one ledger call takes ({longest} tokens)"
+            )
         request = pb.AttachRequest(
             worker_id=needs.worker_id,
             role=needs.role,
@@ -83,20 +92,35 @@ class Attached:
         except BlockStoreError as error:
             raise StartupError(f"the arena in {reply.directory} cannot be used: {error}") from None
 
+    def _register_patiently(self, timeout_s: float) -> HeldBlocks:
+        """`_register`, again and again while Redis is silent or the floor of a dead predecessor still counts."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._register()
+            except (LedgerUnavailable, FloorsExceedArena) as error:
+                if time.monotonic() >= deadline or self._stop.wait(0.5):
+                    raise
+                logger.warning("cannot register yet: %s", error)
+
     def _register(self) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()
-        holder = Holder.register(
-            Ledger.attach(self._client, self.arena),
-            self._needs.worker_id,
-            writer_slot=slot.number,
-            floor=self._needs.floor_blocks,
-        )
+        try:
+            holder = Holder.register(
+                Ledger.attach(self._client, self.arena),
+                self._needs.worker_id,
+                writer_slot=slot.number,
+                floor=self._needs.floor_blocks,
+            )
+        except BaseException:
+            slot.close()
+            raise
         return HeldBlocks(holder, self.arena, slot, reserve=self._needs.reserve_blocks)
 
     def renew(self) -> None:
         """Give up everything held and come back as a new incarnation; for a worker that learnt it is fenced."""
         self.held.close()
-        self.held = self._register()
+        self.held = self._register_patiently(RENEW_TIMEOUT_S)
 
     def announce(self, record: WorkerRecord, load: Callable[[], WorkerLoad]) -> None:
         """Publish `record` with the current load every second until `withdraw`."""
@@ -119,7 +143,10 @@ class Attached:
         self._stop.set()
         if self._announcer is not None and self._record is not None:
             self._announcer.join(5.0)
-            self._registry.withdraw(self._record.worker_id)
+            try:
+                self._registry.withdraw(self._record.worker_id)
+            except LedgerUnavailable as error:
+                logger.warning("the worker's record goes stale by itself: %s", error)
 
     def close(self) -> None:
         """Release everything and end the incarnation."""

@@ -23,8 +23,8 @@ from common.types import BlockRef, Epoch
 LEASE_S = 5.0
 TICKET_LEASE_S = 10.0
 REAP_GAP_S = 3.0
-MAX_BATCH = 2000
-"""Blocks per call: a script blocks the server, and Lua's argument limit lies near 8000."""
+MAX_BATCH = 16384
+"""Blocks per call. A script blocks the server while it runs; longer sequences are refused when a worker attaches."""
 
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "lookup",

@@ -24,6 +24,8 @@ from grpc_status import rpc_status
 from common.errors import BY_GRPC_CODE, FieldViolation, Internal, LooseleafError, StartupError
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_VIOLATIONS = 16
+"""The status travels in the trailer, and gRPC drops a trailer of more than 8 KiB."""
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -50,15 +52,15 @@ def status_of(error: LooseleafError) -> status_pb2.Status:
     details: list[any_pb2.Any] = []
     if error.violations:
         violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
-            for v in error.violations
+            error_details_pb2.BadRequest.FieldViolation(field=v.field[:100], description=v.description[:200])
+            for v in error.violations[:MAX_VIOLATIONS]
         ]
         details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status_pb2.Status(code=code_pb2.Code.Value(error.grpc_code), message=error.message, details=details)
+    return status_pb2.Status(code=code_pb2.Code.Value(error.grpc_code), message=error.message[:1000], details=details)
 
 
 def _packed(message: Any) -> any_pb2.Any:

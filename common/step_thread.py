@@ -32,10 +32,11 @@ class StepThread:
         """Run `command` in the step thread before its next step. From any thread."""
         self._inbox.put(command)
 
-    def stop(self, timeout_s: float) -> None:
-        """End the thread after the step that runs."""
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after the step that runs. False: it still runs, and may still write into blocks."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         wait: float | None = None

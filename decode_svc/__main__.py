@@ -83,8 +83,10 @@ async def main(settings: DecodeSettings) -> None:
     if not failed:
         await drain(worker, thread, settings.drain_s)
     await server.stop(grace_s=0.5)
-    await asyncio.to_thread(thread.stop, settings.drain_s)
-    await asyncio.to_thread(attached.close)
+    if await asyncio.to_thread(thread.stop, settings.drain_s):
+        await asyncio.to_thread(
+            attached.close
+        )  # else the lease runs out, and its blocks wait for the writer slot's lock
     if failed:
         sys.exit(1)
 

@@ -14,7 +14,7 @@ from enum import Enum
 
 from block_store.attach import Attached
 from block_store.codec import SealItem
-from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
+from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable, StaleDataset
 from block_store.hashing import chain_start, next_hash
 from common.types import BlockRef, FinishReason, Ticket, Timings, TokenLogprob, WorkerLoad
 from decode_svc.scheduler import DecodeScheduler, Group
@@ -89,6 +89,8 @@ class DecodeWorker:
         """Claim the ticket at once and queue the group; whatever cannot be is rejected."""
         if self._draining or self._scheduler.full:
             self._reject_new(session, group, Rejection.DRAINING if self._draining else Rejection.QUEUE_FULL)
+        elif not self._consistent(group, ticket):
+            self._reject_new(session, group, Rejection.INTERNAL)
         elif ticket.arena_id != self._attached.arena.arena_id:
             self._reject_new(session, group, Rejection.LOST)
         elif -(-self._longest(group) // self._block_size) > self._attached.arena.num_blocks:
@@ -96,6 +98,14 @@ class DecodeWorker:
         else:
             self._claim(session, group, ticket, chain_start(self._domain, salt))
         self._flush()
+
+    def _consistent(self, group: Group, ticket: Ticket) -> bool:
+        """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked."""
+        num_blocks = -(-ticket.num_tokens // self._block_size)
+        return len(ticket.tables) == len(group.sequences) > 0 and all(
+            [len(table) for table in tables] == [num_blocks] and sequence.num_tokens == ticket.num_tokens + 1
+            for tables, sequence in zip(ticket.tables, group.sequences, strict=True)
+        )
 
     def _longest(self, group: Group) -> int:
         return max(min(len(s.prompt_ids) + s.stopping.max_tokens, self._runner.max_model_len) for s in group.sequences)
@@ -142,7 +152,7 @@ class DecodeWorker:
             self._scheduler.admit(self._fits)
             if plan := self._reserve():
                 ran = True
-                self._run(plan)
+                self._run_guarded(plan)
         except Fenced:
             self._start_over("the worker's lease was over")
         except (LedgerError, ArenaError) as error:
@@ -153,6 +163,18 @@ class DecodeWorker:
         if self._scheduler.idle:
             return None
         return 0.0 if ran else RETRY_ALLOC_S
+
+    def _run_guarded(self, plan: list[tuple[Group, Chunk]]) -> None:
+        """A step that fails for a reason of its own costs its groups, not the worker."""
+        try:
+            self._run(plan)
+        except (LedgerError, ArenaError):
+            raise
+        except Exception:
+            logger.exception("a step failed")
+            for group in {group: None for group, _ in plan}:
+                if group in self._sessions:
+                    self._reject(group, Rejection.INTERNAL)
 
     def _fits(self, group: Group) -> bool:
         """Admission below a watermark: a group starts only while blocks for its first step can be had at once."""
@@ -286,7 +308,8 @@ class DecodeWorker:
         source = [] if sequence.copy_from is None else [sequence.copy_from]
         refs = [*sequence.table, *source]
         sequence.table, sequence.copy_from = BlockTable(), None
-        with suppress(Fenced):  # then they were taken back already, and the next step or claim starts over
+        # Fenced: they were taken back already. Redis silent: the ledger is reconciled before the next call.
+        with suppress(Fenced, StaleDataset, LedgerUnavailable):
             self._attached.held.release(refs)
 
     def _reject(self, group: Group, rejection: Rejection) -> None:
@@ -311,7 +334,10 @@ class DecodeWorker:
         """Fenced: nothing that we hold is ours any more. Send everything away and register anew."""
         logger.warning("starting over: %s", reason)
         for group in self._scheduler.groups():
+            for sequence in group.live:  # renewing gives everything back at once
+                sequence.table, sequence.copy_from = BlockTable(), None
             self._reject(group, Rejection.LOST)
+        self._flush()  # gateways go elsewhere while this waits for the ledger
         self._attached.renew()
 
     # --- output

@@ -231,16 +231,17 @@ class RequestRunner:
         self, life: _Life, prefill: WorkerRecord, ticket: types_pb.Ticket, first: Piece
     ) -> AsyncGenerator[Piece, None]:
         """Hand the ticket over, then put out `first` (the first token), then what decode sends."""
+        message, left_s = self._submit(life, ticket), life.remaining_s()  # may be too late: before a place is taken
         place = self._workers.pick_decode(prefill)
         if place is None:
             yield first
             raise WorkerLost("no_decode")
         began = time.monotonic()
-        stream = place.session.submit(self._submit(life, ticket))
+        stream = place.session.submit(message)
         life.handed_over = ticket.num_tokens
         self._metrics.handed_over(ticket.num_tokens)
         self._metrics.dispatched("decode", place.session.record.worker_id)
-        timer = asyncio.get_running_loop().call_later(life.remaining_s(), stream.fail, too_late(life.request.timeout_s))
+        timer = asyncio.get_running_loop().call_later(left_s, stream.fail, too_late(life.request.timeout_s))
         try:
             yield first
             while life.sample.finish_reason is None:

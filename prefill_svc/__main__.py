@@ -78,8 +78,10 @@ async def main(settings: PrefillSettings) -> None:
     servicer.draining = True
     await asyncio.to_thread(attached.withdraw)
     await server.stop(0.0 if failed else settings.drain_s)
-    await asyncio.to_thread(thread.stop, settings.drain_s)
-    await asyncio.to_thread(attached.close)
+    if await asyncio.to_thread(thread.stop, settings.drain_s):
+        await asyncio.to_thread(
+            attached.close
+        )  # else the lease runs out, and its blocks wait for the writer slot's lock
     if failed:
         sys.exit(1)
 

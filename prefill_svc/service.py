@@ -60,10 +60,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgument.of("prompt_token_ids", "must hold at least one token")
         if len(prompt) + len(outputs) >= self._max_model_len:
             raise InvalidArgument.of("prompt_token_ids", f"must be shorter than {self._max_model_len} tokens")
-        if max(prompt) >= self._vocab_size:
-            raise InvalidArgument.of("prompt_token_ids", f"must be below the vocabulary size {self._vocab_size}")
         sampling = convert.sampling_from_pb(request.sampling)
         stopping = convert.stopping_from_pb(request.stopping)
+        biased = [token for token, _ in sampling.logit_bias]
+        if max(*prompt, *outputs, *biased, *stopping.stop_token_ids, 0) >= self._vocab_size:
+            raise InvalidArgument.of("token ids", f"must be below the vocabulary size {self._vocab_size}")
+        if max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) > self._vocab_size:
+            raise InvalidArgument.of("logprobs", f"must be at most the vocabulary size {self._vocab_size}")
         sequence = Sequence(prompt, outputs, sampling, stopping, sample_index)
         return Job(sequence, priority=request.priority, arrived_ns=time.monotonic_ns())
 

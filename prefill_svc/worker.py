@@ -15,9 +15,9 @@ import torch
 
 from block_store.attach import Attached
 from block_store.codec import SealItem
-from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError
+from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable, StaleDataset
 from block_store.hashing import chain_start, next_hash
-from common.errors import Aborted, InvalidArgument, LooseleafError
+from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
@@ -97,7 +97,7 @@ class PrefillWorker:
         try:
             plan = self._scheduler.plan(self._admit)
             if plan:
-                self._run(plan)
+                self._run_guarded(plan)
         except Fenced:
             self._start_over("the worker's lease was over")
         except (LedgerError, ArenaError) as error:
@@ -107,6 +107,17 @@ class PrefillWorker:
         if self._scheduler.idle:
             return None
         return 0.0 if plan else RETRY_ALLOC_S
+
+    def _run_guarded(self, plan: list[tuple[Job, Chunk]]) -> None:
+        """A step that fails for a reason of its own costs its jobs, not the worker."""
+        try:
+            self._run(plan)
+        except (LedgerError, ArenaError):
+            raise
+        except Exception:
+            logger.exception("a step failed")
+            for job, _ in plan:
+                self._fail(job, Internal("the step failed; the worker's log says why"))
 
     # --- admission
 
@@ -234,7 +245,8 @@ class PrefillWorker:
 
     def _release(self, sequence: Sequence) -> None:
         refs, sequence.table = list(sequence.table), BlockTable()
-        with suppress(Fenced):  # then they were taken back already, and the next step starts over
+        # Fenced: they were taken back already. Redis silent: the ledger is reconciled before the next call.
+        with suppress(Fenced, StaleDataset, LedgerUnavailable):
             self._attached.held.release(refs)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:

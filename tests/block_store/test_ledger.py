@@ -10,7 +10,7 @@ import pytest
 from block_store import errors
 from block_store.codec import SealItem
 from block_store.inspection import BlockState
-from block_store.ledger import Lane, Ledger
+from block_store.ledger import MAX_BATCH, Lane, Ledger
 from block_store.testing import TestStore, chain
 from common.types import BlockRef, Epoch
 
@@ -223,21 +223,22 @@ def test_a_beat_never_shortens_a_lease(store: TestStore) -> None:
     assert ledger_lease_ms(store, me.epoch) > 40_000
 
 
-def test_whole_tables_of_two_thousand_blocks(store: TestStore, shm: Path) -> None:
-    big = TestStore(store.client, shm / "big", num_blocks=2500)
-    me, you, ledger, hashes = big.caller(), big.caller(), big.ledger, chain("a", 2000)
+@pytest.mark.parametrize("size", [2000, MAX_BATCH])
+def test_whole_tables_of_thousands_of_blocks(store: TestStore, shm: Path, size: int) -> None:
+    big = TestStore(store.client, shm / "big", num_blocks=size + 500)
+    me, you, ledger, hashes = big.caller(), big.caller(), big.ledger, chain("a", size)
     refs = big.fill(me, hashes)
     ticket = ledger.hand_over(me.lane(), refs)
     assert ledger.claim(you.lane(), ticket) == refs
-    assert ledger.acquire(me.lane(), [hashes]) == [refs] and ledger.lookup([hashes]) == 2000
-    assert ledger.release(you.lane(), refs) == 2000
+    assert ledger.acquire(me.lane(), [hashes]) == [refs] and ledger.lookup([hashes]) == size
+    assert ledger.release(you.lane(), refs) == size
     store.check()
     big.expire(me.epoch)
     ledger.reap()
     big.check()
-    assert len(ledger.alloc(you.lane(), 2000)) == 2000
-    with pytest.raises(ValueError, match="limit is 2000"):
-        ledger.alloc(you.lane(), 2001)
+    assert len(ledger.alloc(you.lane(), size)) == size
+    with pytest.raises(ValueError, match=f"limit is {MAX_BATCH}"):
+        ledger.alloc(you.lane(), MAX_BATCH + 1)
     big.check()
     big.close()
 

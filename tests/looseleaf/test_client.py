@@ -80,7 +80,7 @@ def test_many_prompts_in_their_order(llm: LLM) -> None:
 
 
 def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
-    for piece in llm.client.generate(PROMPT, stream=True, max_tokens=1500, ignore_eos=True):
+    for piece in llm.client.generate(PROMPT, stream=True, max_tokens=900, ignore_eos=True):
         assert piece.finish_reason is None
         break
     assert_nothing_held(llm.addresses.block_store)
@@ -93,7 +93,7 @@ def test_refusals_are_our_errors(client: Client) -> None:
     with pytest.raises(TypeError, match="max_token'"):
         client.generate(PROMPT, max_token=3)  # type: ignore[call-overload]
     with pytest.raises(DeadlineExceeded):
-        client.generate(PROMPT, max_tokens=2000, ignore_eos=True, timeout=0.05)
+        client.generate(PROMPT, max_tokens=900, ignore_eos=True, timeout=0.05)
 
 
 def test_nobody_there() -> None:

@@ -76,7 +76,6 @@ def test_a_line_of_text_then_an_orderly_end() -> None:
     served = Served()
     out = "".join(served.lines)
     assert re.search(r"  says  Once upon a time\S", out), out
-    assert "gibberish" in out
     assert set(served.services) == {"block_store", "prefill_svc", "decode_svc", "gateway"}
     status, _ = served.end(signal.SIGTERM)
     assert status == 0
@@ -122,7 +121,9 @@ def test_a_killed_launcher_leaves_nothing_running() -> None:
     while alive(list(served.services.values())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(list(served.services.values())) == []
-    sweep(SHM)
+    while not launches() <= before and time.monotonic() < deadline:  # the lock goes with the last file of a process
+        sweep(SHM)
+        time.sleep(0.1)
     assert launches() <= before
 
 
