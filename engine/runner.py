@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 import kernels
+from common.settings import WorkerSettings
 from common.types import DType, KvLayout
 from engine.checkpoint import fingerprint
 from engine.config import ModelConfig
@@ -56,6 +57,19 @@ class RunnerSettings:
     """0: one per core."""
     seed: int = 0
     """Of dummy weights."""
+
+    @classmethod
+    def of(cls, settings: WorkerSettings) -> RunnerSettings:
+        """What a worker's flags say of its model."""
+        return cls(
+            settings.model,
+            settings.dtype,
+            settings.load_format,
+            settings.block_size,
+            settings.max_model_len,
+            settings.num_threads,
+            settings.seed,
+        )
 
 
 class ModelRunner:

@@ -21,17 +21,7 @@ from protos.v1 import prefill_pb2_grpc
 
 def build_runner(settings: PrefillSettings) -> tuple[ModelRunner, int]:
     """The model, and the measured peak of activations of its largest step in bytes."""
-    runner = ModelRunner(
-        RunnerSettings(
-            settings.model,
-            settings.dtype,
-            settings.load_format,
-            settings.block_size,
-            settings.max_model_len,
-            settings.num_threads,
-            settings.seed,
-        )
-    )
+    runner = ModelRunner(RunnerSettings.of(settings))
     return runner, runner.profile(settings.max_num_batched_tokens, settings.max_num_seqs)
 
 
