@@ -23,6 +23,8 @@ from engine.sampler import Sampled, SampleRow, sample_rows
 from engine.sequence import BlockTable, Chunk, Sequence, Step, lay_out
 
 logger = logging.getLogger("decode")
+TELL_S = 1.0
+"""How often a session with waiting groups only hears of the worker."""
 RETRY_ALLOC_S = 0.005
 """Pause before blocks that were not to be had are asked for again."""
 
@@ -80,6 +82,7 @@ class DecodeWorker:
         self._sessions: dict[Group, Session] = {}
         self._touched: set[Session] = set()
         self._draining = False
+        self._told_at = 0.0
         self.load = WorkerLoad()
         """As of the last step; other threads may read it."""
 
@@ -87,17 +90,33 @@ class DecodeWorker:
 
     def submit(self, session: Session, group: Group, ticket: Ticket, salt: bytes) -> None:
         """Claim the ticket at once and queue the group; whatever cannot be is rejected."""
-        if self._draining or self._scheduler.full:
-            self._reject_new(session, group, Rejection.DRAINING if self._draining else Rejection.QUEUE_FULL)
-        elif not self._consistent(group, ticket):
-            self._reject_new(session, group, Rejection.INTERNAL)
-        elif ticket.arena_id != self._attached.arena.arena_id:
-            self._reject_new(session, group, Rejection.LOST)
-        elif -(-self._longest(group) // self._block_size) > self._attached.arena.num_blocks:
-            self._reject_new(session, group, Rejection.TOO_LARGE)
+        if (rejection := self._objection(group, ticket)) is not None:
+            self._reject_new(session, group, rejection)
+            self._decline(ticket)
         else:
             self._claim(session, group, ticket, chain_start(self._domain, salt))
         self._flush()
+
+    def _objection(self, group: Group, ticket: Ticket) -> Rejection | None:
+        if self._draining:
+            return Rejection.DRAINING
+        if self._scheduler.full:
+            return Rejection.QUEUE_FULL
+        if not self._consistent(group, ticket):
+            return Rejection.INTERNAL
+        if ticket.arena_id != self._attached.arena.arena_id:
+            return Rejection.LOST
+        if -(-self._longest(group) // self._block_size) > self._attached.arena.num_blocks:
+            return Rejection.TOO_LARGE
+        return None
+
+    def _decline(self, ticket: Ticket) -> None:
+        """Let a rejected ticket's blocks go now rather than at the end of its lease."""
+        if ticket.arena_id != self._attached.arena.arena_id:
+            return
+        with suppress(LedgerError):
+            tables = self._attached.held.claim(ticket)
+            self._attached.held.release_many(table for branch in tables for table in branch)
 
     def _consistent(self, group: Group, ticket: Ticket) -> bool:
         """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked."""
@@ -348,7 +367,11 @@ class DecodeWorker:
         self._touched.add(session)
 
     def _flush(self) -> None:
-        """One message per session and step."""
+        """One message per session and step; to sessions without news the load, once a second, as a sign of life."""
+        now = time.monotonic()
+        if now - self._told_at >= TELL_S:
+            self._told_at = now
+            self._touched.update(self._sessions.values())
         for session in self._touched:
             session.send(session.outputs, self.load)
             session.outputs = []

@@ -1,0 +1,90 @@
+"""Workers spoken to directly: what no gateway of ours would send costs the request, never the worker."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from looseleaf import LLM
+from looseleaf.testing import assert_nothing_held
+from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos.v1 import types_pb2 as pb
+
+GREEDY = pb.SamplingParams(temperature=0.0)
+STOPPING = pb.StoppingParams(max_tokens=8)
+PROMPT = list(range(20, 60))
+
+
+def prefill(llm: LLM, **changes: Any) -> prefill_pb2.PrefillDone:
+    request = prefill_pb2.PrefillRequest(
+        request_id="direct", prompt_token_ids=PROMPT, branches=[pb.Branch()], sampling=GREEDY, stopping=STOPPING
+    )
+    request.MergeFrom(prefill_pb2.PrefillRequest(**changes))
+    with grpc.insecure_channel(llm.addresses.services["prefill"]) as channel:
+        stub = cast(Any, prefill_pb2_grpc.PrefillServiceStub)(channel)
+        *_, last = stub.Prefill(request, timeout=20)
+    return cast(prefill_pb2.PrefillDone, last.done)
+
+
+def decode(llm: LLM, submit: decode_pb2.Submit) -> Iterator[decode_pb2.SequenceOutput]:
+    """Outputs of one submitted group, to its end."""
+    with grpc.insecure_channel(llm.addresses.services["decode"]) as channel:
+        stub = cast(Any, decode_pb2_grpc.DecodeServiceStub)(channel)
+        commands: queue.SimpleQueue[decode_pb2.SessionRequest | None] = queue.SimpleQueue()
+        commands.put(decode_pb2.SessionRequest(submit=submit))
+        for response in stub.Session(iter(commands.get, None), timeout=20):
+            yield from response.outputs
+            if any(output.rejection or output.finish_reason for output in response.outputs):
+                commands.put(None)  # half-closes the session, which ends it
+
+
+def submit_of(done: prefill_pb2.PrefillDone, outputs: list[int]) -> decode_pb2.Submit:
+    return decode_pb2.Submit(
+        handle=1,
+        request_id="direct",
+        ticket=done.ticket,
+        prompt_token_ids=PROMPT,
+        branches=[pb.Branch(output_token_ids=outputs)],
+        sampling=GREEDY,
+        stopping=STOPPING,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"branches": [pb.Branch(output_token_ids=[1 << 20])]},
+        {"stopping": pb.StoppingParams(stop_token_ids=[1 << 20])},
+        {"sampling": pb.SamplingParams(logit_bias={1 << 20: 1.0})},
+        {"sampling": pb.SamplingParams(logprobs=1 << 20)},
+        {"prompt_token_ids": [1 << 20]},
+    ],
+    ids=str,
+)
+def test_prefill_refuses_ids_outside_the_vocabulary(llm: LLM, changes: dict[str, Any]) -> None:
+    pid = llm.pids["prefill"]
+    with pytest.raises(grpc.RpcError) as refusal:
+        prefill(llm, **changes)
+    assert refusal.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+    assert prefill(llm).ticket.num_tokens == len(PROMPT)
+    assert llm.pids["prefill"] == pid
+
+
+def test_decode_rejects_a_ticket_that_does_not_fit_and_lets_its_blocks_go(llm: LLM) -> None:
+    pid = llm.pids["decode"]
+    assert_nothing_held(llm.addresses.block_store)
+    done = prefill(llm)
+    [output] = decode(llm, submit_of(done, [done.tokens[0].token_id, 7, 7]))
+    assert output.rejection == decode_pb2.REJECTION_INTERNAL
+    assert_nothing_held(llm.addresses.block_store, within_s=3.0)  # a ticket's lease would be 10 s
+
+    done = prefill(llm)
+    *_, last = decode(llm, submit_of(done, [done.tokens[0].token_id]))
+    assert last.finish_reason == pb.FINISH_REASON_LENGTH
+    [again] = decode(llm, submit_of(done, [done.tokens[0].token_id]))
+    assert again.rejection == decode_pb2.REJECTION_LOST, "a ticket is claimed once"
+    assert llm.pids["decode"] == pid
