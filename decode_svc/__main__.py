@@ -74,9 +74,8 @@ async def main(settings: DecodeSettings) -> None:
         await drain(worker, thread, settings.drain_s)
     await server.stop(grace_s=0.5)
     if await asyncio.to_thread(thread.stop, settings.drain_s):
-        await asyncio.to_thread(
-            attached.close
-        )  # else the lease runs out, and its blocks wait for the writer slot's lock
+        # Otherwise the lease runs out, and its blocks wait for the writer slot's lock.
+        await asyncio.to_thread(attached.close)
     if failed:
         sys.exit(1)
 

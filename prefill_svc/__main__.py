@@ -69,9 +69,8 @@ async def main(settings: PrefillSettings) -> None:
     await asyncio.to_thread(attached.withdraw)
     await server.stop(0.0 if failed else settings.drain_s)
     if await asyncio.to_thread(thread.stop, settings.drain_s):
-        await asyncio.to_thread(
-            attached.close
-        )  # else the lease runs out, and its blocks wait for the writer slot's lock
+        # Otherwise the lease runs out, and its blocks wait for the writer slot's lock.
+        await asyncio.to_thread(attached.close)
     if failed:
         sys.exit(1)
 
