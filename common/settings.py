@@ -15,6 +15,8 @@ from typing import Literal, NoReturn, Self
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
+AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
+
 
 class Settings(BaseSettings):
     """Derive, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call `load(argv)`."""
@@ -85,7 +87,8 @@ class WorkerSettings(ServerSettings):
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")
     worker_id: str | None = Field(None, description="this worker's name; default: role, host name and process id")
     advertise: str | None = Field(None, description="host:port under which gateways reach this worker")
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU")
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
     block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
@@ -93,5 +96,11 @@ class WorkerSettings(ServerSettings):
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
     max_queue: int = Field(1024, ge=0, description="most sequences that wait")
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: one per core")
+    attention_backend: AttentionBackend = Field("auto", description="auto: fa3 where it can be had, else triton")
+    attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
+    deterministic: bool = Field(False, description="bits of a row do not depend on its batch; always so on the CPU")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the model's; fp8_e4m3 on a GPU")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that we may fill")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
     drain_s: float = Field(10.0, ge=0, description="most seconds that running requests get at SIGTERM")
