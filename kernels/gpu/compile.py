@@ -1,0 +1,143 @@
+"""Compiles Triton kernels for NVIDIA chips ahead of time, on a machine that need not have one, and says what they use.
+
+Uses only what triton's package carries (ptxas, cuobjdump). Knows no kernel of ours. What it says of a kernel is the
+compiler's word: that the kernel also launches and is right there, only a GPU can show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory one thread block may have, by compute capability (CUDA programming guide, technical specifications)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one thread block of a compiled kernel needs."""
+
+    registers: int
+    """Of a thread."""
+    spill_bytes: int
+    """Local memory and stack of a thread; above 0 registers have spilled (or an array is indexed at run time)."""
+    shared_bytes: int
+    ptx: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel to compile for one chip.
+
+    kernel: "package.module:function" of a `triton.jit` function.
+    signature: type of each parameter that is not in `constexprs`, in triton's words ("*bf16", "i32", "fp32"); ":16"
+        after it says that the launch will find a pointer aligned to 16 bytes, or an integer divisible by 16.
+    constexprs: values of the `tl.constexpr` parameters, and of integers that are 1 (a launch makes these constants too).
+    cc: compute capability as one number (80, 90, 100).
+    """
+
+    kernel: str
+    signature: dict[str, str]
+    constexprs: dict[str, int | float | bool | str | None]
+    cc: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def compile_for(
+    fn: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    cc: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Resources:
+    """Compiles one `triton.jit` function; arguments as in `Case`. Not in a process with TRITON_INTERPRET=1."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: "constexpr" if name in constexprs else signature[name] for name in fn.arg_names}
+    aligned = [i for i, kind in enumerate(types.values()) if kind.endswith(":16")]
+    source = ASTSource(
+        fn,
+        {name: kind.removesuffix(":16") for name, kind in types.items()},
+        dict(constexprs),
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    registers, spill_bytes = _usage(compiled.asm["cubin"])
+    return Resources(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"])
+
+
+def compile_cases(cases: Iterable[Case], timeout_s: float = 280.0) -> list[Resources]:
+    """Compiles all cases in one new process, which does not interpret whatever this one does.
+
+    Errors: RuntimeError with the compiler's output if a case does not compile; subprocess.TimeoutExpired.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kernels.gpu.compile"],
+        input=json.dumps([asdict(case) for case in cases]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return [Resources(**found) for found in json.loads(done.stdout)]
+
+
+@cache
+def _cuobjdump() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, stack and local bytes) of a thread of the one kernel in `cubin`."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = [re.search(rf"\b{name}:(\d+)", text) for name in ("REG", "STACK", "LOCAL")]
+    if not all(found):
+        raise RuntimeError(f"cuobjdump says nothing of registers: {text!r}")
+    registers, stack, local = (int(match[1]) for match in found if match)
+    return registers, stack + local
+
+
+def _compile_case(case: Case) -> Resources:
+    module, _, name = case.kernel.partition(":")
+    fn = getattr(import_module(module), name)
+    try:
+        return compile_for(fn, case.signature, case.constexprs, case.cc, case.num_warps, case.num_stages)
+    except Exception as error:
+        error.add_note(f"while compiling {case}")
+        raise
+
+
+def main() -> None:
+    """Cases as JSON on standard input, resources as JSON on standard output."""
+    cases = [Case(**fields) for fields in json.load(sys.stdin)]
+    json.dump([asdict(_compile_case(case)) for case in cases], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

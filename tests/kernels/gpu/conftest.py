@@ -1,0 +1,59 @@
+"""What the tests of the Triton kernels share: where they run, and the count of what was run and compiled.
+
+Without a CUDA device the kernels run under triton's interpreter. The variable that asks for it counts only before triton
+is first imported, and this file is read before any test runs; nothing in `tests` imports triton while it is collected.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+HAS_TRITON = find_spec("triton") is not None
+HAS_CUDA = torch.cuda.is_available()
+IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+
+if HAS_TRITON and not HAS_CUDA and not IMPORTED_TOO_EARLY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
+compiled: Counter[str] = Counter()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not HAS_TRITON:
+        terminalreporter.write_line("triton kernels: not tested, triton is not installed (pip install looseleaf[dev])")
+    if compiled:
+        each = ", ".join(f"{name} {count}" for name, count in sorted(compiled.items()))
+        terminalreporter.write_line(f"triton: {len(compiled)} kernels, {compiled.total()} variants compiled: {each}")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """ "cuda" where there is one, else "cpu" under the interpreter."""
+    if HAS_CUDA:
+        return "cuda"
+    if IMPORTED_TOO_EARLY:
+        pytest.skip("triton was imported before TRITON_INTERPRET could be set, so kernels cannot be interpreted")
+    return "cpu"
+
+
+@pytest.fixture(scope="session")
+def compile_cases() -> Callable[[Iterable[Any]], list[Any]]:
+    """`kernels.gpu.compile.compile_cases`, counted for the summary."""
+    from kernels.gpu import compile as harness
+
+    def run(cases: Iterable[harness.Case]) -> list[harness.Resources]:
+        listed = list(cases)
+        found = harness.compile_cases(listed)
+        compiled.update(case.kernel.partition(":")[2] for case in listed)
+        return found
+
+    return run
