@@ -1,27 +1,34 @@
 """How soon a busy system answers what needs no model: `python -m loadtest.latency`.
 
 Serves the 125M shape with random weights on this machine and measures, over gRPC: the health of every service while
-prompts of 4,000 tokens are prefilled; refusals while the gateway's queue is full. Prints percentiles; the last line is
-JSON.
+prompts of 4,000 tokens are prefilled; refusals while the gateway's queue is full, one request at a time and 1,000 in
+one instant, these beside a server that does nothing but refuse (`loadtest.refuser`). Prints percentiles; the last line
+is JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import Field
 
 from common.errors import ResourceExhausted, StartupError
+from common.rpc import error_of
 from common.settings import Settings, settings_config
 from loadtest.batching import MODEL
 from looseleaf import LLM, AsyncClient
 from looseleaf.testing import prompts
+from protos.v1 import inference_pb2 as pb
+from protos.v1 import inference_pb2_grpc
 
 
 class LatencySettings(Settings):
@@ -32,7 +39,8 @@ class LatencySettings(Settings):
     model: str = Field(str(MODEL), description="model directory; its weights are random")
     prompt_tokens: int = Field(4000, ge=1, description="length of the prompts that are prefilled meanwhile")
     num_prompts: int = Field(8, ge=1, description="how many of them")
-    refusals: int = Field(200, ge=1, description="requests beyond the limit")
+    refusals: int = Field(200, ge=1, description="requests beyond the limit, one after the other")
+    burst: int = Field(1000, ge=1, description="requests beyond the limit in one instant")
     interval_s: float = Field(0.02, gt=0, description="time between probes")
 
 
@@ -62,8 +70,8 @@ async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str,
     return dict(zip(services, await asyncio.gather(*probes), strict=True))
 
 
-async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) -> list[float]:
-    """Seconds until each of many requests beyond the limit is refused, one after the other."""
+async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) -> dict[str, list[float]]:
+    """Seconds until each of many requests beyond the limit is refused: one after the other, then all in one instant."""
     waits: list[float] = []
     async with AsyncClient(llm.addresses.grpc) as client:
         wave = [
@@ -79,10 +87,43 @@ async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) ->
                 assert refusal.retry_after_s, "a refusal must say when to retry"
                 waits.append(time.perf_counter() - started)
             await asyncio.sleep(settings.interval_s)
+        burst = await refusals_at_once(llm.addresses.grpc, settings.burst)
         for task in wave:
             task.cancel()
         await asyncio.gather(*wave, return_exceptions=True)
-    return waits
+    with refuser() as address:
+        return {"refusal": waits, "burst": burst, "burst, bare": await refusals_at_once(address, settings.burst)}
+
+
+async def refusals_at_once(address: str, num: int) -> list[float]:
+    """Seconds until each of `num` calls, all sent in one instant, is refused."""
+    request = pb.GenerateRequest(text="Once upon a time there was a fox and a crow.")
+
+    async def refused(stub: inference_pb2_grpc.InferenceServiceStub) -> float:
+        started = time.perf_counter()
+        try:
+            async for _ in stub.Generate(request, timeout=30):
+                pass
+        except grpc.aio.AioRpcError as error:
+            assert isinstance(refusal := error_of(error), ResourceExhausted) and refusal.retry_after_s, refusal
+            return time.perf_counter() - started
+        raise AssertionError("a request beyond the limit was let in")
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        return await asyncio.gather(*(refused(stub) for _ in range(num)))
+
+
+@contextmanager
+def refuser() -> Iterator[str]:
+    """The address of a process that only refuses."""
+    with subprocess.Popen([sys.executable, "-m", "loadtest.refuser"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 def percentile_ms(waits: Sequence[float], share: float) -> float:
@@ -95,7 +136,7 @@ def main(settings: LatencySettings) -> None:
     result: dict[str, object] = {"benchmark": "latency"}
     with LLM(settings.model, load_format="dummy", max_model_len=4096, max_queue=limit) as llm:
         waits = asyncio.run(health_under_prefill(llm, settings))
-        waits["refusal"] = asyncio.run(refusals_when_full(llm, settings, limit))
+        waits |= asyncio.run(refusals_when_full(llm, settings, limit))
     print(f"{'ms':16} {'probes':>7} {'p50':>8} {'p99':>8} {'max':>8}")
     for name, values in waits.items():
         numbers = [percentile_ms(values, share) for share in (0.5, 0.99, 1.0)]
