@@ -1,4 +1,7 @@
-"""How every service's process begins and ends: settings, logs, one event loop, one sentence when it cannot start."""
+"""How a service's process begins, serves and ends: settings, logs, one event loop, one sentence when it cannot start.
+
+Knows workers only as `Role`s: a process serves one, or prefill and decode beside each other.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,71 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
 
 from common.errors import LooseleafError, StartupError
-from common.settings import ServerSettings
+from common.rpc import RpcServer, reachable_address, wait_for_signal, write_ready_file
+from common.settings import ServerSettings, WorkerSettings
 from common.telemetry import configure_logging
 
 S = TypeVar("S", bound=ServerSettings)
+_LAST_MESSAGES_S = 0.5
+"""What open streams get after the drain, to send what is already said."""
+
+
+class Role(Protocol):
+    """One role of a worker's process, ready to be served. All methods but `drain` block; none is called twice."""
+
+    def add_to(self, server: RpcServer) -> None:
+        """Register the role's service."""
+
+    def start(self, on_failure: Callable[[], object]) -> None:
+        """Begin to step; `on_failure` is called, in any thread, when stepping has ended by an exception."""
+
+    def announce(self, address: str) -> None:
+        """Let gateways find the role at `address`, host:port."""
+
+    def withdraw(self) -> None:
+        """Let gateways send nothing new."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse what is new, let what runs end for at most `timeout_s`, and send the rest back."""
+
+    def close(self, timeout_s: float) -> None:
+        """End the step thread, waiting at most `timeout_s` for a step that runs, and give all blocks back."""
+
+
+async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequence[Role]) -> None:
+    """Serve `roles` until a signal, or until one of them fails: then the process ends with status 1."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for role in roles:
+        role.add_to(server)
+        role.start(lambda: loop.call_soon_threadsafe(stop.set))
+    await server.start()
+    address = settings.advertise or reachable_address(settings.host, server.port)
+    await _at_once(lambda role: role.announce(address), roles)
+    await server.set_ready(True)
+    write_ready_file(settings.ready_file, [f"{settings.host}:{server.port}"])
+    failed = await wait_for_signal(stop)
+    await _at_once(lambda role: role.withdraw(), roles)
+    if not failed:
+        await asyncio.gather(*(role.drain(settings.drain_s) for role in roles))
+    await server.stop(_LAST_MESSAGES_S)
+    await _at_once(lambda role: role.close(settings.drain_s), roles)
+    if failed:
+        sys.exit(1)
+
+
+async def _at_once(call: Callable[[Role], None], roles: Sequence[Role]) -> None:
+    await asyncio.gather(*(asyncio.to_thread(call, role) for role in roles))
+
+
+async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
+    """Return when `busy()` is false, at the latest after `timeout_s`."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while busy() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
 
 
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:

@@ -19,13 +19,15 @@ class StepThread:
     `step()` returns how long the thread may sleep before the next one: 0 to go on at once, None to wait for a command.
     """
 
-    def __init__(self, step: Callable[[], float | None], on_failure: Callable[[], object]) -> None:
+    def __init__(self, step: Callable[[], float | None]) -> None:
         self._step = step
-        self._on_failure = on_failure
+        self._on_failure: Callable[[], object] = lambda: None
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
-    def start(self) -> None:
+    def start(self, on_failure: Callable[[], object]) -> None:
+        """`on_failure` is called in the thread if an exception ends it."""
+        self._on_failure = on_failure
         self._thread.start()
 
     def post(self, command: Command) -> None:

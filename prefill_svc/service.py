@@ -26,6 +26,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self.draining = False
+        self.num_calls = 0
+        """Prompts that are being served."""
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillResponse]:
         if self.draining:
@@ -39,6 +41,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
         self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit))
         done = False
+        self.num_calls += 1
         try:
             yield pb.PrefillResponse(queued=pb.PrefillQueued(load=convert.load_to_pb(self._worker.load)))
             while not done:
@@ -46,6 +49,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 done = not isinstance(event, Progress)
                 yield _response(event)
         finally:
+            self.num_calls -= 1
             if not done:
                 self._thread.post(lambda: self._worker.cancel(job))
 

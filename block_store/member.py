@@ -1,0 +1,96 @@
+"""What every role of a worker does with the block store and the registry: say its needs, attach, be found, leave.
+
+Knows of a model only what `Model` says. A process that hosts two roles attaches twice: each role is a holder of its
+own, with its own lease, floor and record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol, cast
+
+from block_store.attach import Attached, Needs
+from block_store.hashing import hash_domain
+from common.settings import WorkerSettings
+from common.step_thread import StepThread
+from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
+
+
+class Model(Protocol):
+    """A loaded model (`engine.runner.ModelRunner`)."""
+
+    layout: KvLayout
+    weights_bytes: int
+    max_model_len: int
+    model_fingerprint: str
+    """Hex."""
+    numerics: str
+
+
+def longest_group(model: Model) -> int:
+    """Blocks of one sequence of full length, over all KV groups."""
+    layout = model.layout
+    return sum(group.max_blocks(model.max_model_len, layout.block_size) for group in layout.groups)
+
+
+def domain_of(model: Model) -> bytes:
+    """What every prefix hash starts from: model, KV group 0, layout and numerics."""
+    return hash_domain(bytes.fromhex(model.model_fingerprint), 0, model.layout.fingerprint, model.numerics)
+
+
+def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSettings) -> WorkerRecord:
+    """The registry's entry of a role, but for its address, load and epoch."""
+    domain = domain_of(model).hex()
+    return WorkerRecord(
+        needs.worker_id,
+        cast(Role, needs.role),
+        "",
+        settings.model,
+        attached.arena.arena_id,
+        settings.block_size,
+        domain,
+        domain,
+        model.max_model_len,
+        settings.max_num_seqs,
+    )
+
+
+def attach(block_store: str, needs: list[Needs]) -> list[Attached]:
+    """Attach each of `needs` to the store at `block_store`, at once: it answers when all workers it expects are there.
+
+    Raises StartupError.
+    """
+    with ThreadPoolExecutor(len(needs), thread_name_prefix="attach") as threads:
+        return list(threads.map(lambda need: Attached.to_store(block_store, need), needs))
+
+
+class Member:
+    """A role's attachment, the thread that steps it, and its entry in the registry."""
+
+    def __init__(
+        self,
+        attached: Attached,
+        record: WorkerRecord,
+        step: Callable[[], float | None],
+        load: Callable[[], WorkerLoad],
+    ) -> None:
+        self.thread = StepThread(step)
+        self._attached = attached
+        self._record = record
+        self._load = load
+
+    def start(self, on_failure: Callable[[], object]) -> None:
+        self.thread.start(on_failure)
+
+    def announce(self, address: str) -> None:
+        self._attached.announce(replace(self._record, address=address), self._load)
+
+    def withdraw(self) -> None:
+        self._attached.withdraw()
+
+    def close(self, timeout_s: float) -> None:
+        if self.thread.stop(timeout_s):
+            # Otherwise the lease runs out, and its blocks wait for the writer slot's lock.
+            self._attached.close()

@@ -1,0 +1,52 @@
+"""The decode role, built for the process that hosts it: `python -m decode_svc`, or `looseleaf.worker` with prefill."""
+
+from __future__ import annotations
+
+import asyncio
+
+from block_store.attach import Attached, Needs
+from block_store.member import Member, domain_of, longest_group, record_of
+from common.rpc import RpcServer
+from common.service_main import wait_idle
+from decode_svc.scheduler import DecodeScheduler
+from decode_svc.service import DecodeServicer
+from decode_svc.settings import DecodeSettings
+from decode_svc.worker import DecodeWorker, Rejection
+from engine.runner import ModelRunner
+from protos.v1 import decode_pb2_grpc
+
+
+def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:
+    """What the role needs of the arena; measures the activations of its largest step."""
+    return Needs(
+        worker_id,
+        "decode",
+        runner.layout,
+        runner.weights_bytes,
+        runner.profile(settings.max_num_seqs, settings.max_num_seqs),
+        runner.max_model_len,
+        floor_blocks=longest_group(runner) + 1,  # copy-on-write holds a source beside its copy for one step
+        reserve_blocks=settings.reserve_blocks,
+    )
+
+
+class DecodeRole(Member):
+    """Model, blocks, running batch, step thread and service of a decode worker (`common.service_main.Role`)."""
+
+    def __init__(self, runner: ModelRunner, needs: Needs, attached: Attached, settings: DecodeSettings) -> None:
+        runner.bind(attached.arena.data)
+        scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
+        self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner))
+        record = record_of(needs, attached, runner, settings)
+        super().__init__(attached, record, worker.step, lambda: worker.load)
+        self._servicer = DecodeServicer(worker, self.thread)
+
+    def add_to(self, server: RpcServer) -> None:
+        add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+        server.add(add, self._servicer, "looseleaf.v1.DecodeService")
+
+    async def drain(self, timeout_s: float) -> None:
+        self.thread.post(self._worker.start_draining)
+        await wait_idle(lambda: self._worker.load.num_running or self._worker.load.num_waiting, timeout_s)
+        self.thread.post(lambda: self._worker.reject_all(Rejection.DRAINING))
+        await asyncio.sleep(0.1)  # the step thread sends them

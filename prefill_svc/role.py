@@ -1,0 +1,51 @@
+"""The prefill role, built for the process that hosts it: `python -m prefill_svc`, or `looseleaf.worker` with decode."""
+
+from __future__ import annotations
+
+from block_store.attach import Attached, Needs
+from block_store.member import Member, domain_of, longest_group, record_of
+from common.rpc import RpcServer
+from common.service_main import wait_idle
+from common.settings import WorkerSettings
+from engine.runner import ModelRunner
+from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.service import PrefillServicer
+from prefill_svc.worker import PrefillWorker
+from protos.v1 import prefill_pb2_grpc
+
+
+def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:
+    """What the role needs of the arena; measures the activations of its largest step."""
+    return Needs(
+        worker_id,
+        "prefill",
+        runner.layout,
+        runner.weights_bytes,
+        runner.profile(settings.max_num_batched_tokens, settings.max_num_seqs),
+        runner.max_model_len,
+        floor_blocks=longest_group(runner),  # so that the head of the queue always gets its blocks in the end
+    )
+
+
+class PrefillRole(Member):
+    """Model, blocks, queue, step thread and service of a prefill worker (`common.service_main.Role`)."""
+
+    def __init__(self, runner: ModelRunner, needs: Needs, attached: Attached, settings: WorkerSettings) -> None:
+        runner.bind(attached.arena.data)
+        scheduler = PrefillScheduler(
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_queue=settings.max_queue,
+        )
+        worker = PrefillWorker(runner, attached, scheduler, domain_of(runner))
+        record = record_of(needs, attached, runner, settings)
+        super().__init__(attached, record, worker.step, lambda: worker.load)
+        self._servicer = PrefillServicer(worker, self.thread, runner.max_model_len, runner.config.vocab_size)
+
+    def add_to(self, server: RpcServer) -> None:
+        add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+        server.add(add, self._servicer, "looseleaf.v1.PrefillService")
+
+    async def drain(self, timeout_s: float) -> None:
+        self._servicer.draining = True
+        await wait_idle(lambda: self._servicer.num_calls, timeout_s)
