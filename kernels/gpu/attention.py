@@ -1,0 +1,230 @@
+"""`paged_attention` and `paged_prefill` in Triton: checks of shapes, choice of tiles, launches.
+
+Nothing is read back from the device, so a call can be captured in a CUDA graph. Hence values are not checked: with block
+tables, lengths or `cu_seqlens_q` that do not fit, memory outside the caches is read. Nothing outside `out` is written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.gpu import attention_tiles as tiles
+from kernels.gpu.attention_kernels import attention_kernel, merge_kernel
+from kernels.gpu.attention_tiles import Chip, Tiling
+from kernels.gpu.launch import row_stride
+
+INTERPRETED = not isinstance(attention_kernel, triton.JITFunction)
+E4M3 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """The arguments of one call, and what follows from their shapes."""
+
+    out: Tensor
+    q: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    cu_seqlens_q: Tensor | None
+    softmax_scale: float
+    window: int | None
+    deterministic: bool
+    k_scale: float
+    v_scale: float
+
+    @property
+    def num_seqs(self) -> int:
+        return self.context_lens.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key_cache.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.num_kv_heads
+
+    @property
+    def max_keys(self) -> int:
+        return self.block_table.shape[1] * self.key_cache.shape[2]
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _check(a: Attention) -> None:
+    caches = (a.key_cache, a.value_cache)
+    _require(
+        a.q.dim() == 3 and a.key_cache.dim() == 4, "q must be [rows, heads, head_dim], caches [blocks, heads, slots, d]"
+    )
+    _require(a.key_cache.shape == a.value_cache.shape, "key_cache and value_cache differ in shape")
+    _require(a.key_cache.stride() == a.value_cache.stride(), "key_cache and value_cache differ in strides")
+    _require(
+        a.key_cache.dtype == a.value_cache.dtype and a.key_cache.dtype in (a.q.dtype, E4M3),
+        "dtype of the caches must be q's or float8_e4m3fn",
+    )
+    _require(a.q.dtype in DTYPES, f"q has dtype {a.q.dtype}, must be one of {DTYPES}")
+    _require(a.head_dim == a.key_cache.shape[3] and a.head_dim % 8 == 0, "head_dim must match and be a multiple of 8")
+    _require(a.num_kv_heads > 0 and a.q.shape[1] % a.num_kv_heads == 0, "num_heads must be a multiple of kv heads")
+    _require(all(x.stride(-1) == 1 for x in (a.q, a.out, *caches)), "the last dimension must be contiguous")
+    _require(a.out.shape == a.q.shape and a.out.dtype == a.q.dtype, "out must be like q")
+    _require(a.block_table.dtype == a.context_lens.dtype == torch.int32, "block_table and context_lens must be int32")
+    _require(a.block_table.dim() == 2 and a.block_table.shape[0] == a.num_seqs, "one block table row per sequence")
+    _require(a.softmax_scale > 0 and a.k_scale > 0 and a.v_scale > 0, "scales must be positive")
+    _require(a.window is None or a.window > 0, "window must be positive")
+    if a.cu_seqlens_q is None:
+        _require(a.q.shape[0] == a.num_seqs, "decode takes one query per sequence")
+    else:
+        fits = a.cu_seqlens_q.dtype == torch.int32 and a.cu_seqlens_q.shape == (a.num_seqs + 1,)
+        _require(fits, "cu_seqlens_q must be int32 [num_seqs + 1]")
+
+
+def chip_of(device: torch.device) -> Chip:
+    """The device's; for the interpreter one that small cases can fill, so that they split as large ones do there."""
+    if INTERPRETED:
+        return Chip(90, 4)
+    _require(
+        device.type == "cuda", f"tensors on {device}: Triton kernels need CUDA, or TRITON_INTERPRET=1 before import"
+    )
+    found = torch.cuda.get_device_properties(device)
+    return Chip(10 * found.major + found.minor, found.multi_processor_count)
+
+
+def launch(a: Attention, tiling: Tiling, splits: int, chip: Chip) -> Tensor:
+    """Runs the kernel, and the merge where keys are split. Shapes are not checked."""
+    partial_acc = partial_max = partial_sum = None
+    if splits > 1:
+        sums = (a.num_seqs, a.q.shape[1], splits)
+        partial_acc = torch.empty((*sums, a.head_dim), dtype=torch.float32, device=a.q.device)
+        partial_max, partial_sum = torch.empty((2, *sums), dtype=torch.float32, device=a.q.device)
+    bits = a.key_cache.dtype == E4M3 and chip.cc < 89
+    caches = [x.view(torch.uint8) if bits else x for x in (a.key_cache, a.value_cache)]
+    span = {
+        "HEAD_DIM": a.head_dim,
+        "WIDTH": tiles.width_of(a.head_dim),
+        "TILE": tiling.tile,
+        "PIECE": tiles.PIECE if a.deterministic else 0,
+        "WINDOWED": a.window is not None,
+        "enable_fp_fusion": not a.deterministic,
+    }
+    varlen = a.cu_seqlens_q is not None
+    programs = a.q.shape[0] // (tiling.rows // a.group) + a.num_seqs if varlen else a.num_seqs
+    attention_kernel[(programs, a.num_kv_heads, splits)](
+        a.out, a.q, *caches, a.block_table, a.context_lens, a.cu_seqlens_q,
+        partial_acc, partial_max, partial_sum,
+        a.softmax_scale * a.k_scale * math.log2(math.e), a.v_scale,
+        a.num_seqs, splits, a.window or 0,
+        row_stride(a.q), row_stride(a.q, 1), row_stride(a.out), row_stride(a.out, 1), a.block_table.stride(0),
+        *(row_stride(a.key_cache, dim) for dim in range(3)),
+        GROUP=a.group, BLOCK_SIZE=a.key_cache.shape[2], ROWS=tiling.rows, VARLEN=varlen, DIRECT=splits == 1,
+        E4M3_BITS=bits, WIDE=INTERPRETED, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **span,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(a.num_seqs, a.q.shape[1])](
+            a.out, a.context_lens, partial_acc, partial_max, partial_sum, a.v_scale, splits, a.window or 0,
+            row_stride(a.out), row_stride(a.out, 1), SPLITS=tiles.power_of_2(splits), num_warps=4, **span,
+        )  # fmt: skip
+    return a.out
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    out: Tensor | None = None,
+    deterministic: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Contract of `kernels.paged_attention.paged_attention`, on bf16, fp16 (and fp32, slowly).
+
+    key_cache, value_cache: also float8_e4m3fn, worth `k_scale` and `v_scale` times what they hold. Both with the same
+    strides, as views of one arena have.
+    deterministic: a row's bits depend on its own query, keys and values only, and are those of `paged_prefill` in this
+    mode. Takes 4 (head_dim + 2) bytes for every sequence, head and 512 keys that a block table row can hold.
+    """
+    a = Attention(
+        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
+        q=q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        context_lens=context_lens,
+        cu_seqlens_q=None,
+        softmax_scale=softmax_scale,
+        window=window,
+        deterministic=deterministic,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    _check(a)
+    chip = chip_of(q.device)
+    if not q.shape[0]:
+        return a.out
+    if deterministic:
+        return launch(a, tiles.deterministic_tiling(a.head_dim, a.group), tiles.num_pieces(a.max_keys, window), chip)
+    tiling = tiles.decode_tiling(a.head_dim, a.group)
+    return launch(a, tiling, tiles.num_splits(tiling, a.num_seqs * a.num_kv_heads, a.max_keys, chip), chip)
+
+
+def paged_prefill(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    out: Tensor | None = None,
+    max_q_len: int | None = None,
+    deterministic: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as in `paged_attention`.
+
+    max_q_len: no chunk is longer (not checked); short ones then take smaller tiles. Rows of q and out from
+    cu_seqlens_q[num_seqs] on are left alone.
+    """
+    a = Attention(
+        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
+        q=q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        context_lens=context_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        softmax_scale=softmax_scale,
+        window=window,
+        deterministic=deterministic,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    _check(a)
+    chip = chip_of(q.device)
+    if not q.shape[0] or not a.num_seqs:
+        return a.out
+    if deterministic:
+        return launch(a, tiles.deterministic_tiling(a.head_dim, a.group), 1, chip)
+    return launch(a, tiles.prefill_tiling(a.head_dim, a.group, chip, max_q_len), 1, chip)
