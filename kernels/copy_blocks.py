@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current
+from kernels.cpu.loader import count_fallback, current, on_triton
 
 
 def copy_blocks_reference(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
@@ -17,13 +17,19 @@ def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> N
     """Copies dst[dst_ids[i]] = src[src_ids[i]] for all i, in one call.
 
     src, dst: uint8 [num_blocks, block_bytes], rows contiguous; may be the same arena if no block is both source and
-    target. src_ids, dst_ids: int64 [n]; no target twice.
-    Errors: ValueError for shapes, dtypes and ids out of range (then nothing is copied).
+    target, or lie on a GPU and in host memory. src_ids, dst_ids: int64 [n], best in host memory; no target twice.
+    Errors: ValueError for shapes, dtypes and ids out of range (then nothing is copied; ids on a GPU are not looked at,
+    and a pair out of range is left out).
     """
     if not (src.dtype == dst.dtype == torch.uint8 and src.dim() == dst.dim() == 2 and src.shape[1] == dst.shape[1]):
         raise ValueError("src and dst must be uint8 [num_blocks, block_bytes] with blocks of one size")
     if not (src_ids.dtype == dst_ids.dtype == torch.int64 and src_ids.shape == dst_ids.shape and src_ids.dim() == 1):
         raise ValueError("src_ids and dst_ids must be int64 [n]")
+    if on_triton(src) or on_triton(dst):
+        from kernels.gpu import copy_blocks as gpu
+
+        gpu.copy_blocks(src, dst, src_ids, dst_ids)
+        return
     library = current()
     on_cpu = src.device.type == dst.device.type == "cpu"
     if library.handle is None or not on_cpu or src.stride(1) != 1 or dst.stride(1) != 1:

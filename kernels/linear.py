@@ -1,7 +1,8 @@
-"""Linear layers with weights packed once for oneDNN. Row-invariant: a row's bits do not depend on the other rows.
+"""Linear layers with weights packed once for oneDNN; on a GPU cuBLAS, or Triton where rows must not depend on others.
 
-oneDNN's bf16 product gives a row the same bits at every batch; its fp32 product does so from two rows on (measured,
-tests/kernels/test_linear.py holds it), so a row alone is padded to two. Knows nothing of the model.
+Row-invariant on a CPU: a row's bits do not depend on the other rows. oneDNN's bf16 product gives a row the same bits at
+every batch; its fp32 product does so from two rows on (measured, tests/kernels/test_linear.py holds it), so a row alone
+is padded to two. Knows nothing of the model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback
+from kernels.cpu.loader import count_fallback, on_triton
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,16 +39,21 @@ class PackedLinear:
 
     weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. What cannot be packed, or does not agree
     with F.linear on a probe, runs through F.linear: logged once and counted under "linear".
+    On a GPU nothing is packed (fp16 too): F.linear, or with `deterministic` the Triton kernel of fixed tiles.
     """
 
-    __slots__ = ("_packed", "_pad_single", "bias", "in_features", "is_packed", "out_features", "weight")
+    __slots__ = ("_fixed_tiles", "_packed", "_pad_single", "bias", "in_features", "is_packed", "out_features", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, keep_weight: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, keep_weight: bool = False, deterministic: bool = False
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
         self._pad_single = weight.dtype == torch.float32
-        packed = _pack(weight)
+        triton = on_triton(weight)
+        self._fixed_tiles = triton and deterministic
+        packed = None if triton else _pack(weight)
         why = packed if isinstance(packed, str) else None
         self._packed: Tensor | None = None if isinstance(packed, str) else packed
         if self._packed is not None and not self._agrees(weight):
@@ -68,6 +74,10 @@ class PackedLinear:
         """x: [..., in] in the weight's dtype -> [..., out]."""
         if self._packed is None:
             assert self.weight is not None
+            if self._fixed_tiles:
+                from kernels.gpu.linear import linear
+
+                return linear(x, self.weight, self.bias)
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, self.in_features)
         if rows.shape[0] == 0:

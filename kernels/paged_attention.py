@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import attention
+from kernels.cpu.loader import on_triton
 
 
 def paged_attention_reference(
@@ -53,4 +54,9 @@ def paged_attention(
     Returns [num_seqs, num_heads, head_dim] (`out` if given).
     Errors: ValueError for shapes, dtypes or block ids that do not fit.
     """
+    if on_triton(q):
+        from kernels.gpu import attention as gpu
+
+        where = (key_cache, value_cache, block_table, context_lens)
+        return gpu.paged_attention(q, *where, softmax_scale=softmax_scale, window=window, out=out)
     return attention(q, key_cache, value_cache, block_table, context_lens, None, softmax_scale, window, out)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import attention
+from kernels.cpu.loader import on_triton
 
 
 def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
@@ -78,4 +79,9 @@ def paged_prefill(
     A chunk of one query gives the bits of `paged_attention`, so decode rows may be mixed in.
     Everything else, errors included, as in `paged_attention`. Returns [total_q, num_heads, head_dim].
     """
+    if on_triton(q):
+        from kernels.gpu import attention as gpu
+
+        where = (key_cache, value_cache, block_table, context_lens, cu_seqlens_q)
+        return gpu.paged_prefill(q, *where, softmax_scale=softmax_scale, window=window, out=out)
     return attention(q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window, out)

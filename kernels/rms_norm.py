@@ -7,7 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current
+from kernels.cpu.loader import count_fallback, current, on_triton
 
 
 def rms_norm_reference(
@@ -37,6 +37,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         raise ValueError("weight must be [hidden] in the dtype of x")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError("residual must be like x")
+    if on_triton(x):
+        from kernels.gpu import rms_norm as gpu
+
+        return gpu.rms_norm(x, weight, eps, residual)
     library = current()
     if library.handle is None or x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32):
         if library.isa != "reference":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current
+from kernels.cpu.loader import count_fallback, current, on_triton
 
 _MASK = 0xFFFFFFFF
 Numbers = Sequence[float] | Sequence[int] | Tensor
@@ -110,7 +110,17 @@ def sample(
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError("logits must be fp32 [B, V]")
-    library, batch = current(), logits.shape[0]
+    batch = logits.shape[0]
+    if on_triton(logits):
+        from kernels.gpu import sampling as gpu
+
+        # Two copies to the device instead of seven.
+        columns = [_column(c, torch.float32, batch) for c in (temperature, top_p, min_p)]
+        heat, p, floor = torch.stack(columns).to(logits.device, non_blocking=True)
+        columns = [_column(c, torch.int64, batch) for c in (top_k, seeds, sample_indices, positions)]
+        ints = torch.stack(columns).to(logits.device, non_blocking=True)
+        return gpu.sample(logits, heat, ints[0], p, floor, *ints[1:])
+    library = current()
     if library.handle is None or logits.device.type != "cpu":
         if library.isa != "reference":
             count_fallback("sampling", f"no fast path on {logits.device.type}")
@@ -152,6 +162,10 @@ def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
         raise ValueError("logits must be fp32 [B, V] and 0 <= k <= V")
     if token_ids.dtype != torch.int64 or token_ids.shape != logits.shape[:1]:
         raise ValueError("token_ids must be int64 [B]")
+    if on_triton(logits):
+        from kernels.gpu import sampling as gpu
+
+        return gpu.log_softmax_top(logits, token_ids, k)
     library = current()
     if library.handle is None or logits.device.type != "cpu":
         if library.isa != "reference":

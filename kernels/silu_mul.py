@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current
+from kernels.cpu.loader import count_fallback, current, on_triton
 
 
 def silu_mul_reference(x: Tensor) -> Tensor:
@@ -18,6 +18,10 @@ def silu_mul(x: Tensor) -> Tensor:
     """x: [..., 2 * intermediate], gate then up -> [..., intermediate]. Errors: ValueError for an odd last dimension."""
     if x.shape[-1] % 2:
         raise ValueError("the last dimension must be gate and up, of one size")
+    if on_triton(x):
+        from kernels.gpu import silu_mul as gpu
+
+        return gpu.silu_mul(x)
     library = current()
     if library.handle is None or x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32):
         if library.isa != "reference":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current
+from kernels.cpu.loader import count_fallback, current, on_triton
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -55,11 +55,14 @@ def write_blocks(
 
     q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; strided views of a fused qkv output are fine.
     positions: int64 [T]. slot_mapping: int64 [T] = block * block_size + offset; negative writes nothing.
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], strided.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], strided, of q's dtype; on a GPU also
+    float8_e4m3fn, to which values are rounded, saturating at +-448.
     cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.
-    Errors: ValueError for shapes and dtypes, and for a slot or position out of range (then nothing is written).
+    Errors: ValueError for shapes and dtypes, on a CPU too for a slot or position out of range (then nothing is written).
     """
-    if not (q.dtype == k.dtype == v.dtype == key_cache.dtype == value_cache.dtype):
+    triton = on_triton(q)
+    cache_dtypes = (q.dtype, torch.float8_e4m3fn) if triton else (q.dtype,)
+    if not (q.dtype == k.dtype == v.dtype and key_cache.dtype == value_cache.dtype in cache_dtypes):
         raise ValueError("q, k, v and the caches differ in dtype")
     if not (positions.dtype == slot_mapping.dtype == torch.int64 and positions.shape == slot_mapping.shape):
         raise ValueError("positions and slot_mapping must be int64 [T]")
@@ -69,6 +72,11 @@ def write_blocks(
         raise ValueError("k, v [T, kv_heads, head_dim] do not fit the caches")
     if cos_sin is not None and (cos_sin.dtype != torch.float32 or cos_sin.shape[1] > q.shape[2]):
         raise ValueError("cos_sin must be fp32 [max_pos, rotary_dim <= head_dim]")
+    if triton:
+        from kernels.gpu import write_blocks as gpu
+
+        gpu.write_blocks(q, k, v, positions, slot_mapping, key_cache, value_cache, cos_sin)
+        return
     library = current()
     if library.handle is None or q.device.type != "cpu" or q.dtype not in (torch.bfloat16, torch.float32):
         if library.isa != "reference":

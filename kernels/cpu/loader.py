@@ -16,10 +16,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-Isa = Literal["avx512", "avx2", "portable", "reference"]
+if TYPE_CHECKING:
+    import torch
+
+Isa = Literal["avx512", "avx2", "portable", "reference", "triton"]
 ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best first; "reference" is plain torch
+# "triton" is the GPU's kernels under triton's interpreter: a rehearsal, some thousand times slower, never chosen.
 
 # What each build was compiled for, in the names of /proc/cpuinfo.
 _NEEDS: dict[str, frozenset[str]] = {
@@ -32,7 +36,7 @@ _LOG = logging.getLogger("looseleaf.kernels")
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """One loaded build. `handle` is None when the torch reference stands in; `why` then says why."""
+    """One loaded build. `handle` is None when the torch reference (or the rehearsal) stands in; `why` says why."""
 
     isa: Isa
     handle: ctypes.CDLL | None
@@ -88,8 +92,8 @@ def openmp_libraries() -> set[str]:
 @functools.cache
 def _open(isa: Isa) -> CpuLibrary:
     """Loads one build. Errors: ValueError when this CPU or installation does not have it; OSError from the loader."""
-    if isa == "reference":
-        return CpuLibrary("reference", None, "asked for")
+    if isa in ("reference", "triton"):
+        return CpuLibrary(isa, None, "asked for")
     path = _find(isa)
     if isa not in supported_isas() or path is None:
         raise ValueError(f"kernels for {isa!r} are not built or not supported by this CPU; have {supported_isas()}")
@@ -139,14 +143,19 @@ def using(isa: Isa) -> Iterator[CpuLibrary]:
         _selection().library = before
 
 
-def count_fallback(what: str, why: str) -> None:
-    """Counts one use of a reference in place of a fast path and logs the first one of each kind."""
+def on_triton(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels take this tensor: it lies on a GPU, or the process rehearses them on the CPU."""
+    return tensor.is_cuda or current().isa == "triton"
+
+
+def count_fallback(what: str, why: str, instead: str = "on the torch reference") -> None:
+    """Counts one use of something slower in place of a fast path and logs the first one of each kind."""
     counts = _selection().fallbacks
     counts[what] += 1
     if counts[what] == 1:
-        _LOG.warning("kernels: %s runs on the torch reference: %s", what, why)
+        _LOG.warning("kernels: %s runs %s: %s", what, instead, why)
 
 
 def fallbacks() -> dict[str, int]:
-    """How often each kernel ran on the torch reference though nobody asked for it."""
+    """How often each kernel took a slower path though nobody asked for it."""
     return dict(_selection().fallbacks)

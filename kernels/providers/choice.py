@@ -1,0 +1,65 @@
+"""Chooses the attention provider of a runner: the one that was asked for, or the best that supports the model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, get_args
+
+from kernels.providers.base import AttentionProvider, AttentionSpec, Unavailable
+from kernels.providers.fa2 import Fa2Attention
+from kernels.providers.fa3 import Fa3Attention
+from kernels.providers.flashinfer import FlashInferAttention
+from kernels.providers.own import CpuAttention, TritonAttention
+
+ProviderName = Literal["triton", "fa3", "fa2", "flashinfer", "cpu"]
+Backend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
+_LOG = logging.getLogger("looseleaf.kernels")
+
+
+def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
+    """The provider `name` for this model. Raises Unavailable, one sentence."""
+    if name == "fa3":
+        return Fa3Attention(spec, library)
+    if name == "fa2":
+        return Fa2Attention(spec)
+    if name == "flashinfer":
+        return FlashInferAttention(spec)
+    return TritonAttention(spec) if name == "triton" else CpuAttention(spec)
+
+
+def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
+    """What computes attention from now on, logged with the reason.
+
+    auto: on a CPU the C++ kernels; on a GPU FlashAttention-3 where it can be had, else Triton, and always Triton where
+    results must be deterministic. Raises Unavailable, one sentence: what was forced cannot serve, or nothing can.
+    """
+    if backend != "auto":
+        provider, why = open_provider(backend, spec, library), "asked for"
+    else:
+        provider, why = _best(spec, library)
+    _LOG.info("attention: %s %s (%s)", provider.name, provider.version, why)
+    return provider
+
+
+def _best(spec: AttentionSpec, library: str | None) -> tuple[AttentionProvider, str]:
+    if spec.device.type == "cpu":
+        return CpuAttention(spec), "on a CPU"
+    if spec.deterministic:
+        return TritonAttention(spec), "deterministic"
+    try:
+        return Fa3Attention(spec, library), "best available"
+    except Unavailable as error:
+        if library is not None:  # somebody wanted it: do not pass over it
+            raise
+        return TritonAttention(spec), str(error)
+
+
+def available(spec: AttentionSpec, library: str | None = None) -> dict[ProviderName, str]:
+    """Every provider and its version, or why it cannot be had, for `looseleaf doctor`."""
+    found: dict[ProviderName, str] = {}
+    for name in get_args(ProviderName):
+        try:
+            found[name] = open_provider(name, spec, library).version
+        except Unavailable as error:
+            found[name] = str(error)
+    return found

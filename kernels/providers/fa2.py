@@ -1,0 +1,70 @@
+"""FlashAttention-2 (Dao 2023) from an installed `flash_attn`. Its paged kernels take blocks of multiples of 256 slots.
+
+None of this has run on a GPU yet; tests hold the mapping of arguments against the package's signatures (2.8.3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.providers.base import (
+    AttentionBatch,
+    AttentionSpec,
+    Unavailable,
+    flash_objection,
+    flash_window,
+    slots_first,
+)
+
+
+class Fa2Attention:
+    """FA2 for one runner. Not deterministic in our sense: its tiles differ between decode and prefill. Not captured in
+    graphs: newer versions read a maximum back to the host on the paged path."""
+
+    name = "fa2"
+    capturable = False
+    deterministic = False
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        """Raises Unavailable: no such module, not this GPU, or not such a model."""
+        if (why := self.supports(spec)) is not None:
+            raise Unavailable(f"attention provider fa2 {why}")
+        try:
+            import flash_attn
+        except ImportError as error:
+            raise Unavailable("attention provider fa2 needs the module flash_attn") from error
+        self._spec, self._flash = spec, flash_attn
+        self._window = flash_window(spec.window)
+        self.version = str(getattr(flash_attn, "__version__", "installed"))
+        self._cu_seqlens_k: Tensor | None = None  # int32 [B + 1]
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        if spec.compute_capability is None or spec.compute_capability < (8, 0):
+            return "needs a GPU of compute capability 8.0 or later"
+        if spec.block_size % 256:
+            return f"takes blocks of multiples of 256 slots, not {spec.block_size}"
+        return flash_objection(spec)
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Prefill wants the contexts added up."""
+        if not batch.decode_only:
+            ends = batch.context_lens.cumsum(0, dtype=torch.int32)
+            self._cu_seqlens_k = torch.nn.functional.pad(ends, (1, 0))
+
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        out: Tensor = self._flash.flash_attn_with_kvcache(
+            q.unsqueeze(1), slots_first(keys), slots_first(values),  # [B, 1, heads, head_dim]
+            cache_seqlens=batch.context_lens, block_table=batch.block_table, softmax_scale=self._spec.softmax_scale,
+            causal=True, window_size=self._window, num_splits=1 if self._spec.deterministic else 0,
+        )  # fmt: skip
+        return out.squeeze(1)
+
+    def prefill(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        out: Tensor = self._flash.flash_attn_varlen_func(
+            q, slots_first(keys), slots_first(values), batch.cu_seqlens_q, self._cu_seqlens_k, batch.max_q_len,
+            batch.max_context_len, softmax_scale=self._spec.softmax_scale, causal=True, window_size=self._window,
+            block_table=batch.block_table,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,159 @@
+"""FlashAttention-3 (Shah et al. 2024), from an installed `flash_attn_interface` or a library file named by a setting.
+
+The file inside vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and upstream's build differ in arguments, so
+calls are built from the operator's schema. One operator serves decode and prefill. Takes blocks of any size.
+None of this has run on a GPU yet: tests hold the mapping of arguments against both schemas, not the kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.providers.base import (
+    AttentionBatch,
+    AttentionSpec,
+    Unavailable,
+    flash_objection,
+    flash_window,
+    slots_first,
+)
+from kernels.providers.schema import SchemaCall
+
+_LOG = logging.getLogger("looseleaf.kernels")
+NAMESPACES = ("_vllm_fa3_C", "flash_attn_3")
+MAX_GRAPH_SPLITS = 32
+"""Bound on the splits of a sequence's keys inside a CUDA graph, vLLM's choice: it fixes the size of partial results
+(num_splits x T x heads x head_dim fp32); how many of them work is decided on the device. 0, the heuristic, cannot be
+captured."""
+_WHERE = frozenset({"max_seqlen_q", "max_seqlen_k", "is_causal", "window_size_left", "window_size_right", "num_splits"})
+_FWD = _WHERE | {"q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "softmax_scale"}
+_METADATA = _WHERE | {
+    "batch_size", "num_heads", "num_heads_k", "headdim", "headdim_v", "qkv_dtype", "seqused_k", "cu_seqlens_q",
+    "page_size",
+}  # fmt: skip
+_NEUTRAL = {
+    "attention_chunk": 0, "softcap": 0.0, "has_softcap": False, "is_rotary_interleaved": False, "sm_margin": 0,
+    "cp_world_size": 1, "cp_rank": 0, "max_seqlen_k_new": 0,
+}  # fmt: skip
+
+
+class Fa3Attention:
+    """FA3 for one runner.
+
+    Asked for determinism it computes without splits, so that a row does not depend on its batch. It is not
+    deterministic in our sense: decode and prefill add keys up in tiles of different sizes, so that a token prefilled
+    again after it was decoded may leave other bits.
+    """
+
+    name = "fa3"
+    capturable = True
+    deterministic = False
+
+    def __init__(self, spec: AttentionSpec, library: str | None = None) -> None:
+        """Raises Unavailable: no such module or file, not this GPU, or not such a model."""
+        if (why := self.supports(spec)) is not None:
+            raise Unavailable(f"attention provider fa3 {why}")
+        operators, self.version = _open(library)
+        self._spec = spec
+        self._window = flash_window(spec.window)
+        try:
+            self._forward = SchemaCall(operators.fwd, _FWD, frozenset({"scheduler_metadata"}), _NEUTRAL)
+            self._plan = SchemaCall(operators.get_scheduler_metadata, _METADATA, frozenset(), _NEUTRAL)
+        except (ValueError, AttributeError) as error:
+            raise Unavailable(f"attention provider fa3 does not fit: {error}") from error
+        self._metadata: Tensor | None = None
+        self._static = torch.empty(0, dtype=torch.int32, device=spec.device)
+        if spec.deterministic:
+            _LOG.warning("fa3: rows do not depend on their batch, but prefill and decode may differ in their last bits")
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        if spec.compute_capability != (9, 0):
+            have = "none" if spec.compute_capability is None else "{}.{}".format(*spec.compute_capability)
+            return f"needs a GPU of compute capability 9.0, this is {have}"
+        return flash_objection(spec)
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Deals the batch's keys out once for all layers of a decode step; prefill does so by itself."""
+        self._metadata = None
+        if batch.decode_only:
+            metadata = self._plan(**self._shape(batch), **self._where(batch))
+            self._metadata = self._at_fixed_address(metadata) if batch.is_static else metadata
+
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        return self._attend(q, keys, values, batch, self._metadata)
+
+    def prefill(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        return self._attend(q, keys, values, batch, None)
+
+    # --- inside
+
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, metadata: Tensor | None
+    ) -> Tensor:
+        found = self._forward(
+            q=q, k=slots_first(keys), v=slots_first(values), cu_seqlens_q=batch.cu_seqlens_q,
+            seqused_k=batch.context_lens, page_table=batch.block_table, softmax_scale=self._spec.softmax_scale,
+            scheduler_metadata=metadata, **self._where(batch),
+        )  # fmt: skip
+        out: Tensor = found[0] if isinstance(found, (list, tuple)) else found
+        return out
+
+    def _where(self, batch: AttentionBatch) -> dict[str, Any]:
+        """What forward and metadata must agree on."""
+        bound = MAX_GRAPH_SPLITS if batch.is_static else 0
+        return {
+            "max_seqlen_q": batch.max_q_len,
+            "max_seqlen_k": self._spec.max_model_len if batch.is_static else batch.max_context_len,
+            "is_causal": True,
+            "window_size_left": self._window[0],
+            "window_size_right": self._window[1],
+            "num_splits": 1 if self._spec.deterministic else bound,
+        }
+
+    def _shape(self, batch: AttentionBatch) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "batch_size": batch.context_lens.shape[0], "num_heads": spec.num_heads, "num_heads_k": spec.num_kv_heads,
+            "headdim": spec.head_dim, "headdim_v": spec.head_dim, "qkv_dtype": spec.dtype,
+            "seqused_k": batch.context_lens, "cu_seqlens_q": batch.cu_seqlens_q, "page_size": spec.block_size,
+        }  # fmt: skip
+
+    def _at_fixed_address(self, metadata: Tensor) -> Tensor:
+        """The metadata where graphs read it, in one buffer as long as the largest batch's. What lies behind it is
+        zeroed: the kernel may read on, and must find nothing to do there (vLLM does the same)."""
+        size = metadata.numel()
+        if size > self._static.numel():
+            self._static = torch.zeros_like(metadata.flatten())
+        self._static[size:].zero_()
+        return self._static[:size].copy_(metadata.flatten())
+
+
+def _open(library: str | None) -> tuple[Any, str]:
+    """The operators' namespace, and a version that names the build."""
+    if library is not None:
+        try:
+            torch.ops.load_library(library)
+            version = hashlib.sha256(Path(library).read_bytes()).hexdigest()[:16]
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise Unavailable(f"attention provider fa3 cannot load {library}: {reason}") from error
+    else:
+        try:
+            import flash_attn_interface
+        except ImportError as error:
+            raise Unavailable(
+                "attention provider fa3 needs the module flash_attn_interface or --attention-library FILE"
+            ) from error
+        version = str(getattr(flash_attn_interface, "__version__", "installed"))
+    for name in NAMESPACES:
+        namespace = getattr(torch.ops, name)
+        if hasattr(namespace, "fwd"):
+            return namespace, f"{name}-{version}"
+    raise Unavailable(f"attention provider fa3 finds neither of the operators {' and '.join(NAMESPACES)}")

@@ -1,0 +1,108 @@
+"""The two providers that ship with the package: the C++ kernels on a CPU, the Triton kernels on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.cpu.loader import current
+from kernels.paged_attention import paged_attention
+from kernels.paged_prefill import paged_prefill
+from kernels.providers.base import HALF_TYPES, AttentionBatch, AttentionSpec, Unavailable
+
+OLDEST_COMPUTE_CAPABILITY = (8, 0)
+FP8_COMPUTE_CAPABILITY = (8, 9)
+"""Where the hardware converts to and from e4m3."""
+
+
+class CpuAttention:
+    """`kernels.paged_attention` and `kernels.paged_prefill` on CPU tensors. Deterministic but for the torch reference,
+    which stands in where no build is installed and sums in an order that depends on the batch."""
+
+    name = "cpu"
+    capturable = False
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        if (why := self.supports(spec)) is not None:
+            raise Unavailable(f"attention provider cpu {why}")
+        self._spec = spec
+        self.version = f"{kernels.__version__}+{current().isa}"
+        self.deterministic = current().isa != "reference"
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cpu":
+            return f"does not run on {spec.device.type}"
+        if spec.kv_dtype != spec.dtype:
+            return "has no fp8 cache; --kv-cache-dtype fp8_e4m3 needs a GPU and provider triton"
+        return None
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        pass
+
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        scale, window = self._spec.softmax_scale, self._spec.window
+        return paged_attention(
+            q, keys, values, batch.block_table, batch.context_lens, softmax_scale=scale, window=window
+        )
+
+    def prefill(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        scale, window = self._spec.softmax_scale, self._spec.window
+        where = (batch.block_table, batch.context_lens, batch.cu_seqlens_q)
+        return paged_prefill(q, keys, values, *where, softmax_scale=scale, window=window)
+
+
+class TritonAttention:
+    """`kernels.gpu.attention` on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1, as a rehearsal for tests."""
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        if (why := self.supports(spec)) is not None:
+            raise Unavailable(f"attention provider triton {why}")
+        try:
+            import triton
+
+            from kernels.gpu import attention
+        except ImportError as error:
+            raise Unavailable(f"attention provider triton cannot be imported: {error}") from error
+        self._spec, self._kernels = spec, attention
+        interpreted = "-interpreted" if spec.device.type == "cpu" else ""
+        self.version = f"{kernels.__version__}+triton-{triton.__version__}{interpreted}"
+        self.deterministic = spec.deterministic
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "runs on a CPU only as a rehearsal under TRITON_INTERPRET=1"
+        capability = spec.compute_capability
+        if capability is not None and capability < OLDEST_COMPUTE_CAPABILITY:
+            return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+        if spec.kv_dtype == torch.float8_e4m3fn and capability is not None and capability < FP8_COMPUTE_CAPABILITY:
+            return f"needs compute capability 8.9 for an fp8 cache, this GPU has {capability[0]}.{capability[1]}"
+        if spec.head_dim > 256:
+            return f"takes head dimensions up to 256, not {spec.head_dim}"
+        if spec.device.type == "cuda" and spec.dtype not in HALF_TYPES:
+            return "takes bfloat16 and float16 on a GPU, not float32"
+        return None
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        pass
+
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        spec = self._spec
+        return self._kernels.paged_attention(
+            q, keys, values, batch.block_table, batch.context_lens,
+            softmax_scale=spec.softmax_scale, window=spec.window, deterministic=spec.deterministic,
+        )  # fmt: skip
+
+    def prefill(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
+        spec = self._spec
+        return self._kernels.paged_prefill(
+            q, keys, values, batch.block_table, batch.context_lens, batch.cu_seqlens_q, max_q_len=batch.max_q_len,
+            softmax_scale=spec.softmax_scale, window=spec.window, deterministic=spec.deterministic,
+        )  # fmt: skip

@@ -1,0 +1,40 @@
+"""Calls a torch operator by the names in its schema, so that one caller fits the variants of several builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class SchemaCall:
+    """An operator bound to what its schema says of its arguments.
+
+    What a call does not give is left to the schema's default, None where the type is optional, or `neutral` (values
+    that switch a feature off). Arguments that this build of the operator does not have are refused at construction if
+    `required`, else dropped when called.
+    """
+
+    def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:
+        """Raises ValueError, the end of a sentence, for a schema that cannot be served."""
+        overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
+        arguments = overload._schema.arguments
+        names = {argument.name for argument in arguments}
+        if missing := sorted(required - names):
+            raise ValueError(f"its operator {overload._schema.name} has no argument {missing[0]}")
+        self._op = overload
+        self._known = names & (required | optional)
+        self._rest: dict[str, Any] = {}
+        for argument in arguments:
+            if argument.name in self._known or argument.has_default_value():
+                continue
+            if isinstance(argument.type, torch.OptionalType):
+                self._rest[argument.name] = None
+            elif argument.name in neutral:
+                self._rest[argument.name] = neutral[argument.name]
+            else:
+                raise ValueError(f"its operator {overload._schema.name} asks for {argument.name}, which we do not know")
+
+    def __call__(self, **given: Any) -> Any:
+        return self._op(**{name: value for name, value in given.items() if name in self._known}, **self._rest)
