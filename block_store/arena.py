@@ -1,39 +1,54 @@
 """The arena: one file in shared memory with a header and equally sized blocks, mapped by every process of the node.
 
-Readable without Redis. Knows nothing of references; that is the ledger's business. Here live the writer rule (a header
+On a GPU the file holds the header only, and the blocks lie in device memory (`placing`). The header is readable without
+Redis and without CUDA. Knows nothing of references; that is the ledger's business. Here live the writer rule (a header
 generation is raised from a lower value before the first store) and the reader rule (a block is good only while its
 header names the generation in the block table).
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from block_store import atomics
+from block_store.device_memory import DeviceBlocks
 from block_store.errors import (
     ArenaError,
     ArenaExists,
+    ArenaLost,
     HeaderAheadError,
     HeaderMismatch,
     LayoutMismatch,
     NotEnoughSharedMemory,
 )
-from block_store.header import FIXED_BYTES, ArenaOffsets, FixedHeader, HeaderState, arena_bytes, round_up
+from block_store.header import (
+    FIXED_BYTES,
+    ArenaOffsets,
+    FixedHeader,
+    HeaderState,
+    Memory,
+    Placement,
+    round_up,
+)
 from block_store.writer_slots import WriterSlot, WriterSlots
 from common.types import BlockRef, KvLayout
 
 U8 = npt.NDArray[np.uint8]
 FILE_NAME = "arena"
 _NO_HASH = bytes(32)
+_LOST_GENERATION = np.uint64(2**64 - 1)
 
 
 def ref_arrays(refs: Sequence[BlockRef]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
@@ -55,17 +70,21 @@ class Arena:
         self.hashes: U8 = np.frombuffer(mapping, np.uint8, n * 32, at.hashes).reshape(n, 32)
         self.writer_slots: npt.NDArray[np.uint32] = np.frombuffer(mapping, np.uint32, n, at.writer_slots)
         self.states: U8 = np.frombuffer(mapping, np.uint8, n, at.states)  # [num_blocks], HeaderState
-        size = header.block_bytes
-        self.data: U8 = np.frombuffer(mapping, np.uint8, n * size, at.data).reshape(n, size)  # [blocks, bytes]
+        self._data: U8 | DeviceBlocks | None = None  # [num_blocks, block_bytes]
+        if header.placement.memory is Memory.HOST:
+            size = header.block_bytes
+            self._data = np.frombuffer(mapping, np.uint8, n * size, at.data).reshape(n, size)
         self._slots = WriterSlots(directory / "writers")
 
     @classmethod
     def create(
-        cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = ""
-    ) -> Arena:
+        cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
+        placement: Placement | None = None,
+    ) -> Arena:  # fmt: skip
         """Makes the file, all blocks empty, its memory really there (no SIGBUS later).
 
-        `run_id` and `dataset` are usually filled in by `Ledger.initialise`. Errors: ArenaExists, NotEnoughSharedMemory.
+        `run_id` and `dataset` are usually filled in by `Ledger.initialise`, `placement` by `placing`. Errors:
+        ArenaExists, NotEnoughSharedMemory.
         """
         if num_blocks < 1:
             raise ArenaError(f"an arena of {num_blocks} blocks cannot hold anything")
@@ -75,14 +94,17 @@ class Arena:
             raise ArenaExists(f"{where / FILE_NAME} exists; open it, or remove it if no worker uses it")
         header = FixedHeader(
             num_blocks, layout.block_bytes, ArenaOffsets.of(num_blocks).data, secrets.token_hex(8), layout.fingerprint,
-            0, run_id, dataset, layout,
+            0, run_id, dataset, layout, placement or Placement(),
         )  # fmt: skip
-        _write_file(where, header.encode(), arena_bytes(num_blocks, layout.block_bytes))
+        _write_file(where, header.encode(), header.file_bytes)
         return cls.open(where, layout.fingerprint)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], layout_fingerprint: bytes | None = None) -> Arena:
-        """Maps the arena found there. Errors: ArenaError (none, or damaged), LayoutMismatch."""
+        """Maps the arena found there; blocks in device memory are `placing.open_blocks`'s business.
+
+        Errors: ArenaError (none, or damaged), LayoutMismatch.
+        """
         path = Path(directory) / FILE_NAME
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -90,7 +112,7 @@ class Arena:
             raise ArenaError(f"no arena at {path}") from None
         try:
             header = FixedHeader.decode(os.pread(fd, FIXED_BYTES, 0), str(path))
-            size, found = arena_bytes(header.num_blocks, header.block_bytes), os.fstat(fd).st_size
+            size, found = header.file_bytes, os.fstat(fd).st_size
             if found < size:
                 raise ArenaError(f"{path} has {found} bytes, its header needs {size}")
             if layout_fingerprint is not None and layout_fingerprint != header.layout_fingerprint:
@@ -120,10 +142,63 @@ class Arena:
         """The fixed page as it is now: another process may have entered a new ledger since this one mapped it."""
         return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
 
+    @property
+    def data(self) -> Any:
+        """The blocks, uint8 [num_blocks, block_bytes]: a numpy array, or on a GPU `DeviceBlocks`, which torch takes by
+        its `__cuda_array_interface__`. ArenaError: in device memory that is not open here.
+        """
+        return self._blocks
+
+    @property
+    def _blocks(self) -> U8 | DeviceBlocks:
+        if self._data is None:
+            raise ArenaError(f"the blocks of arena {self.arena_id} are in device memory that is not open here")
+        return self._data
+
+    @property
+    def placement(self) -> Placement:
+        """Where the blocks are, as of now."""
+        return self.fixed.placement
+
+    @property
+    def is_lost(self) -> bool:
+        return self.fixed.is_lost
+
+    def use_memory(self, blocks: DeviceBlocks) -> None:
+        """Makes this device memory the blocks; for `placing`."""
+        self._data = blocks
+
+    def place(self, placement: Placement) -> None:
+        """Enters where the blocks are; inside `exclusively` where another process might too."""
+        self._rewrite(placement=placement)
+
+    def declare_lost(self) -> None:
+        """Says in the header that the arena is over; from then on no block table matches (reader rule), nothing can be
+        raised (writer rule), and workers end themselves. The store's business.
+        """
+        with self.exclusively():
+            self._rewrite(is_lost=True)
+        self.generations[:] = _LOST_GENERATION
+
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
         """Writes which ledger the blocks belong to. The store's business, while no worker is attached."""
-        self._header = replace(self._header, run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
-        encoded = self._header.encode()
+        self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """For a change of the fixed page that another process might make too. ArenaLost: there is no such file."""
+        try:
+            fd = os.open(self.directory / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ArenaLost(f"arena {self.arena_id} was removed") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _rewrite(self, **changes: Any) -> None:
+        encoded = replace(self.fixed, **changes).encode()
         self._map[: len(encoded)] = encoded
 
     def acquire_writer_slot(self) -> WriterSlot:
@@ -134,8 +209,8 @@ class Arena:
         return self._slots.is_alive(number)
 
     def live_writers(self) -> list[int]:
-        """Numbers of the writer slots that a process still holds."""
-        return self._slots.alive()
+        """Numbers of the writer slots that a process still holds to write; not that of the memory's owner."""
+        return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
         """Writer rule: before the first store into `refs`. HeaderAheadError: write nothing into any of them."""
@@ -172,9 +247,23 @@ class Arena:
         """`check` for a few references."""
         return self.check(*ref_arrays(refs))
 
+    def read(self, block: int) -> bytes:
+        """A copy of the block's bytes as they are now, from the host or a device."""
+        blocks = self._blocks
+        return blocks[block].tobytes() if isinstance(blocks, np.ndarray) else blocks.read(block)
+
     def digest(self, block: int) -> int:
         """XXH3 (64 bits) of the block's bytes as they are now."""
-        return xxhash.xxh3_64_intdigest(self.data[block].data)
+        return xxhash.xxh3_64_intdigest(
+            self.data[block].data if isinstance(self.data, np.ndarray) else self.read(block)
+        )
+
+    def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
+        """What `mark_sealed` enters. On a device 0, "none taken": a digest there costs a copy of the block to the host,
+        in the step thread. Who sends blocks to another host takes theirs then (`service.read_block`); who wants one
+        earlier calls `digest`.
+        """
+        return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]
 
     def remove(self) -> None:
         """Removes the files; mapped views stay usable until they are dropped."""

@@ -1,6 +1,9 @@
 """A worker's side of the block store: attach once, hold blocks through the ledger, be found by gateways.
 
 Knows nothing of models: the caller brings the layout and sizes (`Needs`).
+
+A worker whose arena is lost (its store ended and took device memory along) ends too: what its driver still shows of
+that memory is undefined, and only a new process is sure to be rid of it.
 """
 
 from __future__ import annotations
@@ -8,17 +11,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import grpc
 
 from block_store.arena import Arena
-from block_store.errors import BlockStoreError, FloorsExceedArena, LedgerUnavailable
+from block_store.cuda import LIBRARY, Cuda
+from block_store.errors import ArenaBusy, ArenaLost, BlockStoreError, FloorsExceedArena, LedgerUnavailable
+from block_store.header import Memory
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.ledger import MAX_BATCH, Ledger
+from block_store.placing import open_blocks
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
 from common import convert
@@ -49,6 +56,15 @@ class Needs:
     floor_blocks: int
     reserve_blocks: int = 0
     """Blocks that the worker keeps allocated ahead."""
+    device: str = "cpu"
+    """Where the worker computes: "cpu", "cuda" or "cuda:N", numbered as by torch."""
+    cuda_library: str = LIBRARY
+
+    @property
+    def cuda_ordinal(self) -> int | None:
+        """Number of the GPU among those this process sees; None: the CPU."""
+        kind, _, number = self.device.partition(":")
+        return int(number or 0) if kind == "cuda" else None
 
 
 class Attached:
@@ -63,34 +79,6 @@ class Attached:
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
         self.held = self._register_patiently(PREDECESSOR_S)
-
-    @classmethod
-    def to_store(cls, address: str, needs: Needs) -> Attached:
-        """Attach to the store at `address`, waiting for it and for the workers it expects. Raises StartupError."""
-        longest = MAX_BATCH * needs.layout.block_size // len(needs.layout.groups)
-        if needs.max_model_len > longest:
-            raise StartupError(
-                f"max_model_len {needs.max_model_len} is more than one ledger call takes ({longest} tokens)"
-            )
-        request = pb.AttachRequest(
-            worker_id=needs.worker_id,
-            role=needs.role,
-            layout=convert.layout_to_pb(needs.layout),
-            weights_bytes=needs.weights_bytes,
-            peak_activation_bytes=needs.peak_activation_bytes,
-            max_model_len=needs.max_model_len,
-            floor_blocks=needs.floor_blocks,
-        )
-        with grpc.insecure_channel(address) as channel:
-            stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
-            try:
-                reply = stub.Attach(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
-            except grpc.RpcError as error:
-                raise StartupError(f"the block store at {address} refuses: {error_of(error).message}") from None
-        try:
-            return cls(Arena.open(reply.directory, needs.layout.fingerprint), reply.redis_url, needs)
-        except BlockStoreError as error:
-            raise StartupError(f"the arena in {reply.directory} cannot be used: {error}") from None
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
         """`_register`, again and again while Redis is silent or the floor of a dead predecessor still counts."""
@@ -118,16 +106,29 @@ class Attached:
         return HeldBlocks(holder, self.arena, slot, reserve=self._needs.reserve_blocks)
 
     def renew(self) -> None:
-        """Give up everything held and come back as a new incarnation; for a worker that learnt it is fenced."""
+        """Give up everything held and come back as a new incarnation; for a worker that learnt it is fenced.
+
+        ArenaLost: there is nothing to come back to.
+        """
         self.held.close()
+        if self.arena.is_lost:
+            raise ArenaLost(f"arena {self.arena.arena_id} is lost")
         self.held = self._register_patiently(RENEW_TIMEOUT_S)
 
-    def announce(self, record: WorkerRecord, load: Callable[[], WorkerLoad]) -> None:
-        """Publish `record` with the current load every second until `withdraw`."""
+    def announce(
+        self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
+    ) -> None:
+        """Publish `record` with the current load every second until `withdraw`, or until the arena is lost: then
+        `on_lost` runs, once, so that an idle worker learns it too.
+        """
         self._record = record
 
         def run() -> None:
             while True:
+                if self.arena.is_lost:
+                    logger.error("arena %s is lost: the block store that it belonged to has ended", record.arena_id)
+                    on_lost()
+                    return
                 try:
                     self._registry.publish(replace(record, load=load(), epoch=self.held.holder.epoch))
                 except Exception:
@@ -152,3 +153,61 @@ class Attached:
         """Release everything and end the incarnation."""
         self.held.close()
         self._client.close()
+
+
+def attach(address: str, needs: Sequence[Needs]) -> list[Attached]:
+    """One process' roles attach to the store at `address`, all at once: it answers when every worker it expects has
+    asked. They share one mapping of the arena. Raises StartupError.
+    """
+    with ThreadPoolExecutor(len(needs), thread_name_prefix="attach") as threads:
+        replies = list(threads.map(lambda need: _ask(address, need), needs))
+    try:
+        arena = _open(replies[0].directory, needs[0])
+        return [Attached(arena, replies[0].redis_url, need) for need in needs]
+    except BlockStoreError as error:
+        raise StartupError(f"the arena in {replies[0].directory} cannot be used: {error}") from None
+
+
+def _ask(address: str, needs: Needs) -> pb.AttachResponse:
+    """The store's answer. StartupError."""
+    longest = MAX_BATCH * needs.layout.block_size // len(needs.layout.groups)
+    if needs.max_model_len > longest:
+        raise StartupError(f"max_model_len {needs.max_model_len} is more than one ledger call takes ({longest} tokens)")
+    request = pb.AttachRequest(
+        worker_id=needs.worker_id,
+        role=needs.role,
+        layout=convert.layout_to_pb(needs.layout),
+        weights_bytes=needs.weights_bytes,
+        peak_activation_bytes=needs.peak_activation_bytes,
+        max_model_len=needs.max_model_len,
+        floor_blocks=needs.floor_blocks,
+        device_uuid=_device_uuid(needs),
+    )
+    with grpc.insecure_channel(address) as channel:
+        stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
+        try:
+            reply: pb.AttachResponse = stub.Attach(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise StartupError(f"the block store at {address} refuses: {error_of(error).message}") from None
+    return reply
+
+
+def _device_uuid(needs: Needs) -> bytes:
+    """The GPU's UUID; empty: the CPU. StartupError."""
+    if needs.cuda_ordinal is None:
+        return b""
+    try:
+        return Cuda(needs.cuda_library).uuid(needs.cuda_ordinal)
+    except BlockStoreError as error:
+        raise StartupError(f"--device {needs.device}: {error}") from None
+
+
+def _open(directory: str, needs: Needs) -> Arena:
+    """The arena with its blocks, wherever they are."""
+    arena = Arena.open(directory, needs.layout.fingerprint)
+    if arena.placement.memory is not Memory.HOST:
+        try:
+            open_blocks(arena, Cuda(needs.cuda_library))
+        except ArenaBusy as error:
+            raise ArenaBusy(f"{error}: without CUDA IPC one process must host both roles (--roles both)") from None
+    return arena

@@ -77,6 +77,10 @@ class ArenaBusy(ArenaError):
     """Processes still hold writer slots of an arena whose ledger would be made anew."""
 
 
+class ArenaLost(ArenaError):
+    """The arena's memory is gone, or its store has removed it. End the process: its successor attaches to a new one."""
+
+
 class LayoutMismatch(ArenaError):
     """The arena was made for another KV layout."""
 

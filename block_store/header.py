@@ -3,7 +3,7 @@
 0        fixed page: magic .. layout JSON (`FIXED`, then JSON up to 4096)
 4096     generation u64[n] | digest u64[n] | prefix hash u8[n, 32] | writer slot u32[n] | state u8[n],
          each from a multiple of 64
-data     u8[n, block_bytes] from a multiple of 2 MiB (huge-page friendly)
+data     u8[n, block_bytes] from a multiple of 2 MiB (huge-page friendly); not in the file of an arena in device memory
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from block_store.errors import ArenaError
 from common.types import KvKind, KvLayout, KvSpec
 
 MAGIC = b"LOOSLEAF"
-VERSION = 1
+VERSION = 2
 FIXED_BYTES = 4096
 DATA_ALIGNMENT = 2 << 20
 # magic, version, JSON length, num_blocks, block_bytes, data offset, arena id, layout fingerprint, rebuild count,
-# run_id, dataset
-FIXED = struct.Struct("<8sIIQQQ16s32sQ40s16s")
+# run_id, dataset, lost, memory, owner's slot, device UUID, IPC handle
+FIXED = struct.Struct("<8sIIQQQ16s32sQ40s16s?BI16s64s")
 
 
 class HeaderState(IntEnum):
@@ -32,6 +32,30 @@ class HeaderState(IntEnum):
     EMPTY = 0
     WRITING = 1
     SEALED = 2
+
+
+class Memory(IntEnum):
+    """Where an arena's blocks lie, and what they outlive. Numbered as in `BlockStoreService`."""
+
+    HOST = 1
+    """In the file: they outlive every process."""
+    STORE_DEVICE = 2
+    """In device memory of the block store: they outlive workers (DESIGN promise 4), not the store."""
+    WORKER_DEVICE = 3
+    """In device memory of the one compute process, for want of CUDA IPC: they die with it. Promise 4 is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the blocks are."""
+
+    memory: Memory = Memory.HOST
+    device_uuid: bytes = b""
+    """16 bytes, empty on the host."""
+    owner_slot: int = 0
+    """The writer slot whose lock says that the owner of device memory lives; 0: nobody has allocated it yet."""
+    ipc_handle: bytes = b""
+    """64 bytes, for STORE_DEVICE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +71,25 @@ class FixedHeader:
     run_id: str
     dataset: str
     layout: KvLayout
+    placement: Placement = Placement()
+    is_lost: bool = False
+    """The blocks' memory is gone, or the store has removed the arena: nothing in it may be used any more."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file: on a device it ends where the blocks would begin."""
+        on_host = self.placement.memory is Memory.HOST
+        return arena_bytes(self.num_blocks, self.block_bytes) if on_host else self.data_offset
 
     def encode(self) -> bytes:
         text = encode_layout(self.layout)
         if FIXED.size + len(text) > FIXED_BYTES:
             raise ArenaError(f"KV layout with {len(self.layout.groups)} groups does not fit into the arena's header")
+        where = self.placement
         fixed = FIXED.pack(
             MAGIC, VERSION, len(text), self.num_blocks, self.block_bytes, self.data_offset, self.arena_id.encode(),
-            self.layout_fingerprint, self.rebuild_count, self.run_id.encode(), self.dataset.encode(),
+            self.layout_fingerprint, self.rebuild_count, self.run_id.encode(), self.dataset.encode(), self.is_lost,
+            where.memory, where.owner_slot, where.device_uuid, where.ipc_handle,
         )  # fmt: skip
         return fixed + text
 
@@ -62,12 +97,15 @@ class FixedHeader:
     def decode(cls, page: bytes, path: str) -> FixedHeader:
         if page[: len(MAGIC)] != MAGIC:
             raise ArenaError(f"{path} is not an arena")
-        _, version, text_len, blocks, size, offset, arena, layout, rebuilds, run_id, dataset = FIXED.unpack_from(page)
+        _, version, text_len, blocks, size, offset, arena, layout, rebuilds, *rest = FIXED.unpack_from(page)
         if version != VERSION:
             raise ArenaError(f"{path} has arena version {version}, this program reads {VERSION}")
+        run_id, dataset, is_lost, memory, owner_slot, uuid, handle = rest
+        on_device = memory != Memory.HOST
+        placement = Placement(Memory(memory), uuid if on_device else b"", owner_slot, handle if on_device else b"")
         return cls(
             blocks, size, offset, arena.decode(), layout, rebuilds, run_id.rstrip(b"\0").decode(),
-            dataset.rstrip(b"\0").decode(), decode_layout(page[FIXED.size : FIXED.size + text_len]),
+            dataset.rstrip(b"\0").decode(), decode_layout(page[FIXED.size : FIXED.size + text_len]), placement, is_lost,
         )  # fmt: skip
 
 
@@ -92,7 +130,7 @@ class ArenaOffsets:
 
 
 def arena_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Size of the whole file."""
+    """Size of the whole file, blocks included."""
     return ArenaOffsets.of(num_blocks).data + num_blocks * block_bytes
 
 

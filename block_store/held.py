@@ -104,9 +104,7 @@ class HeldBlocks:
         """
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
-        self.arena.mark_sealed(
-            refs, [item.prefix_hash for item in items], [self.arena.digest(ref.block) for ref in refs]
-        )
+        self.arena.mark_sealed(refs, [item.prefix_hash for item in items], self.arena.seal_digests(refs))
         final = self._call(lambda: self.holder.seal(items))
         doubles = [(own, other) for own, other in zip(refs, final, strict=True) if own != other]
         for own, other in doubles:

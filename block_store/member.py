@@ -1,17 +1,16 @@
 """What every role of a worker does with the block store and the registry: say its needs, attach, be found, leave.
 
-Knows of a model only what `Model` says. A process that hosts two roles attaches twice: each role is a holder of its
+Knows of a model only what `Model` says. A process that hosts two roles attaches them both: each role is a holder of its
 own, with its own lease, floor and record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol, cast
 
-from block_store.attach import Attached, Needs
+from block_store.attach import Attached, Needs, attach
 from block_store.hashing import hash_domain
 from common.settings import WorkerSettings
 from common.step_thread import StepThread
@@ -57,15 +56,6 @@ def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSe
     )
 
 
-def attach(block_store: str, needs: list[Needs]) -> list[Attached]:
-    """Attach each of `needs` to the store at `block_store`, at once: it answers when all workers it expects are there.
-
-    Raises StartupError.
-    """
-    with ThreadPoolExecutor(len(needs), thread_name_prefix="attach") as threads:
-        return list(threads.map(lambda need: Attached.to_store(block_store, need), needs))
-
-
 class Member:
     """A role's attachment, the thread that steps it, and its entry in the registry."""
 
@@ -80,12 +70,14 @@ class Member:
         self._attached = attached
         self._record = record
         self._load = load
+        self._on_failure: Callable[[], object] = lambda: None
 
     def start(self, on_failure: Callable[[], object]) -> None:
+        self._on_failure = on_failure
         self.thread.start(on_failure)
 
     def announce(self, address: str) -> None:
-        self._attached.announce(replace(self._record, address=address), self._load)
+        self._attached.announce(replace(self._record, address=address), self._load, self._on_failure)
 
     def withdraw(self) -> None:
         self._attached.withdraw()
@@ -94,3 +86,6 @@ class Member:
         if self.thread.stop(timeout_s):
             # Otherwise the lease runs out, and its blocks wait for the writer slot's lock.
             self._attached.close()
+
+
+__all__ = ["Member", "Model", "attach", "domain_of", "longest_group", "record_of"]

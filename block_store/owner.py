@@ -8,16 +8,22 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from block_store.arena import FILE_NAME, Arena
+from block_store.cuda import Cuda, CudaDevice
+from block_store.device_memory import DeviceBlocks
+from block_store.errors import ArenaError
+from block_store.header import Memory
 from block_store.ledger import Ledger
+from block_store.placing import create_on_device, has_live_memory, place_name
 from block_store.reaper import Reaper
 from block_store.redis_server import RedisHandle
 from block_store.registry import StoreRecord, WorkerRegistry
 from block_store.settings import BlockStoreSettings
-from block_store.sizing import WorkerNeeds, node_limits, size_arena
+from block_store.sizing import Limits, WorkerNeeds, device_limits, node_limits, size_arena
 from common.errors import StartupError
 from common.types import KvLayout
 
@@ -25,9 +31,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArenaOwner:
-    """At most one arena. `arena` and `ledger` are None until it is found or made."""
+    """At most one arena. `arena` and `ledger` are None until it is found or made, and after it was lost."""
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
+        """Errors: CudaUnavailable (`--device cuda` without a GPU)."""
         self._settings = settings
         self._redis = redis
         self._address = address
@@ -36,6 +43,9 @@ class ArenaOwner:
         self._reaper: Reaper | None = None
         self.arena: Arena | None = None
         self.ledger: Ledger | None = None
+        self._cuda = Cuda(settings.cuda_library) if settings.device == "cuda" else None
+        self._device: CudaDevice | None = None
+        self._drop_lock = threading.Lock()
         # Sized before the workers load their weights: what is available then includes them.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
 
@@ -44,27 +54,53 @@ class ArenaOwner:
         return self._redis.url
 
     def find(self) -> None:
-        """Maps the arena that a store before this one left, if there is one. Errors: ArenaError, LedgerError."""
-        if (self._directory / FILE_NAME).exists():
-            self._begin(Arena.open(self._directory))
+        """Maps the arena that a store before this one left, if there is one and its blocks are still there: device
+        memory ends with its owner. Errors: ArenaError, LedgerError.
+        """
+        if not (self._directory / FILE_NAME).exists():
+            return
+        arena = Arena.open(self._directory)
+        if has_live_memory(arena):
+            self._begin(arena)
             _LOG.info("found the arena %s", self._directory / FILE_NAME)
+        else:
+            self._lose(arena)
 
-    def create(self, layout: KvLayout, needs: Sequence[WorkerNeeds]) -> None:
-        """Sizes and makes the arena. Errors: CannotSize, NotEnoughSharedMemory, LedgerError."""
-        sizing = size_arena(layout, needs, self._limits, self._settings.num_blocks)
+    def create(self, layout: KvLayout, needs: Sequence[WorkerNeeds], device_uuid: bytes) -> None:
+        """Sizes and makes the arena, on the workers' device or (empty) the host.
+
+        Errors: CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable, LedgerError.
+        """
+        self._check_place(device_uuid)
+        device = self._open_device(device_uuid) if device_uuid else None
+        sizing = size_arena(layout, needs, self._limits_of(device, needs), self._settings.num_blocks)
         for line in sizing.lines():
             _LOG.info("%s", line)
-        arena = Arena.create(self._directory, layout, sizing.num_blocks)
+        if device is None:
+            arena = Arena.create(self._directory, layout, sizing.num_blocks)
+        else:
+            arena = create_on_device(self._directory, layout, sizing.num_blocks, device, self._settings.memory_owner)
         self._created = True
         self._begin(arena)
 
+    def drop_dead(self) -> None:
+        """Gives up an arena whose blocks died with the worker that owned their memory. The next one is empty."""
+        with self._drop_lock:
+            if self.arena is not None and not has_live_memory(self.arena):
+                self._stop_reaper()
+                self._lose(self.arena)
+                self.arena = self.ledger = None
+
     def close(self) -> None:
-        """Ends the sweeps; removes an arena that was made here, unless it is to be kept."""
-        if self._reaper is not None:
-            self._reaper.stop()
-        if self.arena is not None and self.ledger is not None and self._created and not self._settings.keep_arena:
-            self.ledger.forget()
-            self.arena.remove()
+        """Ends the sweeps; removes an arena that was made here, unless it is to be kept and can be."""
+        self._stop_reaper()
+        if self.arena is None or self.ledger is None:
+            return
+        dies_with_us = self.arena.placement.memory is Memory.STORE_DEVICE
+        if dies_with_us or (self._created and not self._settings.keep_arena):
+            self._lose(self.arena)
+        if isinstance(blocks := self.arena.data if dies_with_us else None, DeviceBlocks):
+            blocks.close()
 
     def _begin(self, arena: Arena) -> None:
         ledger = Ledger.initialise(self._redis.client, arena)
@@ -75,6 +111,39 @@ class ArenaOwner:
         self._reaper = Reaper(ledger, arena, WorkerRegistry(self._redis.client), record)
         self._reaper.start()
         self.arena, self.ledger = arena, ledger
+
+    def _lose(self, arena: Arena) -> None:
+        """The end of an arena: nobody who has it mapped may use it any more, and its ledger refuses everything."""
+        _LOG.info("arena %s is over: its blocks, its ledger and its files are given up", arena.arena_id)
+        arena.declare_lost()
+        Ledger.attach(self._redis.client, arena).forget()
+        arena.remove()
+
+    def _stop_reaper(self) -> None:
+        if self._reaper is not None:
+            self._reaper.stop()
+            self._reaper = None
+
+    def _check_place(self, device_uuid: bytes) -> None:
+        wanted = self._settings.device
+        if wanted != "auto" and (wanted == "cuda") != bool(device_uuid):
+            raise ArenaError(
+                f"this block store has --device {wanted}, its workers compute on {place_name(device_uuid)}"
+            )
+
+    def _open_device(self, uuid: bytes) -> CudaDevice:
+        if self._device is None or self._device.uuid != uuid:
+            self._cuda = self._cuda or Cuda(self._settings.cuda_library)
+            self._device = self._cuda.device_of(uuid)
+        return self._device
+
+    def _limits_of(self, device: CudaDevice | None, needs: Sequence[WorkerNeeds]) -> Limits:
+        """A device's are of this moment: the workers are there, with their contexts and weights."""
+        if device is None:
+            return self._limits
+        info, settings = device.memory_info(), self._settings
+        weights = sum(worker.weights_bytes for worker in needs)
+        return device_limits(info.free, info.total, weights, settings.gpu_memory_utilization, settings.reserve_bytes)
 
 
 class DirectoryLock:

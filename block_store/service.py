@@ -10,11 +10,14 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
+import xxhash
+
 from block_store.arena import Arena, ref_arrays
 from block_store.errors import BlockStoreError, LedgerUnavailable
-from block_store.header import HeaderState
+from block_store.header import HeaderState, Memory
 from block_store.inspection import BlockView, HolderView, Inspection, inspect
 from block_store.owner import ArenaOwner
+from block_store.placing import place_name
 from block_store.sizing import CannotSize, WorkerNeeds
 from common import convert
 from common.errors import Aborted, FailedPrecondition, Internal, InvalidArgument, LooseleafError, NotFound, Unavailable
@@ -32,6 +35,7 @@ class BlockStoreServicer:
         self._expect_workers = expect_workers
         self._timeout_s = attach_timeout_s
         self._layout: KvLayout | None = None
+        self._device_uuid = b""
         self._needs: dict[str, WorkerNeeds] = {}
         self._making: asyncio.Task[None] | None = None
         self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -39,10 +43,16 @@ class BlockStoreServicer:
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         """Waits until the arena exists. FAILED_PRECONDITION: other layout, no room; UNAVAILABLE: too late."""
         layout = _layout_of(request)
+        await asyncio.to_thread(self._owner.drop_dead)
         if self._owner.arena is None:
             await self._wait_for_arena(request, layout)
         arena = self._owner.arena
         assert arena is not None
+        if arena.placement.device_uuid != request.device_uuid:
+            raise FailedPrecondition(
+                f"worker {request.worker_id} computes on {place_name(request.device_uuid)}, "
+                f"but the arena is on {place_name(arena.placement.device_uuid)}"
+            )
         if arena.layout.fingerprint != layout.fingerprint:
             raise FailedPrecondition(
                 f"worker {request.worker_id} has another KV layout than the arena in {arena.directory}"
@@ -74,14 +84,20 @@ class BlockStoreServicer:
         arena = self._owner.arena
         if arena is None or request.arena_id != arena.arena_id:
             raise NotFound(f"arena_id {request.arena_id} is not served here")
+        if arena.placement.memory is Memory.WORKER_DEVICE:
+            raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
         for index, ref in enumerate(convert.table_from_pb(request.table)):
             data, digest = await asyncio.to_thread(read_block, arena, ref)
             yield pb.ReadBlocksResponse(index=index, data=data, digest=digest)
 
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
-        if self._layout is not None and self._layout.fingerprint != layout.fingerprint and self._needs:
+        if self._made.done():  # of an arena that is lost by now
+            self._made = asyncio.get_running_loop().create_future()
+        if self._needs and self._layout is not None and self._layout.fingerprint != layout.fingerprint:
             raise FailedPrecondition(f"worker {request.worker_id} has another KV layout than the workers before it")
-        self._layout, made = layout, self._made
+        if self._needs and self._device_uuid != request.device_uuid:
+            raise FailedPrecondition(f"worker {request.worker_id} computes elsewhere than the workers before it")
+        self._layout, self._device_uuid, made = layout, request.device_uuid, self._made
         self._needs[request.worker_id] = WorkerNeeds(
             request.weights_bytes, request.peak_activation_bytes, request.max_model_len, request.floor_blocks
         )
@@ -103,7 +119,7 @@ class BlockStoreServicer:
         """
         error: LooseleafError | None = None
         try:
-            await asyncio.to_thread(self._owner.create, layout, list(self._needs.values()))
+            await asyncio.to_thread(self._owner.create, layout, list(self._needs.values()), self._device_uuid)
         except LedgerUnavailable:
             error = Unavailable("the ledger in Redis does not answer")
         except (CannotSize, BlockStoreError) as refusal:
@@ -121,14 +137,18 @@ class BlockStoreServicer:
 
 
 def read_block(arena: Arena, ref: BlockRef) -> tuple[bytes, int]:
-    """Bytes and digest of a sealed block. Aborted: not sealed, or not this generation, before or after the copy."""
+    """Bytes and digest of a sealed block. Aborted: not sealed, or not this generation, before or after the copy.
+
+    The digest is the one taken at the seal; where none was (`Arena.seal_digests`), that of the copy: then it guards the
+    way from here on, not the time before.
+    """
     ids, generations = ref_arrays([ref])
     if not arena.check(ids, generations) or arena.states[ref.block] != HeaderState.SEALED:
         raise Aborted(f"block {ref.block} is not sealed in the generation asked for")
-    data, digest = arena.data[ref.block].tobytes(), int(arena.digests[ref.block])
+    data, digest = arena.read(ref.block), int(arena.digests[ref.block])
     if not arena.check(ids, generations):
         raise Aborted(f"block {ref.block} changed while it was read")
-    return data, digest
+    return data, digest or xxhash.xxh3_64_intdigest(data)
 
 
 def _layout_of(request: pb.AttachRequest) -> KvLayout:
@@ -155,6 +175,7 @@ def _inspect_response(arena: Arena, moment: Inspection) -> pb.InspectResponse:
         holders=[_holder_info(holder) for holder in moment.holders],
         blocks=[_block_info(i, block) for i, block in enumerate(moment.blocks)],
         block_size=arena.layout.block_size, block_bytes=arena.block_bytes,
+        memory=cast("pb.ArenaMemory", int(arena.placement.memory)), device_uuid=arena.placement.device_uuid,
     )  # fmt: skip
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from pydantic import Field
 
+from block_store.cuda import LIBRARY
+from block_store.placing import MemoryOwner
 from common.settings import ServerSettings, settings_config
 
 
@@ -22,9 +25,17 @@ class BlockStoreSettings(ServerSettings):
     redis_url: str | None = Field(None, description="Redis for the ledger; default: a private redis-server")
     expect_workers: int = Field(2, ge=1, le=1024, description="workers to wait for before the arena is made")
     attach_timeout_s: float = Field(600.0, gt=0, description="most seconds that a worker waits for the others")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: where the workers compute")
     memory_budget: int | None = Field(
-        None, gt=0, description="bytes for weights, activations, KV; default: half, KV 4 GiB"
+        None, gt=0, description="bytes of host memory for weights, activations, KV; default: half, KV 4 GiB"
     )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the GPU's memory to fill, with weights"
+    )
+    memory_owner: MemoryOwner = Field(
+        "auto", description="who allocates blocks on a GPU: auto: the store, or the worker where there is no CUDA IPC"
+    )
+    cuda_library: str = Field(LIBRARY, description="the CUDA driver")
     reserve_bytes: int = Field(256 << 20, ge=0, description="bytes of the budget that stay unused")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the arena; default: from the budget")
     keep_arena: bool = Field(False, description="leave the arena behind at exit")

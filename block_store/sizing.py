@@ -1,4 +1,5 @@
-"""How many blocks an arena gets: (budget - weights - activations - reserve) / block bytes. Arithmetic and node limits.
+"""How many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Arithmetic, and
+the limits of a node's memory or a device's.
 
 Knows nothing of gRPC. All sizes in bytes.
 """
@@ -40,10 +41,13 @@ class Limits:
     """What the arena may take."""
 
     budget_bytes: int
-    """For weights, activations, reserve and KV together."""
-    shared_memory_bytes: int
-    """The most that the arena file may take."""
+    """For weights, activations, reserve, KV and what others use, together."""
+    room_bytes: int
+    """The most that the blocks may take: shared memory, or free memory of the device."""
     reserve_bytes: int
+    others_bytes: int = 0
+    """What the device holds already beside the workers' weights: their contexts, and other programs."""
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,11 @@ class Sizing:
         """For the log."""
         kv_bytes = self.num_blocks * self.layout.block_bytes
         per_token = sum(group.bytes_per_token for group in self.layout.groups)
+        limits = self.limits
+        kind, others = ("device ", f"others {gib(limits.others_bytes)}, ") if limits.on_device else ("", "")
         return [
-            f"memory budget {gib(self.limits.budget_bytes)}: weights {gib(self.weights_bytes)}, "
-            f"activations {gib(self.activation_bytes)}, reserve {gib(self.limits.reserve_bytes)}, KV {gib(kv_bytes)}",
+            f"{kind}memory budget {gib(limits.budget_bytes)}: weights {gib(self.weights_bytes)}, activations "
+            f"{gib(self.activation_bytes)}, {others}reserve {gib(limits.reserve_bytes)}, KV {gib(kv_bytes)}",
             f"KV: {per_token:,} bytes per token, {self.layout.block_bytes:,} per block of {self.layout.block_size}; "
             f"{self.num_blocks:,} blocks, {self.num_tokens:,} tokens, maximum concurrency at "
             f"{self.max_model_len:,} tokens {self.max_concurrency:.2f}x",
@@ -87,19 +93,36 @@ def size_arena(layout: KvLayout, needs: Sequence[WorkerNeeds], limits: Limits, n
     """
     weights = sum(worker.weights_bytes for worker in needs)
     peaks = sum(worker.peak_activation_bytes for worker in needs)
-    left = limits.budget_bytes - weights - peaks - limits.reserve_bytes
+    left = limits.budget_bytes - weights - peaks - limits.reserve_bytes - limits.others_bytes
     per_block = layout.block_bytes + HEADER_BYTES_PER_BLOCK
-    fitting = (min(left, limits.shared_memory_bytes) - 2 * DATA_ALIGNMENT) // per_block
+    fitting = (min(left, limits.room_bytes) - 2 * DATA_ALIGNMENT) // per_block
     blocks = fitting if num_blocks is None else num_blocks
     floors = sum(worker.floor_blocks for worker in needs)
     if blocks < max(1, floors):
         raise CannotSize(
             f"the arena would have {max(0, blocks)} blocks but the workers need at least {max(1, floors)}: "
             f"budget {gib(limits.budget_bytes)}, weights {gib(weights)}, activations {gib(peaks)}, reserve "
-            f"{gib(limits.reserve_bytes)}, shared memory {gib(limits.shared_memory_bytes)}; raise --memory-budget, "
-            "enlarge the shared memory, or lower --max-model-len"
+            f"{gib(limits.reserve_bytes)}, {_room(limits)} or lower --max-model-len"
         )
     return Sizing(layout, limits, weights, peaks, blocks, max((worker.max_model_len for worker in needs), default=1))
+
+
+def _room(limits: Limits) -> str:
+    """The rest of the numbers, and what helps."""
+    if limits.on_device:
+        others, free = gib(limits.others_bytes), gib(limits.room_bytes)
+        return f"others {others}, free on the device {free}; raise --gpu-memory-utilization, free the GPU,"
+    return f"shared memory {gib(limits.room_bytes)}; raise --memory-budget, enlarge the shared memory,"
+
+
+def device_limits(
+    free_bytes: int, total_bytes: int, weights_bytes: int, utilization: float, reserve_bytes: int
+) -> Limits:
+    """Limits of a device whose workers have loaded `weights_bytes` and given back what profiling took: a share
+    `utilization` of its memory, whoever else uses it (vLLM's `--gpu-memory-utilization`).
+    """
+    others = max(0, total_bytes - free_bytes - weights_bytes)
+    return Limits(int(total_bytes * utilization), free_bytes, reserve_bytes, others, on_device=True)
 
 
 def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> Limits:

@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ArenaMemory(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ARENA_MEMORY_UNSPECIFIED: _ClassVar[ArenaMemory]
+    ARENA_MEMORY_HOST: _ClassVar[ArenaMemory]
+    ARENA_MEMORY_STORE_DEVICE: _ClassVar[ArenaMemory]
+    ARENA_MEMORY_WORKER_DEVICE: _ClassVar[ArenaMemory]
+
 class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     BLOCK_STATE_UNSPECIFIED: _ClassVar[BlockState]
@@ -16,6 +23,10 @@ class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BLOCK_STATE_SEALED: _ClassVar[BlockState]
     BLOCK_STATE_CACHED: _ClassVar[BlockState]
     BLOCK_STATE_QUARANTINE: _ClassVar[BlockState]
+ARENA_MEMORY_UNSPECIFIED: ArenaMemory
+ARENA_MEMORY_HOST: ArenaMemory
+ARENA_MEMORY_STORE_DEVICE: ArenaMemory
+ARENA_MEMORY_WORKER_DEVICE: ArenaMemory
 BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_FREE: BlockState
 BLOCK_STATE_RESERVED: BlockState
@@ -24,7 +35,7 @@ BLOCK_STATE_CACHED: BlockState
 BLOCK_STATE_QUARANTINE: BlockState
 
 class AttachRequest(_message.Message):
-    __slots__ = ("worker_id", "role", "layout", "weights_bytes", "peak_activation_bytes", "max_model_len", "floor_blocks")
+    __slots__ = ("worker_id", "role", "layout", "weights_bytes", "peak_activation_bytes", "max_model_len", "floor_blocks", "device_uuid")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +43,7 @@ class AttachRequest(_message.Message):
     PEAK_ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     layout: _types_pb2.KvLayout
@@ -39,7 +51,8 @@ class AttachRequest(_message.Message):
     peak_activation_bytes: int
     max_model_len: int
     floor_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., weights_bytes: _Optional[int] = ..., peak_activation_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
+    device_uuid: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., weights_bytes: _Optional[int] = ..., peak_activation_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("arena_id", "directory", "num_blocks", "block_bytes", "redis_url")
@@ -90,7 +103,7 @@ class HolderInfo(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., name: _Optional[str] = ..., num_references: _Optional[int] = ..., lease_ms: _Optional[int] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
-    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes")
+    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes", "memory", "device_uuid")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +115,8 @@ class InspectResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     num_blocks: int
     free: int
@@ -113,7 +128,9 @@ class InspectResponse(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
     block_size: int
     block_bytes: int
-    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    memory: ArenaMemory
+    device_uuid: bytes
+    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
     __slots__ = ("arena_id", "table")

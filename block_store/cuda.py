@@ -1,0 +1,198 @@
+"""The CUDA driver calls that an arena in device memory needs, through ctypes over `libcuda.so.1`. No torch, no CUDA
+toolkit. Knows devices and bytes, not blocks.
+
+Driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes: CUDA 13.0's `cuda.h`. Tested against a stand-in
+library only (`tests/block_store/stand_in_cuda.c`); nothing here has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from block_store.errors import BlockStoreError
+
+LIBRARY = "libcuda.so.1"
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle; goes to the driver by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+_POINTER, _SIZE, _HANDLE = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+_OUT = ctypes.c_void_p  # the address of whatever the call fills in
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuGetErrorName": (ctypes.c_int, _OUT),
+    "cuDeviceGetCount": (_OUT,),
+    "cuDeviceGet": (_OUT, ctypes.c_int),
+    "cuDeviceGetUuid_v2": (_OUT, ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (_OUT, ctypes.c_int),
+    "cuCtxPushCurrent_v2": (_HANDLE,),
+    "cuCtxPopCurrent_v2": (_OUT,),
+    "cuMemGetInfo_v2": (_OUT, _OUT),
+    "cuMemAlloc_v2": (_OUT, _SIZE),
+    "cuMemFree_v2": (_POINTER,),
+    "cuMemsetD8_v2": (_POINTER, ctypes.c_ubyte, _SIZE),
+    "cuMemcpyDtoH_v2": (_OUT, _POINTER, _SIZE),
+    "cuMemcpyHtoD_v2": (_POINTER, ctypes.c_char_p, _SIZE),
+    "cuIpcGetMemHandle": (_OUT, _POINTER),
+    "cuIpcOpenMemHandle_v2": (_OUT, _IpcHandle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (_POINTER,),
+}
+
+
+class CudaError(BlockStoreError):
+    """A driver call failed; `name` is the driver's name of the error, e.g. CUDA_ERROR_OUT_OF_MEMORY."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(f"{call} failed: {name}")
+        self.call = call
+        self.name = name
+
+
+class CudaUnavailable(BlockStoreError):
+    """There is no driver, or no such device."""
+
+
+class MemoryInfo(NamedTuple):
+    """Bytes of a device's memory, as all its processes see them."""
+
+    free: int
+    total: int
+
+
+class Cuda:
+    """The driver. Errors: CudaUnavailable (no library, an old one, no device), CudaError."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            loaded = ctypes.CDLL(library)
+            self._functions = {name: _function(loaded, name) for name in _ARGUMENTS}
+        except (OSError, AttributeError) as error:
+            raise CudaUnavailable(f"the CUDA driver {library} cannot be used: {error}") from None
+        try:
+            self.call("cuInit", 0)
+        except CudaError as error:
+            raise CudaUnavailable(f"the CUDA driver finds no usable GPU: {error}") from None
+
+    def call(self, name: str, *args: Any) -> None:
+        """One driver call. CudaError if it fails."""
+        code = self._functions[name](*args)
+        if code != 0:
+            raise CudaError(name, self._error_name(code))
+
+    @property
+    def num_devices(self) -> int:
+        count = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def device(self, ordinal: int) -> CudaDevice:
+        """The device with this number among those visible to the process, numbered as by torch."""
+        if not 0 <= ordinal < self.num_devices:
+            raise CudaUnavailable(f"there is no GPU {ordinal}: this process sees {self.num_devices}")
+        return CudaDevice(self, ordinal)
+
+    def device_of(self, uuid: bytes) -> CudaDevice:
+        """The device with this UUID; processes may number devices differently (CUDA_VISIBLE_DEVICES)."""
+        for ordinal in range(self.num_devices):
+            if self.uuid(ordinal) == uuid:
+                return CudaDevice(self, ordinal)
+        raise CudaUnavailable(f"GPU {uuid.hex()} is not among the {self.num_devices} that this process sees")
+
+    def uuid(self, ordinal: int) -> bytes:
+        """16 bytes; of a MIG instance its own."""
+        handle, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+        self.call("cuDeviceGet", ctypes.byref(handle), ordinal)
+        self.call("cuDeviceGetUuid_v2", uuid, handle)
+        return uuid.raw
+
+    def _error_name(self, code: int) -> str:
+        name = ctypes.c_char_p()
+        unknown = self._functions["cuGetErrorName"](code, ctypes.byref(name)) != 0 or name.value is None
+        return f"error {code}" if unknown else (name.value or b"").decode()
+
+
+class CudaDevice:
+    """One device through its primary context, the one that torch uses; retained until the process ends.
+
+    Usable from any thread. Errors: CudaError.
+    """
+
+    def __init__(self, cuda: Cuda, ordinal: int) -> None:
+        self._cuda = cuda
+        self.ordinal = ordinal
+        self.uuid = cuda.uuid(ordinal)
+        self._device, self._context = ctypes.c_int(), _HANDLE()
+        cuda.call("cuDeviceGet", ctypes.byref(self._device), ordinal)
+        cuda.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+
+    def memory_info(self) -> MemoryInfo:
+        free, total = _SIZE(), _SIZE()
+        with self._current() as call:
+            call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return MemoryInfo(free.value, total.value)
+
+    def alloc(self, num_bytes: int) -> int:
+        """Address of `num_bytes` of zeros."""
+        pointer = _POINTER()
+        with self._current() as call:
+            call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
+            call("cuMemsetD8_v2", pointer, 0, num_bytes)
+        return pointer.value
+
+    def free(self, pointer: int) -> None:
+        """Of an exported piece: once nobody has it open, else what others do with it is undefined."""
+        with self._current() as call:
+            call("cuMemFree_v2", pointer)
+
+    def export(self, pointer: int) -> bytes:
+        """The 64-byte handle by which another process opens what `alloc` returned; void when this process ends."""
+        handle = _IpcHandle()
+        with self._current() as call:
+            call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Address, in this process, of what another one exported."""
+        pointer = _POINTER()
+        with self._current() as call:
+            call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        return pointer.value
+
+    def close_opened(self, pointer: int) -> None:
+        with self._current() as call:
+            call("cuIpcCloseMemHandle", pointer)
+
+    def read(self, pointer: int, num_bytes: int) -> bytes:
+        """A copy of device memory."""
+        host = ctypes.create_string_buffer(num_bytes)
+        with self._current() as call:
+            call("cuMemcpyDtoH_v2", host, pointer, num_bytes)
+        return host.raw
+
+    def write(self, pointer: int, data: bytes) -> None:
+        with self._current() as call:
+            call("cuMemcpyHtoD_v2", pointer, data, len(data))
+
+    @contextmanager
+    def _current(self) -> Iterator[Any]:
+        """Makes the context current in this thread for a while, and leaves the thread's own as it was."""
+        self._cuda.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield self._cuda.call
+        finally:
+            self._cuda.call("cuCtxPopCurrent_v2", ctypes.byref(_HANDLE()))
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = getattr(library, name)
+    function.restype, function.argtypes = ctypes.c_int, _ARGUMENTS[name]
+    return function

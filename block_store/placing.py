@@ -1,0 +1,120 @@
+"""Where an arena's blocks come to lie on a GPU: in memory of the store, opened by workers through CUDA IPC; or, where
+IPC is not to be had, in memory of the one compute process, and then its end loses all KV (DESIGN promise 4 is off).
+
+The owner of the memory holds a writer slot, so that everybody can see whether it lives. Knows no sizes and no RPC.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from block_store.arena import Arena
+from block_store.cuda import Cuda, CudaDevice, CudaError
+from block_store.device_memory import DeviceBlocks
+from block_store.errors import ArenaBusy, ArenaError, ArenaLost
+from block_store.header import Memory, Placement
+from common.types import KvLayout
+
+_LOG = logging.getLogger(__name__)
+MemoryOwner = Literal["auto", "store", "worker"]
+
+
+class NoDeviceMemory(ArenaError):
+    """Device memory cannot be had or reached; the text says why and what helps."""
+
+
+def create_on_device(
+    directory: Path, layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
+) -> Arena:
+    """The store's part. An arena whose blocks are this process' (all zeros), or will be the first worker's.
+
+    `owner` "auto": the worker's only where the memory cannot be exported, which is logged. Errors: NoDeviceMemory,
+    ArenaExists, NotEnoughSharedMemory.
+    """
+    exported = None if owner == "worker" else _export(layout, num_blocks, device, owner)
+    if exported is None:
+        return Arena.create(directory, layout, num_blocks, placement=Placement(Memory.WORKER_DEVICE, device.uuid))
+    blocks, handle = exported
+    with ExitStack() as undo:
+        undo.callback(blocks.close)
+        placement = Placement(Memory.STORE_DEVICE, device.uuid, ipc_handle=handle)
+        arena = Arena.create(directory, layout, num_blocks, placement=placement)
+        # Held until the process ends; nobody closes it before.
+        arena.place(replace(placement, owner_slot=arena.acquire_writer_slot().number))
+        arena.use_memory(blocks)
+        undo.pop_all()
+    return arena
+
+
+def open_blocks(arena: Arena, cuda: Cuda) -> None:
+    """A worker's part: opens the store's memory, or allocates it where the store says so. The mapping stays until the
+    process ends. Errors: NoDeviceMemory, ArenaBusy (another process owns it), CudaUnavailable (no such device here).
+    """
+    placement = arena.placement
+    device = cuda.device_of(placement.device_uuid)
+    try:
+        if placement.memory is Memory.STORE_DEVICE:
+            arena.use_memory(DeviceBlocks.open(device, placement.ipc_handle, arena.num_blocks, arena.block_bytes))
+        else:
+            _adopt(arena, device)
+    except CudaError as error:
+        raise NoDeviceMemory(f"{error}; {_advice(error)}") from error
+
+
+def has_live_memory(arena: Arena) -> bool:
+    """Whether the blocks are (still) there: on the host always, on a device while its owner lives or is yet to come."""
+    placement = arena.placement
+    return placement.memory is Memory.HOST or has_no_owner_yet(placement) or arena.is_writer_alive(placement.owner_slot)
+
+
+def has_no_owner_yet(placement: Placement) -> bool:
+    """Whether the first worker is still to allocate the memory."""
+    return placement.memory is Memory.WORKER_DEVICE and placement.owner_slot == 0
+
+
+def place_name(device_uuid: bytes) -> str:
+    """For people."""
+    return f"GPU {device_uuid.hex()}" if device_uuid else "the CPU"
+
+
+def _export(
+    layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
+) -> tuple[DeviceBlocks, bytes] | None:
+    """Memory of this process and its handle; None: it cannot be exported, and that will do."""
+    try:
+        blocks = DeviceBlocks.allocate(device, num_blocks, layout.block_bytes)
+    except CudaError as error:
+        raise NoDeviceMemory(f"{num_blocks} blocks of {layout.block_bytes} bytes: {error}") from error
+    try:
+        return blocks, blocks.export()
+    except CudaError as error:
+        blocks.close()
+        if owner == "store":
+            raise NoDeviceMemory(f"{error}; this host has no CUDA IPC, which --memory-owner store needs") from error
+        _LOG.warning("no CUDA IPC (%s): the worker owns the arena's memory, and its end loses all KV", error)
+        return None
+
+
+def _adopt(arena: Arena, device: CudaDevice) -> None:
+    """Allocates the blocks here and says so in the header, once in an arena's life."""
+    with arena.exclusively():
+        if arena.is_lost:
+            raise ArenaLost(f"arena {arena.arena_id} is lost")
+        if arena.placement.owner_slot:
+            raise ArenaBusy(f"the device memory of arena {arena.arena_id} belongs to another process")
+        arena.use_memory(DeviceBlocks.allocate(device, arena.num_blocks, arena.block_bytes))
+        # Held until the process ends: the holders' own slots come and go with their leases.
+        arena.place(replace(arena.placement, owner_slot=arena.acquire_writer_slot().number))
+
+
+def _advice(error: CudaError) -> str:
+    if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
+        return "lower --gpu-memory-utilization of the block store"
+    return (
+        "the store's device memory cannot be opened here. Containers must share a PID namespace and the GPU (docker: "
+        "pid: service:...); else run one process with both roles and give the block store --memory-owner worker"
+    )
