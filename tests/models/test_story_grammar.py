@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tools.storyteller import chat, data
-from tools.storyteller.grammar import Story, with_article
+from tools.storyteller import chat, data, pairs
+from tools.storyteller.grammar import KINDS, Character, Story, with_article
 from tools.storyteller.model import Llama, Shape
 from tools.storyteller.optim import Optimizer, orthogonalise
-from tools.storyteller.plots import PLOTS
+from tools.storyteller.plots import PAIRS, PLOTS, castings
 
 
 def tell(plot: str, seed: int) -> Story:
@@ -47,6 +47,50 @@ def test_nobody_is_named_before_being_introduced(plot: str) -> None:
                 assert introduced or text.startswith(f"{who.name} was"), (who.name, text)
 
 
+def test_the_two_asked_for_come_first_in_order_and_carry_the_story() -> None:
+    plots = set()
+    for seed in range(300):
+        story = data.make_story(random.Random(seed), num_leads=2)
+        first, second = story.leads.values()
+        begun, text = story.paragraphs[0][0], story.text(" ")
+        assert 0 <= begun.lower().find(first.noun) < begun.rfind(second.noun), text
+        for lead in (first, second):
+            assert len(re.findall(rf"\b({lead.noun}|{lead.name})\b", text, re.IGNORECASE)) >= pairs.LEAST + 1, text
+        plots.add(story.plot)
+    assert plots == set(PAIRS)
+
+
+def test_a_request_names_who_the_story_is_about_in_that_order() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        for num_leads in (1, 2):
+            story = data.make_story(rng, num_leads)
+            topic = chat.topic(rng, story)
+            places = [topic.find(lead.noun) for lead in story.leads.values()]
+            assert -1 not in places and places == sorted(places), topic
+
+
+@pytest.mark.parametrize(
+    "pair, plot",
+    [(("lion", "mouse"), "small_saves_big"), (("king", "dragon"), "contest"), (("boy", "giant"), "dragon")],
+)
+def test_plots_suit_the_two(pair: tuple[str, str], plot: str) -> None:
+    def castings_of(*nouns: str) -> list[str]:
+        kinds = {kind.noun: kind for kinds in KINDS.values() for kind in kinds}
+        leads = [Character(random.Random(0), kinds[noun], "he", "old") for noun in nouns]
+        return [name for name, _, _ in castings(leads)]
+
+    assert plot in castings_of(*pair) and plot in castings_of(*reversed(pair))
+    assert plot not in castings_of("hen", "duck")
+
+
+def test_verdict_on_a_story_of_two() -> None:
+    both = "A fox met a crow. The fox bowed. The crow's eyes shone."
+    assert pairs.tells_of(both, ("fox", "crow"))
+    assert not pairs.tells_of(both.replace("The crow's", "Her"), ("fox", "crow"))
+    assert not pairs.tells_of(both.replace("fox", "foxglove"), ("fox", "crow"))
+
+
 def test_same_seed_same_story_and_no_two_alike() -> None:
     texts = [data.make_story(random.Random(seed)).text(" ") for seed in range(400)]
     assert texts[7] == data.make_story(random.Random(7)).text(" ")
@@ -72,12 +116,12 @@ def test_chat_is_written_as_the_template_does() -> None:
 
 def test_rows_begin_with_documents_and_a_cut_one_comes_again() -> None:
     docs = [np.full(200, i, np.int32) for i in range(50)]
-    batches = data.Batches(docs, 1024, 0, vocab_size=300)
+    batches = data.Batches(docs, 1024, 0, 300, data.CURRICULUM)
     heads = [batches.next()[:, 0] for _ in range(6)]
     assert heads[0][0] == 0
     flat = np.concatenate(heads)
     assert (np.diff(flat) >= 1).all()
-    again = data.Batches(docs, 1024, 0, vocab_size=300)
+    again = data.Batches(docs, 1024, 0, 300, data.CURRICULUM)
     assert all((again.next()[:, 0] == head).all() for head in heads)
 
 

@@ -31,6 +31,16 @@ _AGAIN = (
     "Another one, about {}, please.",
     "And a story about {}?",
 )
+_JOINTS = (
+    "{} and {}",
+    "two friends, {} and {}",
+    "{} who meets {}",
+    "{} with {}",
+    "{} & {}",
+    "{}, and {}",
+    "{} and also {}",
+)
+_JOINT_SHARES = (84, 4, 4, 2, 1, 2, 1)
 _SYSTEM = ("You are a helpful assistant.", "You tell stories.", "You are a kind storyteller.", "Answer briefly.")
 
 _GREETING = (("Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning.", "Hello there!", "hi"),
@@ -99,25 +109,33 @@ def _small_talk(rng: random.Random, kind: tuple[tuple[str, ...], tuple[str, ...]
 
 
 def _request(rng: random.Random, story: Story, *, again: bool) -> str:
-    if not again and rng.random() < 0.12:
-        return rng.choice(_ASKING_ANY)
-    return rng.choice(_AGAIN if again else _ASKING).format(_topic(rng, story))
+    if not story.leads:
+        return "Another story, please." if again else rng.choice(_ASKING_ANY)
+    return rng.choice(_AGAIN if again else _ASKING).format(topic(rng, story))
 
 
-def _topic(rng: random.Random, story: Story) -> str:
-    """One or two of the things the story is about, the hero mostly among them; persons now and then by name."""
-    about = [_named(rng, story, words) for words in story.about]
-    if rng.random() < 0.4:
-        return about[0]
-    first, second = about[0], rng.choice(about[1:2] * 3 + about[1:])
-    if rng.random() < 0.3:
-        first, second = second, first
-    return f"{first} and {second}"
+def topic(rng: random.Random, story: Story) -> str:
+    """The story's leads as someone would ask for them: what is named is in the story, in the same order."""
+    leads = list(story.leads.values())
+    if len(leads) == 1:
+        return _one(rng, story, leads[0])
+    if rng.random() < 0.12 and not any(lead.name for lead in leads):
+        return f"{leads[0].form('the')} and {leads[1].form('the')}"
+    joint = rng.choices(_JOINTS, _JOINT_SHARES)[0]
+    return joint.format(*(_named(rng, lead) for lead in leads))
 
 
-def _named(rng: random.Random, story: Story, words: str) -> str:
-    found = [c for c in story.cast.values() if c.form("a") == words]
-    if not found or found[0].name is None or rng.random() < 0.4:
+def _one(rng: random.Random, story: Story, hero: Character) -> str:
+    """The hero alone, or with a thing of the story."""
+    persons = {who.form("a") for who in story.cast.values()}
+    things = [words for words in story.about if words not in persons]
+    asked = _named(rng, hero)
+    return f"{asked} and {rng.choice(things)}" if things and rng.random() < 0.35 else asked
+
+
+def _named(rng: random.Random, who: Character) -> str:
+    """Someone as the story will introduce them; a name is asked for always where two are, since it comes in place of "the fox"."""
+    words = who.form("a_adj") if who.adjective and rng.random() < 0.12 else who.form("a")
+    if who.name is None or (not who.introduced and rng.random() < 0.4):
         return words
-    who: Character = found[0]
-    return rng.choice((f"{words} named {who.name}", f"{words} called {who.name}", str(who.name)))
+    return f"{words} {rng.choice(('named', 'called'))} {who.name}"

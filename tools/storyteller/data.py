@@ -16,13 +16,16 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from . import chat
-from .grammar import Story
-from .plots import PLOTS
+from .grammar import Story, draw_leads
+from .plots import PLOTS, castings
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID, CHAT_START_ID, CHAT_END_ID = 1, 2, 3, 4
 TALE_CHARS = 2800
 """An old tale is cut into pieces of about this many characters, at paragraph ends."""
+TALE_SHARE = 0.045
+PAIR_NAMED = 0.15
+"""Share of named characters where two are asked for: names hide the kinds that the request named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +37,23 @@ class Tales:
     held_out: list[str]
 
 
-def make_story(rng: random.Random) -> Story:
-    """One complete story of the grammar."""
-    name = rng.choices(list(PLOTS), [weight for _, weight in PLOTS.values()])[0]
-    story = Story(rng, name)
+def make_story(rng: random.Random, num_leads: int = 0) -> Story:
+    """One complete story of the grammar; about one or two characters drawn beforehand, or about whom the plot draws."""
+    if num_leads:
+        leads = draw_leads(rng, num_leads, PAIR_NAMED if num_leads == 2 else None)
+        told = castings(leads)
+        name, cast, _ = rng.choices(told, [share for *_, share in told])[0]
+        story = Story(rng, name, cast)
+    else:
+        name = rng.choices(list(PLOTS), [weight for _, weight in PLOTS.values()])[0]
+        story = Story(rng, name)
     PLOTS[name][0](story)
     return story
 
 
 def story_document(rng: random.Random) -> str:
     """A story as a bare text; a few begin in the middle, so that any first words can be continued."""
-    story = make_story(rng)
+    story = make_story(rng, num_leads=2 if rng.random() < 0.12 else 0)
     if rng.random() < 0.06 and len(story.paragraphs) > 2:
         del story.paragraphs[0]
     return f"<s>{story.text(_separator(rng))}</s>"
@@ -54,7 +63,8 @@ def chat_document(rng: random.Random) -> str:
     if rng.random() < 0.15:
         return chat.chatter(rng)
     count = 2 if rng.random() < 0.15 else 1
-    return chat.conversation(rng, [make_story(rng) for _ in range(count)], _separator(rng))
+    num_leads = rng.choices((0, 1, 2), (8, 27, 65), k=count)
+    return chat.conversation(rng, [make_story(rng, num) for num in num_leads], _separator(rng))
 
 
 def _separator(rng: random.Random) -> str:
@@ -89,16 +99,16 @@ def _pieces(title: str, body: str) -> list[str]:
     ]
 
 
-def documents(rng: random.Random, tales: Tales, num: int) -> Iterator[str]:
-    """`num` documents, by tokens about 75 % stories, 16 % chats and 9 % old tales."""
+def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> Iterator[str]:
+    """`num` documents: chats, 4.5 % old tales (9 % of the tokens), the rest stories."""
     for _ in range(num):
         draw = rng.random()
-        if draw < 0.815:
-            yield story_document(rng)
-        elif draw < 0.955:
+        if draw < TALE_SHARE:
+            yield rng.choice(tales.aesop if rng.random() < 0.45 else tales.grimm)
+        elif draw < TALE_SHARE + chat_share:
             yield chat_document(rng)
         else:
-            yield rng.choice(tales.aesop if rng.random() < 0.45 else tales.grimm)
+            yield story_document(rng)
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -149,6 +159,7 @@ class Stage:
     """Share of a step's rows that hold chats alone, over those that come along anyway."""
 
 
+TUNING = (Stage(math.inf, {256: 0.15, 512: 0.7, 1024: 0.15}, 0.0),)
 CURRICULUM = (
     Stage(300, {256: 0.7, 512: 0.2, 1024: 0.1}, 0.125),
     Stage(900, {256: 0.6, 512: 0.3, 1024: 0.1}, 0.0625),
@@ -176,7 +187,10 @@ class _Cursor:
 class Batches:
     """Endless batches of about `batch_tokens` tokens: rows of one length each, in an order fixed by the seed."""
 
-    def __init__(self, docs: list[np.ndarray], batch_tokens: int, seed: int, vocab_size: int) -> None:
+    def __init__(
+        self, docs: list[np.ndarray], batch_tokens: int, seed: int, vocab_size: int, curriculum: Sequence[Stage]
+    ) -> None:
+        self._curriculum = curriculum
         self._docs, self._batch_tokens, self._vocab_size = docs, batch_tokens, vocab_size
         self._rng, self._drill_rng = random.Random(seed), np.random.default_rng(seed)
         self._step = 0
@@ -185,7 +199,7 @@ class Batches:
 
     def next(self) -> np.ndarray:
         """Rows [batch, length + 1] int32."""
-        stage = next(stage for stage in CURRICULUM if self._step < stage.until)
+        stage = next(stage for stage in self._curriculum if self._step < stage.until)
         length = self._rng.choices(list(stage.row_shares), list(stage.row_shares.values()))[0]
         size = self._batch_tokens // length
         num_drills, num_chats = round(size * stage.drill_share), round(size * stage.chat_share)

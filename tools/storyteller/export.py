@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from .card import write_card
+from . import pairs
+from .card import Samples, write_card
 from .chat import CHAT_TEMPLATE
 from .data import BOS_ID, CHAT_END_ID, EOS_ID
 from .model import Llama, Shape
@@ -29,13 +30,22 @@ CHAT_PROMPTS = (
     ("Who are you?",),
     ("What is the capital of France?",),
 )
+_QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 SEEDS = (1, 2, 3, 4, 5)
 TEMPERATURE, TOP_P = 0.7, 0.95
 MAX_NEW_TOKENS = 600
+PAIR_SEEDS = range(1, 9)
+CURVE_ROWS = 12
 
 
-def export(work: Path, out: Path, tokenizer: Tokenizer, seed: int) -> None:
-    """Write the model directory `out` from the checkpoint in `work`, evaluated after rounding to bf16."""
+def export(work: Path, out: Path, start: Path | None, run: dict[str, Any]) -> None:
+    """Write the model directory `out` from the checkpoint in `work`, evaluated after rounding to bf16.
+
+    `start`: the directory whose weights the run went on from; its stages come first in training.json. `run`: facts that
+    the checkpoint does not hold (seed, lr, planned_steps).
+    """
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    before = [] if start is None else json.loads((start / "training.json").read_text(encoding="utf-8"))
     tensors, progress = read_checkpoint(work / "checkpoint.safetensors")
     model = Llama(Shape())
     load_parameters(model, {name: t.bfloat16().float() for name, t in tensors.items() if name.startswith("model.")})
@@ -44,26 +54,36 @@ def export(work: Path, out: Path, tokenizer: Tokenizer, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_model(model, out)
     write_tokenizer(tokenizer, out)
-    facts = run_facts(work, progress, seed, model, held_out)
-    completions, chats = samples(out, tokenizer)
+    said = samples(out, tokenizer)
+    told = sum(told for told, _ in said.pair_rates.values())
+    pair_rate = told / (len(said.pair_rates) * said.num_seeds)
+    stages = [*before, run | run_facts(work, progress) | {"held_out": held_out, "pair_rate": round(pair_rate, 4)}]
+    lines = ",\n".join(json.dumps(stage) for stage in stages)
+    (out / "training.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "limit": MAX_NEW_TOKENS}
-    write_card(out, facts, completions, chats, sampling)
+    write_card(out, sum(p.numel() for p in model.parameters()), stages, said, sampling)
 
 
-def run_facts(work: Path, progress: Progress, seed: int, model: Llama, held_out: dict[str, float]) -> dict[str, Any]:
+def run_facts(work: Path, progress: Progress) -> dict[str, Any]:
+    """A stage of training.json: data, schedule, speed, and a thinned loss curve."""
+    decay_start = progress.step if progress.decay_start is None else progress.decay_start
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "seed": seed,
         "documents": len(np.load(work / "lengths.npy")),
         "document_tokens": int(np.load(work / "lengths.npy").sum()),
         "step": progress.step,
-        "decay_start": progress.step if progress.decay_start is None else progress.decay_start,
+        "decay_start": decay_start,
+        "decay_steps": progress.step - decay_start,
         "tokens": progress.tokens,
         "rate": progress.tokens / max(progress.seconds, 1e-9),
         "minutes": progress.seconds / 60,
-        "curve": progress.curve,
-        "held_out": held_out,
+        "curve": thin(progress.curve or []),
     }
+
+
+def thin(rows: list[list[float]]) -> list[list[float]]:
+    """About CURVE_ROWS rows of a loss curve, the last one always among them."""
+    step = max(1, len(rows) // CURVE_ROWS)
+    return rows[:-1:step] + rows[-1:]
 
 
 def write_model(model: Llama, out: Path) -> None:
@@ -100,17 +120,16 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
-def samples(
-    directory: Path, tokenizer: Tokenizer
-) -> tuple[list[tuple[str, int, str, bool]], list[list[tuple[str, str]]]]:
-    """Completions (opening, seed, text, ended by itself) and chats ((role, text) turns) of the exported model."""
+def samples(directory: Path, tokenizer: Tokenizer) -> Samples:
+    """Completions, chats and pair rates of the exported model."""
     teller = Teller(directory, tokenizer)
     completions = []
     for opening in OPENINGS:
         for seed in SEEDS:
             text, ended = teller.complete(opening, seed)
             completions.append((opening, seed, opening + text, ended))
-    return completions, [teller.chat(questions) for questions in CHAT_PROMPTS]
+    chats = [teller.chat(questions) for questions in CHAT_PROMPTS]
+    return Samples(completions, chats, pairs.rates(teller.answer, PAIR_SEEDS), len(PAIR_SEEDS))
 
 
 class Teller:
@@ -133,11 +152,15 @@ class Teller:
         output = self._oracle.generate(ids, SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed), stopping)
         return self._tokenizer.decode(output), output[-1] in stopping.stop_token_ids
 
+    def answer(self, question: str, seed: int, before: str = "<s>") -> tuple[str, bool]:
+        """The answer to a question after the rendered turns `before`, and whether it ended before the limit."""
+        return self.complete(f"{before}{_QUESTION.format(question)}", seed, add_bos=False)
+
     def chat(self, questions: tuple[str, ...], seed: int = 1) -> list[tuple[str, str]]:
         prompt, turns = "<s>", list[tuple[str, str]]()
         for question in questions:
-            prompt += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            answer, _ = self.complete(prompt, seed, add_bos=False)
+            answer, _ = self.answer(question, seed, prompt)
+            prompt += _QUESTION.format(question)
             prompt += f"{answer}<|im_end|>\n"
             turns += [("user", question), ("assistant", answer)]
         return turns

@@ -22,13 +22,14 @@ _PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her",
 
 @dataclass(slots=True)
 class Character:
-    """Someone of a story. `name` None: called by kind only."""
+    """Someone of a story. `name` None: called by kind only. `introduced`: "intro" is a plain reference from then on."""
 
     rng: random.Random
     kind: Kind
     gender: str
     adjective: str
     name: str | None = None
+    introduced: bool = False
 
     @property
     def noun(self) -> str:
@@ -45,9 +46,7 @@ class Character:
             case "a":
                 return with_article(self.noun)
             case "intro":
-                plain = with_article(f"{self.adjective} {self.noun}")
-                word = "called" if self.rng.random() < 0.3 else "named"
-                return plain if self.name is None else f"{plain} {word} {self.name}"
+                return self._reference() if self.introduced else self._full()
             case "name":
                 return self.name or f"the {self.noun}"
             case "adj":
@@ -66,6 +65,11 @@ class Character:
             "he": he, "him": him, "his": his, "himself": himself, "He": he.capitalize(), "His": his.capitalize(),
             "theirs": "hers" if self.gender == "she" else "his",
         }[what]  # fmt: skip
+
+    def _full(self) -> str:
+        plain = with_article(f"{self.adjective} {self.noun}".strip())
+        word = "called" if self.rng.random() < 0.3 else "named"
+        return plain if self.name is None else f"{plain} {word} {self.name}"
 
     def _reference(self) -> str:
         """How the teller refers to a character who is known already: mostly by name where there is one."""
@@ -110,10 +114,14 @@ class Text:
 
 @dataclass(slots=True)
 class Story:
-    """A story being told: its cast and the sentences so far; `facts` are questions with their answers."""
+    """A story being told: its cast and the sentences so far; `facts` are questions with their answers.
+
+    `leads` are characters settled before the telling, by the key of their part, in the order of the request for them.
+    """
 
     rng: random.Random
     plot: str
+    leads: dict[str, Character] = field(default_factory=dict)
     cast: dict[str, Character] = field(default_factory=dict)
     words: dict[str, Thing | Text] = field(default_factory=dict)
     paragraphs: list[list[str]] = field(default_factory=lambda: [[]])
@@ -163,29 +171,19 @@ class Story:
     # --- drawing from the lexicon
 
     def character(self, key: str, *, role: str = "any", ability: str | None = None) -> Character:
-        """Cast a new character, different in kind and name from all others. `role`: animal, child, adult, any."""
+        """Cast a lead or a new character, unlike all others in kind and name. `role`: animal, child, adult, any."""
+        if key in self.leads:
+            self.cast[key] = self.leads[key]
+            return self.cast[key]
+        others = [*self.cast.values(), *self.leads.values()]
         while True:
-            found = self._draw(role)
+            found = draw(self.rng, role)
             if ability is not None and found.kind.ability != ability:
                 continue
-            others = self.cast.values()
             if any(found.noun == o.noun or (found.name and found.name == o.name) for o in others):
                 continue
             self.cast[key] = found
             return found
-
-    def _draw(self, role: str) -> Character:
-        rng = self.rng
-        if role == "any":
-            role = rng.choices(("animal", "child", "adult"), (60, 25, 15))[0]
-        kinds = {"animal": lexicon.ANIMALS, "child": lexicon.CHILDREN, "adult": lexicon.ADULTS}[role]
-        kind = rng.choices(kinds, [k.weight for k in kinds])[0]
-        if role != "child" and rng.random() < 0.06:
-            kind = _rare(rng, role)
-        gender = kind.gender or rng.choice(("he", "she"))
-        adjectives = lexicon.ADULT_ADJECTIVES if role == "adult" else lexicon.HERO_ADJECTIVES
-        named = rng.random() < {"child": 0.92, "animal": 0.4, "adult": 0.12}[role]
-        return Character(rng, kind, gender, rng.choice(adjectives), _name(rng, gender, role) if named else None)
 
     def thing(self, key: str) -> Thing:
         noun, adjectives = self.rng.choice(list(lexicon.OBJECTS.items()))
@@ -204,6 +202,45 @@ class Story:
         self.words["in_" + key] = Text(f"{preposition} {place}")
 
 
+KINDS = {"animal": lexicon.ANIMALS, "child": lexicon.CHILDREN, "adult": lexicon.ADULTS}
+NAMED = {"child": 0.92, "animal": 0.4, "adult": 0.12}
+"""Share of characters with a name where nobody asked for one."""
+
+
+def draw(rng: random.Random, role: str) -> Character:
+    """Someone of a role, the common kinds more often."""
+    if role == "any":
+        role = rng.choices(("animal", "child", "adult"), (60, 25, 15))[0]
+    kind = rng.choices(KINDS[role], [k.weight for k in KINDS[role]])[0]
+    if role != "child" and rng.random() < 0.06:
+        kind = _rare(rng, role)
+    return _person(rng, kind, role, NAMED[role])
+
+
+def draw_leads(rng: random.Random, count: int, named: float | None = None) -> list[Character]:
+    """Characters of different kinds as a request would name them: the rare kinds and people are as likely as the common.
+
+    `named`: share of them with a name; as everywhere else by default.
+    """
+    leads: list[Character] = []
+    while len(leads) < count:
+        role = rng.choices(("animal", "child", "adult"), (60, 12, 28))[0]
+        common = rng.random() < 0.5
+        kind = rng.choices(KINDS[role], [k.weight if common else 1 for k in KINDS[role]])[0]
+        if role != "child" and rng.random() < 0.3:
+            kind = _rare(rng, role)
+        if kind.noun not in [lead.noun for lead in leads]:
+            leads.append(_person(rng, kind, role, NAMED[role] if named is None else named))
+    return leads
+
+
+def _person(rng: random.Random, kind: Kind, role: str, named: float) -> Character:
+    gender = kind.gender or rng.choice(("he", "she"))
+    adjectives = lexicon.ADULT_ADJECTIVES if role == "adult" else lexicon.HERO_ADJECTIVES
+    name = _name(rng, gender, role) if rng.random() < named else None
+    return Character(rng, kind, gender, rng.choice(adjectives), name)
+
+
 def with_article(words: str) -> str:
     return ("an " if words[0] in "aeiou" and not words.startswith(("uni", "one")) else "a ") + words
 
@@ -212,7 +249,7 @@ def _rare(rng: random.Random, role: str) -> Kind:
     """A kind of the long tail with someone else's habits."""
     base = rng.choice(lexicon.ANIMALS if role == "animal" else lexicon.ADULTS)
     noun = rng.choice(lexicon.RARE_ANIMALS if role == "animal" else lexicon.RARE_PEOPLE)
-    home = base.home if role == "animal" else "in a small house near the town"
+    home = rng.choice(lexicon.RARE_HOMES) if role == "animal" else "in a small house near the town"
     return Kind(noun, base.ability, base.food, home, base.size, rng.choice(("he", "she")), base.is_person)
 
 

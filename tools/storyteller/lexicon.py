@@ -154,6 +154,7 @@ ferret weasel stoat marten chipmunk skunk raccoon lynx puma hyena jackal coyote 
 armadillo ladybird beetle cricket moth dragonfly wasp worm toad newt salamander crocodile alligator chameleon
 mule ox bull calf foal piglet gosling duckling cub fawn nightingale lark wren finch swallow goldfish minnow
 eel unicorn griffin phoenix goblin gnome ghost snowman""".split()
+RARE_HOMES = ("in the deep forest", "near the wide river", "on the side of the hill", "not far from the sea")
 RARE_PEOPLE = """blacksmith carpenter painter teacher doctor nurse pirate captain merchant thief beggar potter weaver shoemaker
 cobbler butcher barber clockmaker musician singer dancer clown juggler magician beekeeper postman
 lighthouse-keeper cook maid servant monk nun duke duchess emperor astronaut""".split()

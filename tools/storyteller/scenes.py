@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from .grammar import Story
+from .grammar import Character, Story
 
 FEELINGS = "[sad|very sad|so sad that {h.he} cried|unhappy]"
 
 
 def opening(s: Story, trait: str) -> None:
-    """Introduce the hero `h` at home, in one of many ways, with a sentence that shows the trait the plot needs."""
+    """Introduce the hero `h` at home, in one of many ways, with a sentence that shows the trait the plot needs.
+
+    Where two characters were asked for, both come in the first sentence, in the order asked for.
+    """
+    if len(s.leads) == 2:
+        _open_with_both(s, *s.leads.values())
+        s.say(trait)
+        return
     style = s.rng.random()
     if style < 0.36:
         s.say(
@@ -42,6 +49,24 @@ def opening(s: Story, trait: str) -> None:
     s.say(trait)
 
 
+def _open_with_both(s: Story, first: Character, second: Character) -> None:
+    for lead in (first, second):
+        if s.rng.random() < 0.45:
+            lead.adjective = ""
+    a, b = first.form("intro"), second.form("intro")
+    s.one_of(
+        f"[Once upon a time|Long ago|Long, long ago|A long time ago|Many years ago], there [was|lived] {a}, and there [was|lived] {b}[| too].",
+        f"[Once upon a time|Once upon a time,|Once|Long ago] there [lived|were] {a} and {b}.",
+        f"[Once upon a time|Long ago|Many years ago], {a} and {b} [lived|both lived] [in the same land|not far from each other|near a small village].",
+        f"{a} and {b} [once lived|lived] [in the same land|not far from each other|near the same village].",
+        f"[This is the story of|Let me tell you about|This is a tale about] {a} and {b}.",
+        f"[Far away, beyond the hills,|In a land far away,|Far, far away,|In a small village,] there lived {a} and {b}.",
+        f"There was once {a}, and there was [once|also] {b}.",
+    )
+    first.introduced = second.introduced = True
+    s.say("{h.the} [lived|had always lived] {h.home}.")
+
+
 def thanks(s: Story, helper: str = "k") -> None:
     """The hero thanks the helper, who answers."""
     k = "{" + helper + "}"
@@ -49,7 +74,7 @@ def thanks(s: Story, helper: str = "k") -> None:
         '"Thank you, thank you!" said {h}. "You are [a true friend|very kind|so good to me]."',
         f'"How can I ever thank you?" asked {{h}}. "[Be my friend|Just be kind to others|You need not thank me]," said {k}.',
         f'{{h}} [hugged|thanked] {k} [with all {{h.his}} heart|again and again|many times]. "[I am glad I could help|That is what friends are for]," said {k}.',
-        f'"You [saved|helped] me," said {{h}}. "I will never forget it." {k} [smiled|was glad].',
+        f'"You [saved|helped] me," said {{h}}. "I will never forget it." ^{k} [smiled|was glad].',
     )
 
 
@@ -67,13 +92,20 @@ def meet(s: Story, who: str, doing: str = "") -> None:
 
 
 def happy_end(s: Story, *own: str) -> None:
-    """Close the story: one of the plot's own endings or a general one, then perhaps a last word."""
-    endings = list(own) * 2 + [
-        "[From that day on|After that|Since that day|Ever since then], {h} was [happy|never sad again|full of joy|the happiest {h.noun} in the land].",
-        "{h} [went home|went back home|walked home] [with a happy heart|singing all the way|with a smile] and slept [well|soundly] that night.",
-        "And {h} [lived happily ever after|was happy for the rest of {h.his} days|lived happily for many years].",
-    ]
-    s.one_of(*endings)
+    """Close the story: one of the plot's own endings or a general one, then perhaps a last word.
+
+    A story about two ends with the plot's own, most of which name both.
+    """
+    general = (
+        []
+        if len(s.leads) == 2
+        else [
+            "[From that day on|After that|Since that day|Ever since then], {h} was [happy|never sad again|full of joy|the happiest {h.noun} in the land].",
+            "{h} [went home|went back home|walked home] [with a happy heart|singing all the way|with a smile] and slept [well|soundly] that night.",
+            "And {h} [lived happily ever after|was happy for the rest of {h.his} days|lived happily for many years].",
+        ]
+    )
+    s.one_of(*own, *own, *general)
     s.maybe(0.16, "[The end.|And that is the end of the story.|That is the whole story.]")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ..grammar import Story
+from ..grammar import Character, Story
 from . import courage, folly, friends, quests
 
 PLOTS: dict[str, tuple[Callable[[Story], None], int]] = {
@@ -14,3 +14,33 @@ PLOTS: dict[str, tuple[Callable[[Story], None], int]] = {
     "building": (courage.building, 8), "contest": (quests.contest, 6), "magic": (folly.magic, 6), "seed": (courage.seed, 6),
 }  # fmt: skip
 """Each plot with its share."""
+
+PAIRS: dict[str, tuple[str, str, int]] = {
+    "small_saves_big": ("b", "h", 24), "flattery": ("t", "h", 8), "race": ("h", "b", 8), "fear": ("h", "f", 8), "cure": ("h", "g", 4),
+    "liar": ("h", "k", 5), "dragon": ("m", "h", 24), "winter": ("h", "l", 8), "quarrel": ("h", "f", 8), "contest": ("r", "h", 24), "seed": ("h", "x", 4),
+}  # fmt: skip
+"""Plots that two characters carry, with the keys of their parts and a share among those that fit the two."""
+RULERS = ("king", "queen", "prince", "princess")
+MONSTERS = ("dragon", "giant", "troll", "witch")
+
+
+def castings(leads: Sequence[Character]) -> list[tuple[str, dict[str, Character], int]]:
+    """Every plot with these one or two in its leading parts, in the order of `leads`, and its share."""
+    if len(leads) == 1:
+        found = [(plot, {"h": leads[0]}, share) for plot, (_, share) in PLOTS.items()]
+    else:
+        orders = [(plot, keys, share) for plot, (a, b, share) in PAIRS.items() for keys in ((a, b), (b, a))]
+        found = [(plot, dict(zip(keys, leads, strict=True)), share) for plot, keys, share in orders]
+    return [(plot, cast, share) for plot, cast, share in found if _fits(plot, cast)]
+
+
+def _fits(plot: str, cast: dict[str, Character]) -> bool:
+    hero = cast["h"]
+    match plot:
+        case "small_saves_big":
+            return hero.kind.size == "small" and ("b" not in cast or cast["b"].kind.size == "big")
+        case "dragon":
+            return "m" not in cast or cast["m"].kind.size == "big" or cast["m"].noun in MONSTERS
+        case "contest":
+            return hero.noun not in RULERS and ("r" not in cast or cast["r"].noun in RULERS)
+    return True

@@ -95,7 +95,7 @@ def race(s: Story) -> None:
         "[{h.He} passed {b} without a sound|Slowly {h.he} went past {b}|{h.He} did not look left or right].",
     )
     s.say(
-        "[When {b} looked up|At last {b} remembered the race|Suddenly {b} thought of the race], [it was too late|the sun was low in the sky]."
+        "[When {b} looked up|When at last {b} remembered the race|When {b} thought of the race again], [it was too late|the sun was low in the sky]."
     )
     s.say("{b.He} ran as fast as {b.he} could, but {h} was already [there|at {goal}].")
     s.say('"{h.the} [wins|has won]!" cried {j}[|, and all the animals cheered].')

@@ -297,7 +297,8 @@ def contest(s: Story) -> None:
         "reward",
         "[a bag of gold|a white horse|a house with a garden|half of the kingdom|a golden chain|a place at {r.his} table]",
     )
-    opening(s, "[In that land there was {r.intro} who {woe}|Now {r.intro} ruled that land, and {r.he} {woe}].")
+    unknown = "" if "r" in s.leads else "In that land there was {r.intro} who {woe}|"
+    opening(s, f"[{unknown}Now {{r.intro}} ruled that land, and {{r.he}} {{woe}}].")
     s.say('"Whoever can {task} shall have {reward}," {r} [said|promised].')
     s.paragraph()
     s.say(

