@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, cast
 
-from block_store.attach import Attached, Needs, attach
+from block_store.attach import Attached, Needs
 from block_store.hashing import hash_domain
 from common.settings import WorkerSettings
 from common.step_thread import StepThread
@@ -86,6 +86,3 @@ class Member:
         if self.thread.stop(timeout_s):
             # Otherwise the lease runs out, and its blocks wait for the writer slot's lock.
             self._attached.close()
-
-
-__all__ = ["Member", "Model", "attach", "domain_of", "longest_group", "record_of"]

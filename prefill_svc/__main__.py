@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from block_store.member import attach
+from block_store.attach import attach
 from common.rpc import RpcServer
 from common.service_main import run_service, serve_roles, worker_name
 from engine.runner import ModelRunner, RunnerSettings
