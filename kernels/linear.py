@@ -1,8 +1,9 @@
 """Linear layers with weights packed once for oneDNN; on a GPU cuBLAS, or Triton where rows must not depend on others.
 
-Row-invariant on a CPU: a row's bits do not depend on the other rows. oneDNN's bf16 product gives a row the same bits at
-every batch; its fp32 product does so from two rows on (measured, tests/kernels/test_linear.py holds it), so a row alone
-is padded to two. Knows nothing of the model.
+Row-invariant on a CPU: no row depends on the others. Measured, and held by tests/kernels/test_linear.py:
+oneDNN's product gives a row the same bits at every batch, but for a row alone in fp32 and in some bf16 shapes (so it
+is padded to two), and but for bf16 on CPUs with AMX, where from 33 rows on it cuts the sum over inputs into pieces (so
+there it gets 32 rows at a time). Knows nothing of the model.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.loader import count_fallback, on_triton
+
+AMX_ROWS = 32
+"""The most rows for which oneDNN's AMX product adds up a row's products in one order."""
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -42,7 +46,7 @@ class PackedLinear:
     On a GPU nothing is packed (fp16 too): F.linear, or with `deterministic` the Triton kernel of fixed tiles.
     """
 
-    __slots__ = ("_fixed_tiles", "_packed", "_pad_single", "bias", "in_features", "is_packed", "out_features", "weight")
+    __slots__ = ("_fixed_tiles", "_max_rows", "_packed", "bias", "in_features", "is_packed", "out_features", "weight")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, *, keep_weight: bool = False, deterministic: bool = False
@@ -50,7 +54,8 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._pad_single = weight.dtype == torch.float32
+        amx = weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self._max_rows = AMX_ROWS if amx else None
         triton = on_triton(weight)
         self._fixed_tiles = triton and deterministic
         packed = None if triton else _pack(weight)
@@ -82,8 +87,16 @@ class PackedLinear:
         rows = x.reshape(-1, self.in_features)
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], self.out_features))
-        alone = self._pad_single and rows.shape[0] == 1
-        if alone:
-            rows = torch.cat((rows, rows))
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-        return (out[:1] if alone else out).view(*x.shape[:-1], self.out_features)
+        if self._max_rows is None or rows.shape[0] <= self._max_rows:
+            out = self._product(rows, self._packed)
+        else:
+            out = torch.cat([self._product(part, self._packed) for part in rows.split(self._max_rows)])
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, rows: Tensor, packed: Tensor) -> Tensor:
+        """rows [n, in] -> [n, out]; a row alone is computed twice."""
+        alone = rows.shape[0] == 1
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            torch.cat((rows, rows)) if alone else rows, packed, self.bias, "none", [], ""
+        )
+        return out[:1] if alone else out
