@@ -18,8 +18,9 @@ Generation = NewType("Generation", int)
 Epoch = NewType("Epoch", int)
 PrefixHash = NewType("PrefixHash", bytes)
 
-DType = Literal["bfloat16", "float32", "float16"]
-DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn"]
+"""Of weights, activations and KV, by torch's names; float8_e4m3fn of KV only."""
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 Role = Literal["prefill", "decode"]
 
 

@@ -45,8 +45,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int) -> dict
     batch = Batch.of(runner, [[token % 31000 for token in range(context)]] * num_seqs, steps + 4)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1  # KV is zeros instead of computed: time does not depend on it
-    assert runner._arena is not None
-    runner._arena.zero_()
+    runner.bound_arena.zero_()
     times = []
     for _ in range(steps + 3):
         start = time.perf_counter()

@@ -10,6 +10,7 @@ import logging
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -33,8 +34,19 @@ DUMMY_POOL = 1_048_573
 DUMMY_STD = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where weights go and what will be done with them."""
+
+    dtype: torch.dtype
+    """Of the computation."""
+    device: torch.device
+    deterministic: bool
+    """Linear layers must not depend on the batch; on a CPU they never do."""
+
+
 class TensorSource(Protocol):
-    """Where tensors come from. `take` may return a view that lives only as long as the source."""
+    """Where tensors come from, on the device. `take` may return a view that lives only as long as the source."""
 
     def has(self, name: str) -> bool: ...
 
@@ -44,17 +56,17 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint's files, memory-mapped."""
+    """The tensors of a checkpoint's files, memory-mapped, or read straight to a GPU."""
 
-    def __init__(self, files: Sequence[WeightFile]) -> None:
+    def __init__(self, files: Sequence[WeightFile], device: torch.device) -> None:
         self._place = {name: file for file in files for name in file.tensors}
         self._unused = set(self._place)
-        self._open = {file.path: self._map(file.path) for file in files}
+        self._open = {file.path: self._map(file.path, device) for file in files}
 
     @staticmethod
-    def _map(path: Path) -> safe_open:
+    def _map(path: Path, device: torch.device) -> safe_open:
         try:
-            return safe_open(path, framework="pt")
+            return safe_open(path, framework="pt", device=str(device))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is corrupt ({error})") from error
 
@@ -79,9 +91,10 @@ class SafetensorsSource:
 class DummySource:
     """Random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, target: Target) -> None:
         generator = torch.Generator().manual_seed(seed)
-        pool = (torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD).to(dtype)
+        self._device = target.device
+        pool = (torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD).to(target.dtype).to(target.device)
         self._pool = pool.repeat(2)  # twice, so that a cut of up to DUMMY_POOL numbers may start anywhere
 
     def has(self, name: str) -> bool:
@@ -89,9 +102,9 @@ class DummySource:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device=self._device)
         if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype)
+            return torch.ones(shape, dtype=dtype, device=self._device)
         size = shape[0] * shape[1]
         start = zlib.crc32(name.encode()) % DUMMY_POOL
         cut = self._pool[start : start + min(size, DUMMY_POOL)]
@@ -102,10 +115,11 @@ class DummySource:
 
 
 class Weights:
-    """What a model's constructor pulls its parameters from, in the compute dtype, fused and packed."""
+    """What a model's constructor pulls its parameters from, in the compute dtype, on the device, fused and packed."""
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, progress: Progress | None, task: TaskID) -> None:
-        self.dtype = dtype
+    def __init__(self, source: TensorSource, target: Target, progress: Progress | None, task: TaskID) -> None:
+        self.device = target.device
+        self._target = target
         self.num_bytes = 0
         self._source = source
         self._progress = progress
@@ -116,23 +130,25 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A parameter of our own memory (a mapped file may change or vanish)."""
-        found = self._source.take(name, shape, self.dtype)
-        return self._count(torch.empty(shape, dtype=self.dtype).copy_(found))
+        dtype = self._target.dtype
+        found = self._source.take(name, shape, dtype)
+        return self._count(torch.empty(shape, dtype=dtype, device=self.device).copy_(found))
 
     def linear(self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False) -> PackedLinear:
         """The projections `names` (each [out, size_in]) as one, outputs in order; optionally with their biases."""
         parts = list(zip(names, outs, strict=True))
-        weight = torch.cat([self._source.take(f"{name}.weight", (out, size_in), self.dtype) for name, out in parts])
-        biases = None
-        if bias:
-            biases = torch.cat([self._source.take(f"{name}.bias", (out,), self.dtype) for name, out in parts])
-            self._count(biases)
+        weight = self._joined([(f"{name}.weight", (out, size_in)) for name, out in parts])
+        biases = self._count(self._joined([(f"{name}.bias", (out,)) for name, out in parts])) if bias else None
         return self.pack(weight, biases)
+
+    def _joined(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
+        """Tensors one below the other, in memory of our own."""
+        return torch.cat([self._source.take(name, shape, self._target.dtype) for name, shape in parts])
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """A linear of a weight of our own memory; counted, since packing copies."""
         self._count(weight)
-        return PackedLinear(weight, bias)
+        return PackedLinear(weight, bias, deterministic=self._target.deterministic)
 
     def finish(self, allowed: Sequence[str] = ()) -> None:
         """Refuse a checkpoint with tensors that nobody asked for: it is another model than the config says."""
@@ -151,14 +167,17 @@ class Weights:
 
 @contextlib.contextmanager
 def open_weights(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, load_format: LoadFormat, seed: int
+    directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int
 ) -> Iterator[Weights]:
     """The weights of a model directory, with a progress bar on a terminal and a log line elsewhere.
 
     Raises: ModelError naming the file or tensor.
     """
     source: TensorSource
-    source = DummySource(seed, dtype) if load_format == "dummy" else SafetensorsSource(weight_files(directory))
+    if load_format == "dummy":
+        source = DummySource(seed, target)
+    else:
+        source = SafetensorsSource(weight_files(directory), target.device)
     logger.info("loading %s weights of %s", "dummy" if load_format == "dummy" else "safetensors", directory)
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None
@@ -166,6 +185,6 @@ def open_weights(
         if sys.stderr.isatty():
             progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
             task = progress.add_task("loading layers", total=config.num_layers)
-        weights = Weights(source, dtype, progress, task)
+        weights = Weights(source, target, progress, task)
         yield weights
     logger.info("loaded %.2f GiB of weights", weights.num_bytes / 2**30)

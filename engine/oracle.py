@@ -55,9 +55,9 @@ class Oracle:
     def _block_size(self) -> int:
         return self._runner.layout.block_size
 
-    def _arena(self, num_tokens: int) -> np.ndarray:
+    def _arena(self, num_tokens: int) -> torch.Tensor:
         """Blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot shows."""
-        return np.full((-(-num_tokens // self._block_size), self._runner.layout.block_bytes), 0xFF, np.uint8)
+        return self._runner.new_arena(-(-num_tokens // self._block_size), fill=0xFF)
 
     def _prefill(self, token_ids: Sequence[int], chunk: int | None, *, last_only: bool) -> torch.Tensor:
         """Chunk by chunk; logits [1, vocab] of the last token or [T, vocab] of all."""

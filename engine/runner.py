@@ -6,48 +6,52 @@ All methods are called from one thread at a time (a worker's step thread).
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import itertools
 import logging
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-import kernels
-from common.settings import WorkerSettings
+from common.settings import AttentionBackend, WorkerSettings
 from common.types import DType, KvLayout
+from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
 from engine.config import ModelConfig
+from engine.device import open_device
 from engine.errors import ModelError
-from engine.loader import LoadFormat, open_weights
+from engine.graphs import DecodeGraphs, bucket_sizes
+from engine.loader import LoadFormat, Target, open_weights
 from engine.models.attention import LayerCache, StepMetadata
 from engine.models.decoder import Decoder
 from engine.models.opt import Opt
+from engine.numerics import numerics
 from engine.step import StepInput
+from kernels import cpu
 from kernels.copy_blocks import copy_blocks
-from kernels.cpu.loader import current
+from kernels.cpu.loader import count_fallback
+from kernels.providers.base import AttentionBatch, AttentionProvider, AttentionSpec, HostBatch, Unavailable
+from kernels.providers.choice import choose
+from kernels.sampling import sample
 
 logger = logging.getLogger("engine")
 
-Arena = npt.NDArray[np.uint8]
-TORCH_DTYPES: dict[DType, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 PROFILE_MAX_KEYS = 1 << 21
 """Key positions that one profiling pass reads at most over all its sequences, to bound its time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """What a runner is made from."""
+    """What a runner is made from; names and defaults are those of a worker's settings."""
 
     model: str | Path
     """Hugging Face model directory."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     """auto: bfloat16, whose row results do not depend on the batch (DESIGN section 7)."""
     load_format: LoadFormat = "auto"
     block_size: int = 16
@@ -57,116 +61,226 @@ class RunnerSettings:
     """0: one per core."""
     seed: int = 0
     """Of dummy weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention_backend: AttentionBackend = "auto"
+    attention_library: str | None = None
+    deterministic: bool = False
+    """On a CPU it always is."""
+    enforce_eager: bool = False
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """fp8_e4m3: values as they are (scale 1), rounded and saturated; half the bytes."""
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> RunnerSettings:
         """What a worker's flags say of its model."""
-        return cls(
-            settings.model,
-            settings.dtype,
-            settings.load_format,
-            settings.block_size,
-            settings.max_model_len,
-            settings.num_threads,
-            settings.seed,
-        )
+        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
 
 
 class ModelRunner:
     """One model, ready to step over the blocks of the arena it is bound to."""
 
-    def __init__(self, settings: RunnerSettings) -> None:
-        """Load the weights. Raises: ModelError, one sentence naming file, tensor or setting."""
+    def __init__(self, settings: RunnerSettings, model: Opt | Decoder | None = None) -> None:
+        """Load the weights, unless a `model` of the same settings is there already (see `sharing`).
+
+        Raises: ModelError, one sentence naming file, tensor or setting.
+        """
         self.settings = settings
         self.config = ModelConfig.from_directory(settings.model)
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
-        self.layout: KvLayout = self.config.kv_layout(settings.block_size, self.dtype)
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
-        self.num_threads = settings.num_threads or len(os.sched_getaffinity(0))
-        self._thread = 0
-        self._use_this_thread()
-        directory = Path(settings.model)
-        self.model_fingerprint = fingerprint(directory, self.dtype, settings.load_format, settings.seed)
-        dtype = TORCH_DTYPES[self.dtype]
-        with (
-            torch.inference_mode(),
-            open_weights(directory, self.config, dtype, settings.load_format, settings.seed) as weights,
-        ):
-            build = Opt if self.config.family == "opt" else Decoder
-            self._model: Opt | Decoder = build(self.config, weights, self.max_model_len)
-            self.weights_bytes = weights.num_bytes
-        self.numerics = _numerics(self.dtype)
-        self._arena: torch.Tensor | None = None  # uint8 [num_blocks, block_bytes]
-        self._caches: list[LayerCache] = []
+        self.device = open_device(settings.device, settings.num_threads)
+        kv_dtype: DType = self.dtype if settings.kv_cache_dtype == "auto" else "float8_e4m3fn"
+        self.layout: KvLayout = self.config.kv_layout(settings.block_size, kv_dtype)
+        self.attention = self._choose_attention()
+        self.device.enter()
+        self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
+        self.weights_bytes = 0
+        """Of weights that this runner has loaded; 0 for one that shares another's."""
+        self._model = model or self._load()
+        self.numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
+        self._bound: Binding | None = None
+
+    @classmethod
+    def sharing(cls, other: Self) -> Self:
+        """A runner over the same weights, with a stream, buffers, graphs and a binding of its own, for a thread."""
+        return cls(other.settings, other._model)
+
+    @property
+    def num_threads(self) -> int:
+        return self.device.num_threads
+
+    @property
+    def bound_arena(self) -> torch.Tensor:
+        """uint8 [num_blocks, >= block_bytes]."""
+        return self._binding.arena
 
     def bind(self, arena: Arena) -> None:
-        """Step over this arena from now on: uint8 [num_blocks, >= layout.block_bytes], rows contiguous, 64-byte aligned
-        rows preferred. The memory must outlive the runner's use of it."""
-        if arena.dtype != np.uint8 or arena.ndim != 2 or arena.shape[1] < self.layout.block_bytes:
-            raise ValueError(
-                f"an arena is uint8 [num_blocks, >= {self.layout.block_bytes}], not {arena.dtype} {arena.shape}"
-            )
-        self._arena = torch.from_numpy(arena)
-        self._caches = _layer_caches(self._arena, self.layout, TORCH_DTYPES[self.dtype])
+        """Step over this arena from now on: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, rows
+        contiguous, 64-byte aligned rows preferred. The memory must outlive the runner's use of it. Graphs are gone."""
+        self._bound = Binding.of(arena, self.layout, self.device.torch_device)
+
+    def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
+        """Blocks of private memory on the runner's device, every byte `fill` (0xff is NaN in every dtype)."""
+        shape = (num_blocks, self.layout.block_bytes)
+        return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)
+
+    @torch.inference_mode()
+    def capture(self, max_num_seqs: int) -> None:
+        """Record decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, so that they are
+        replayed from now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot; what fails to
+        be captured is logged, counted and computed eagerly."""
+        if not self._can_capture():
+            return
+        self.device.enter()
+        bound, sizes = self._binding, bucket_sizes(max_num_seqs)
+        bound.graphs = self._new_graphs(max_num_seqs)
+        captured = sum(self._capture(bound.graphs, size, bound.caches) for size in reversed(sizes))
+        logger.info("captured %d of %d CUDA graphs of up to %d sequences", captured, len(sizes), max_num_seqs)
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> torch.Tensor:
-        """Compute the batch's tokens, write their K and V, return fp32 logits [R, vocab] of the wanted rows."""
-        self._use_this_thread()
-        num_tokens, num_seqs = len(batch.token_ids), len(batch.context_lens)
-        metadata = StepMetadata(
-            positions=torch.from_numpy(batch.positions),
-            slot_mapping=torch.from_numpy(batch.slot_mappings[0]),
-            cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
-            context_lens=torch.from_numpy(batch.context_lens),
-            block_table=torch.from_numpy(batch.block_tables[0]),
-            decode_only=num_tokens == num_seqs,
-        )
-        wanted = batch.logits_rows
-        every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
-        rows = None if every_row else torch.from_numpy(wanted)
-        return self._model.forward(torch.from_numpy(batch.token_ids), metadata, self._caches, rows).float()
+        """Compute the batch's tokens, write their K and V, return fp32 logits [R, vocab] of the wanted rows, which are
+        valid until the next step. On a GPU they stay there; the call returns after the step's completion event."""
+        self.device.enter()
+        bound = self._binding
+        if bound.graphs is not None and bound.graphs.takes(batch):
+            logits = bound.graphs.run(batch)
+        else:
+            logits = self._eager(batch, bound.caches)
+        self.device.wait()
+        return logits
 
     def copy_blocks(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
         """Copy whole blocks inside the bound arena (copy-on-write), in one call; no block may be in both lists."""
-        assert self._arena is not None, "bind an arena first"
+        arena = self.bound_arena
         if src_ids:
-            self._use_this_thread()
-            copy_blocks(self._arena, self._arena, torch.tensor(src_ids), torch.tensor(dst_ids))
+            self.device.enter()
+            copy_blocks(arena, arena, torch.tensor(src_ids), torch.tensor(dst_ids))
 
     def warm_up(self) -> None:
         """Run one prefill and one decode step on scratch memory, so that the first request pays for no set-up."""
         for chunk, num_seqs in ((min(16, self.max_model_len), 1), (1, 1)):
             self._scratch_step(chunk, num_seqs, chunk)
 
-    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
         """Peak bytes of activations over the largest steps: one prompt chunk of `max_num_batched_tokens`, and
-        `max_num_seqs` decodes, both at the longest context and with logits of every row.
+        `max_num_seqs` decodes with every filter of sampling, both at the longest context and with logits of every row.
+        With `graphs` also what `capture(max_num_seqs)` will take.
 
-        Measured: the growth of the process' resident peak (VmHWM, reset through /proc/self/clear_refs) over its
-        residency before. All block tables name one scratch block, so KV does not count. Where the kernel does not let
-        the peak be reset the answer is an upper bound. Contexts are cut so that a pass reads at most 2 Mi keys.
+        All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most
+        2 Mi keys.
         """
         self.warm_up()
         chunk = min(max_num_batched_tokens, self.max_model_len)
-        before = _reset_peak_resident()
-        self._scratch_step(chunk, 1, min(self.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
-        self._scratch_step(1, max_num_seqs, min(self.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs)))
-        return max(0, _status_bytes("VmHWM") - before)
 
-    # --- inside
+        def largest_steps() -> None:
+            self._scratch_step(chunk, 1, min(self.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
+            context = min(self.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
+            logits = self._scratch_step(1, max_num_seqs, context)
+            floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs
+            sample(logits, floats, ints, floats, floats, ints, ints, ints)
+
+        peak = self.device.peak_bytes(largest_steps)
+        return peak + (self._graph_bytes(max_num_seqs) if graphs else 0)
 
     @contextlib.contextmanager
     def using(self, arena: Arena) -> Iterator[None]:
         """Bind another arena for a while (scratch memory, the oracle's)."""
-        kept = self._arena, self._caches
+        kept = self._bound
         self.bind(arena)
         try:
             yield
         finally:
-            self._arena, self._caches = kept
+            self._bound = kept
 
-    def _scratch_step(self, chunk: int, num_seqs: int, context: int) -> None:
+    # --- inside
+
+    @property
+    def _binding(self) -> Binding:
+        assert self._bound is not None, "bind an arena first"
+        return self._bound
+
+    def _choose_attention(self) -> AttentionProvider:
+        c, settings, device = self.config, self.settings, self.device
+        dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self.layout.groups[0].dtype]
+        if device.compute_capability is None and dtype == torch.float16:
+            raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
+        interpret = device.compute_capability is None and os.environ.get("TRITON_INTERPRET") == "1"
+        if settings.attention_backend == "triton" and interpret:
+            cpu.load("triton")  # a rehearsal: all kernels of this process, as they would run on a GPU
+        spec = AttentionSpec(
+            device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
+            settings.block_size, dtype, kv_dtype, c.head_dim**-0.5, c.window, self.max_model_len,
+            settings.deterministic,
+        )  # fmt: skip
+        try:
+            return choose(settings.attention_backend, spec, settings.attention_library)
+        except Unavailable as error:
+            raise ModelError(str(error)) from error
+
+    @torch.inference_mode()
+    def _load(self) -> Opt | Decoder:
+        settings = self.settings
+        target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic)
+        build = Opt if self.config.family == "opt" else Decoder
+        with open_weights(Path(settings.model), self.config, target, settings.load_format, settings.seed) as weights:
+            model: Opt | Decoder = build(self.config, weights, self.max_model_len)
+            self.weights_bytes = weights.num_bytes
+        return model
+
+    def _eager(self, batch: StepInput, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Start a step of any shape; fp32 logits [R, vocab]."""
+        wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
+        every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
+        host = HostBatch(batch.cu_seqlens_q, batch.context_lens, batch.block_tables[0])
+        tokens, positions, slots, starts, lens, table, rows = self.device.upload(
+            [batch.token_ids, batch.positions, batch.slot_mappings[0], *_arrays(host), wanted]
+        )
+        decode_only = num_tokens == len(batch.context_lens)
+        on_device = AttentionBatch(starts, lens, table, host, decode_only)
+        self.attention.prepare(on_device)
+        metadata = StepMetadata(positions, slots, on_device, self.attention)
+        return self._model.forward(tokens, metadata, caches, None if every_row else rows).float()
+
+    def _can_capture(self) -> bool:
+        if self.device.compute_capability is None or self.settings.enforce_eager:
+            return False
+        if not self.attention.capturable:
+            logger.info("no CUDA graphs: attention provider %s cannot be captured", self.attention.name)
+        return self.attention.capturable
+
+    def _new_graphs(self, max_num_seqs: int) -> DecodeGraphs:
+        """Without a bucket yet."""
+        [group] = self.layout.groups
+        max_blocks = group.max_blocks(self.max_model_len, self.layout.block_size)
+        logits = torch.empty((max_num_seqs, self.config.vocab_size), device=self.device.torch_device)
+        return DecodeGraphs(self.device, self.attention, max_blocks, logits)
+
+    def _capture(self, graphs: DecodeGraphs, size: int, caches: Sequence[LayerCache]) -> bool:
+        """Whether one bucket could be captured; if not, that is logged and counted."""
+        try:
+            graphs.capture(size, lambda tokens, step: self._model.forward(tokens, step, caches, None))
+        except RuntimeError as error:
+            count_fallback("decode graph", str(error).splitlines()[0], "eagerly")
+            return False
+        return True
+
+    @torch.inference_mode()
+    def _graph_bytes(self, max_num_seqs: int) -> int:
+        """What `capture` will take, from its largest two buckets: the first, and the second for each of the rest."""
+        if not self._can_capture():
+            return 0
+        sizes = bucket_sizes(max_num_seqs)[::-1]
+        marks = [self.device.used_bytes()]
+        with self.using(self.new_arena(1)):
+            graphs = self._new_graphs(max_num_seqs)
+            for size in sizes[:2]:
+                self._capture(graphs, size, self._binding.caches)
+                marks.append(self.device.used_bytes())
+        growth = [max(0, after - before) for before, after in itertools.pairwise(marks)]
+        return growth[0] + growth[-1] * (len(sizes) - 1)
+
+    def _scratch_step(self, chunk: int, num_seqs: int, context: int) -> torch.Tensor:
         """The last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block."""
         num_tokens, block_size = chunk * num_seqs, self.layout.block_size
         positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)
@@ -179,60 +293,15 @@ class ModelRunner:
             (np.zeros((num_seqs, -(-context // block_size)), np.int32),),
             np.arange(num_tokens, dtype=np.int64),
         )
-        with self.using(np.zeros((1, self.layout.block_bytes), np.uint8)):
-            self.step(batch)
+        with self.using(self.new_arena(1)):
+            return self.step(batch)
 
-    def _use_this_thread(self) -> None:
-        """OpenMP keeps its thread count per calling thread: set it in whichever thread steps."""
-        if self._thread != threading.get_ident():
-            torch.set_num_threads(self.num_threads)
-            self._thread = threading.get_ident()
+
+def _arrays(host: HostBatch) -> tuple[npt.NDArray[np.int32], ...]:
+    return host.cu_seqlens_q, host.context_lens, host.block_table
 
 
 def _max_model_len(config: ModelConfig, asked: int | None) -> int:
     if asked is not None and asked > config.max_model_len:
         raise ModelError(f"max_model_len {asked} is more than the model's {config.max_model_len} positions")
     return asked or config.max_model_len
-
-
-def _layer_caches(arena: torch.Tensor, layout: KvLayout, dtype: torch.dtype) -> list[LayerCache]:
-    """Strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena."""
-    spec = layout.groups[0]
-    num_blocks, block_size = arena.shape[0], layout.block_size
-    used = arena[:, : spec.block_bytes(block_size)].view(dtype)
-    inner = (spec.num_kv_heads, block_size) if layout.order == "heads_first" else (block_size, spec.num_kv_heads)
-    kv = used.view(num_blocks, spec.num_layers, 2, *inner, spec.head_dim)
-    if layout.order == "slots_first":
-        kv = kv.transpose(3, 4)
-    return [LayerCache(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(spec.num_layers)]
-
-
-def _numerics(dtype: DType) -> str:
-    """What the bits of K and V depend on beside model and layout; workers whose strings differ share no blocks."""
-    isa = current().isa
-    onednn = torch.backends.cpu.get_cpu_capability()
-    amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
-    deterministic = isa != "reference"  # torch's own attention sums in an order that depends on the batch
-    return (
-        f"dtype={dtype} attention=looseleaf-cpu/{kernels.__version__} isa={isa} linear=onednn/{torch.__version__} "
-        f"cpu={onednn}{amx} deterministic={deterministic}"
-    )
-
-
-def _status_bytes(field: str) -> int:
-    """A kB field of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def _reset_peak_resident() -> int:
-    """Give freed memory back, reset VmHWM to what is resident, and return that in bytes."""
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        logger.warning("the resident peak cannot be reset (%s): activations are overestimated", error.strerror)
-    return _status_bytes("VmRSS")

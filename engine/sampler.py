@@ -1,5 +1,7 @@
 """From logits to tokens: bias, minimum length, penalties, then the draw; log-probabilities. Pure, batch-vectorised.
 
+Logits stay on their device; ids and log-probabilities come back.
+
 A row's result depends on its logits, parameters, tokens, seed, sample and position, never on the rest of the batch.
 Order and meaning as in vLLM: logit bias and min_tokens first, then repetition, frequency and presence penalties, then
 temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`).
@@ -85,7 +87,7 @@ def prompt_logprobs(logits: torch.Tensor, target_ids: Seq[int], k: int) -> list[
 
 def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
     """One entry per row, with that row's count of most likely tokens."""
-    top = log_softmax_top(logits, torch.tensor(token_ids, dtype=torch.int64), max(counts))
+    top = log_softmax_top(logits, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), max(counts))
     chosen, ranks = top.chosen.tolist(), top.rank.tolist()
     ids, values = top.top_ids.tolist(), top.top.tolist()
     return [
@@ -107,7 +109,8 @@ def _adjust(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
     logits = logits.clone()
     for index, row in biases:
         ids, values = zip(*row.params.logit_bias, strict=True)
-        logits[index].index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=logits.dtype))
+        added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        logits[index].index_add_(0, torch.tensor(ids, device=logits.device), added)
     for index, row in short:
         if row.stopping.stop_token_ids:
             logits[index, list(row.stopping.stop_token_ids)] = -torch.inf
@@ -122,14 +125,14 @@ def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
     repetition (tokens of prompt or output): logit / r if positive, else logit * r; frequency: minus f * count in the
     output; presence: minus p if in the output.
     """
-    parts = [_occurrences(row) for _, row in rows]
+    parts, device = [_occurrences(row) for _, row in rows], logits.device
     lens = [len(tokens) for tokens, _ in parts]
-    row_ids = torch.from_numpy(np.repeat([index for index, _ in rows], lens))
-    tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in parts]))
-    counts = torch.from_numpy(np.concatenate([counts for _, counts in parts])).to(logits.dtype)
+    row_ids = torch.from_numpy(np.repeat([index for index, _ in rows], lens)).to(device)
+    tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).to(device)
+    counts = torch.from_numpy(np.concatenate([counts for _, counts in parts])).to(device, logits.dtype)
 
     def spread(values: list[float]) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), lens))
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), lens)).to(device)
 
     repetition = spread([row.params.repetition_penalty for _, row in rows])
     frequency = spread([row.params.frequency_penalty for _, row in rows])

@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from common.types import BlockRef, SamplingParams, StoppingParams
@@ -20,9 +19,9 @@ from engine.sequence import BlockTable, Chunk, Sequence, lay_out
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def poisoned_arena(runner: ModelRunner, num_blocks: int) -> np.ndarray:
-    """uint8 [num_blocks, block_bytes], NaN in every dtype."""
-    return np.full((num_blocks, runner.layout.block_bytes), 0xFF, np.uint8)
+def poisoned_arena(runner: ModelRunner, num_blocks: int) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes] on the runner's device, NaN in every dtype."""
+    return runner.new_arena(num_blocks, fill=0xFF)
 
 
 @dataclass
@@ -75,5 +74,5 @@ class Batch:
             chunk.sequence.num_computed = chunk.end
         samples = sample_rows(logits, [SampleRow.of(s) for s in complete]) if complete else []
         for sequence, row, sampled in zip(complete, logits, samples, strict=True):
-            self.logits[self.sequences.index(sequence)].append(row)
+            self.logits[self.sequences.index(sequence)].append(row.clone())  # the next step may overwrite it
             sequence.output_ids.append(sampled.token_id)

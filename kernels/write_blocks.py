@@ -58,7 +58,7 @@ def write_blocks(
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], strided, of q's dtype; on a GPU also
     float8_e4m3fn, to which values are rounded, saturating at +-448.
     cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.
-    Errors: ValueError for shapes and dtypes, on a CPU too for a slot or position out of range (then nothing is written).
+    Errors: ValueError for shapes and dtypes; on a CPU for a slot or position out of range, and nothing is written.
     """
     triton = on_triton(q)
     cache_dtypes = (q.dtype, torch.float8_e4m3fn) if triton else (q.dtype,)

@@ -6,22 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.paged_attention import paged_attention
-from kernels.paged_prefill import paged_prefill
+from kernels.providers.base import AttentionBatch, AttentionProvider
 from kernels.write_blocks import write_blocks
 
 
 @dataclass(slots=True)
 class StepMetadata:
-    """What attention needs to know of a step: T tokens of B sequences. Tensors of one KV group."""
+    """What layers need to know of a step: T tokens of B sequences, and who computes their attention. One KV group."""
 
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
-    cu_seqlens_q: torch.Tensor  # int32 [B + 1]
-    context_lens: torch.Tensor  # int32 [B], this step's tokens included
-    block_table: torch.Tensor  # int32 [B, max_blocks]
-    decode_only: bool
-    """Every sequence has one token, T == B."""
+    batch: AttentionBatch
+    attention: AttentionProvider
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +35,6 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    softmax_scale: float
-    window: int | None
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the fused projection [T, (H + 2 KVH) * D] as q [T, H, D], k and v [T, KVH, D]."""
@@ -58,10 +52,6 @@ class Attention:
         """Write the step's K and V, attend to everything written so far; [T, H * D]. q is rotated in place."""
         q, k, v = qkv
         write_blocks(q, k, v, step.positions, step.slot_mapping, cache.keys, cache.values, cos_sin)
-        table, lens, scale, window = step.block_table, step.context_lens, self.softmax_scale, self.window
-        if step.decode_only:
-            out = paged_attention(q, cache.keys, cache.values, table, lens, softmax_scale=scale, window=window)
-        else:
-            starts = step.cu_seqlens_q
-            out = paged_prefill(q, cache.keys, cache.values, table, lens, starts, softmax_scale=scale, window=window)
+        attend = step.attention.decode if step.batch.decode_only else step.attention.prefill
+        out = attend(q, cache.keys, cache.values, step.batch)
         return out.view(q.shape[0], self.num_heads * self.head_dim)

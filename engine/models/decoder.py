@@ -64,8 +64,8 @@ class Decoder:
         assert c.rope is not None
         self._eps = c.norm_eps
         self._vocab_size = c.vocab_size
-        self._attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window)
-        self._cos_sin = cos_sin_table(c.rope, c.head_dim, max_len)  # fp32 [max_len, head_dim]
+        self._attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim)
+        self._cos_sin = cos_sin_table(c.rope, c.head_dim, max_len).to(weights.device)  # fp32 [max_len, head_dim]
         self._embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         self._layers = [DecoderLayer.load(c, weights, i) for i in range(c.num_layers)]
         self._norm = weights.tensor("model.norm.weight", c.hidden_size)

@@ -69,7 +69,7 @@ class Opt:
         at = "model.decoder." if weights.has("model.decoder.embed_tokens.weight") else "decoder."
         self._norm_before = c.norm_before
         self._vocab_size = c.vocab_size
-        self._attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, None)
+        self._attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim)
         self._embed = weights.tensor(f"{at}embed_tokens.weight", c.vocab_size, c.embed_dim)
         self._positions = weights.tensor(
             f"{at}embed_positions.weight", c.max_model_len + POSITION_OFFSET, c.hidden_size

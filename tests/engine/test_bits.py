@@ -103,8 +103,7 @@ def test_every_visible_block_is_read_and_no_other(family: Family, window: int | 
     runner = runner_of(tmp_path, family, "float32", **overrides)
     batch = Batch.of(runner, [prompt(299)], 1, budget=64)
     batch.run()  # positions 0..298 computed, the token at 299 drawn
-    arena = runner._arena
-    assert arena is not None
+    arena = runner.bound_arena
     expected = next_logits(runner, batch)
     assert torch.equal(next_logits(runner, batch), expected)
     for index, (block, _) in enumerate(batch.sequences[0].table):
@@ -122,8 +121,7 @@ def test_zeroing_any_cached_block_changes_the_tokens(family: Family, tmp_path: P
     runner = runner_of(tmp_path, family, std=0.3)  # at 0.02 the residual stream would drown what attention reads
     first = Batch.of(runner, [prompt(200)], 40)
     [expected] = first.run()
-    arena, [filled] = runner._arena, first.sequences
-    assert arena is not None
+    arena, [filled] = runner.bound_arena, first.sequences
 
     def behind_cached_blocks() -> list[int]:
         again = Sequence(filled.prompt_ids, [], filled.sampling, filled.stopping, table=filled.table)
@@ -156,12 +154,12 @@ def test_copied_blocks_give_the_same_bits(tmp_path: Path) -> None:
 def test_the_oracle_agrees_with_a_batch_and_leaves_the_arena_bound(tmp_path: Path) -> None:
     runner, ids = runner_of(tmp_path, "qwen3"), prompt(50)
     outputs = Batch.of(runner, [ids, prompt(9)], 12).run()[0]
-    bound = runner._arena
+    bound = runner.bound_arena
     greedy, stopping = SamplingParams(temperature=0.0), StoppingParams(max_tokens=12)
     oracle = Oracle(runner)
     assert oracle.generate(ids, greedy, stopping) == outputs
     assert oracle.generate(ids, greedy, stopping, chunk=7) == outputs
-    assert runner._arena is bound
+    assert runner.bound_arena is bound
     seeded = SamplingParams(temperature=1.0, seed=5)
     drawn = oracle.generate(ids, seeded, stopping)
     assert drawn == oracle.generate(ids, seeded, stopping, chunk=16)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner import ModelRunner, RunnerSettings, _layer_caches
+from engine.binding import layer_caches
+from engine.runner import ModelRunner, RunnerSettings
 from engine.testing import poisoned_arena
 from engine.tiny import make_checkpoint
 
@@ -30,7 +31,7 @@ def test_arenas_of_another_shape_are_refused(runner: ModelRunner) -> None:
 def test_layer_views_lie_as_the_layout_says(runner: ModelRunner, order: str) -> None:
     layout = replace(runner.layout, order=order)  # type: ignore[arg-type]
     arena = torch.zeros((3, layout.block_bytes), dtype=torch.uint8)
-    caches = _layer_caches(arena, layout, torch.bfloat16)
+    caches = layer_caches(arena, layout)
     assert caches[1].values.shape == (3, 2, 16, 16)  # [num_blocks, kv_heads, block_size, head_dim]
     caches[1].values[2, 1, 5] = 1.0
     kv = np.flatnonzero(arena.view(torch.int16).numpy()[2])

@@ -1,0 +1,69 @@
+"""An arena as a model sees it: its memory as a tensor, and a strided view for every layer. Knows no owner of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.types import DType, KvLayout
+from engine.graphs import DecodeGraphs
+from engine.models.attention import LayerCache
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+class DeviceArray(Protocol):
+    """Memory of a GPU as numba and CuPy hand it around: uint8 [num_blocks, >= block_bytes]."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+Arena = npt.NDArray[np.uint8] | torch.Tensor | DeviceArray
+
+
+@dataclass(slots=True)
+class Binding:
+    """An arena, its views, and the graphs that were captured over it."""
+
+    arena: torch.Tensor  # uint8 [num_blocks, >= block_bytes]
+    caches: list[LayerCache]
+    graphs: DecodeGraphs | None = None
+
+    @classmethod
+    def of(cls, arena: Arena, layout: KvLayout, device: torch.device) -> Binding:
+        """Errors: ValueError for another shape or dtype, or another kind of memory than the device's."""
+        tensor = as_tensor(arena, device)
+        shape, least = tuple(tensor.shape), layout.block_bytes
+        if tensor.dtype != torch.uint8 or len(shape) != 2 or shape[1] < least or tensor.device.type != device.type:
+            what = f"{tensor.dtype} {shape} on {tensor.device.type}"
+            raise ValueError(f"an arena is uint8 [num_blocks, >= {least}] on {device.type}, not {what}")
+        return cls(tensor, layer_caches(tensor, layout))
+
+
+def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
+    """The arena's memory as torch sees it; nothing is copied."""
+    if isinstance(arena, torch.Tensor):
+        return arena
+    return torch.from_numpy(arena) if isinstance(arena, np.ndarray) else torch.as_tensor(arena, device=device)
+
+
+def layer_caches(arena: torch.Tensor, layout: KvLayout) -> list[LayerCache]:
+    """Strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena."""
+    spec = layout.groups[0]
+    num_blocks, block_size = arena.shape[0], layout.block_size
+    used = arena[:, : spec.block_bytes(block_size)].view(TORCH_DTYPES[spec.dtype])
+    inner = (spec.num_kv_heads, block_size) if layout.order == "heads_first" else (block_size, spec.num_kv_heads)
+    kv = used.view(num_blocks, spec.num_layers, 2, *inner, spec.head_dim)
+    if layout.order == "slots_first":
+        kv = kv.transpose(3, 4)
+    return [LayerCache(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(spec.num_layers)]

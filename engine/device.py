@@ -1,0 +1,175 @@
+"""Where a runner's model computes: the cores of a machine, or one GPU with a stream of its own. Knows no model.
+
+What differs between the two is here, so that the runner has no branches: how a thread is made ready, how a step's
+arrays get there, when its work is done, what memory it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy.typing as npt
+import torch
+
+from engine.errors import ModelError
+from engine.inputs import StepBuffer
+
+logger = logging.getLogger("engine")
+Work = Callable[[], torch.Tensor]
+Array = npt.NDArray[Any]
+
+
+class CpuDevice:
+    """The cores of this machine; `num_threads` of them, 0 for all that the process may use."""
+
+    compute_capability: tuple[int, int] | None = None
+    name = "cpu"
+
+    def __init__(self, num_threads: int) -> None:
+        self.torch_device = torch.device("cpu")
+        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self._thread = 0
+
+    def enter(self) -> None:
+        """Make the calling thread ready to step: OpenMP keeps its thread count per calling thread."""
+        if self._thread != threading.get_ident():
+            torch.set_num_threads(self.num_threads)
+            self._thread = threading.get_ident()
+
+    def upload(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """The arrays as tensors, of the same memory."""
+        return [torch.from_numpy(array) for array in arrays]
+
+    def wait(self) -> None:
+        """Return when everything that was started has been done: on a CPU it is."""
+
+    def record(self, work: Work) -> Work:
+        """`work` as it is: there is nothing to capture."""
+        return work
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """The growth of the process' resident peak (VmHWM, reset through /proc/self/clear_refs) over its residency
+        before. Where the kernel does not let the peak be reset the answer is an upper bound."""
+        before = _reset_peak_resident()
+        work()
+        return max(0, _status_bytes("VmHWM") - before)
+
+    def used_bytes(self) -> int:
+        """Memory that this process and others have taken of the device; 0: not asked of a CPU."""
+        return 0
+
+
+class CudaDevice:
+    """The first GPU that the process sees (CUDA_VISIBLE_DEVICES chooses), a stream, and memory for graphs.
+
+    Two runners of one process have one each, so that their steps overlap. Nothing here has run on a GPU yet.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        """Raises: ModelError."""
+        if not torch.cuda.is_available():
+            raise ModelError("device cuda was asked for, but torch sees no GPU")
+        self.torch_device = torch.device("cuda", 0)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.compute_capability: tuple[int, int] | None = (properties.major, properties.minor)
+        self.name = str(properties.name)
+        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self._stream = torch.cuda.Stream(self.torch_device)
+        self._done = torch.cuda.Event()
+        self._inputs = StepBuffer(1 << 16, self.torch_device)
+        self._pool: Any = None
+
+    def enter(self) -> None:
+        """What the calling thread launches from now on goes to the runner's stream, sampling too."""
+        torch.cuda.set_stream(self._stream)
+
+    def upload(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """Copies on the device, valid until the next upload; one transfer from pinned memory for all."""
+        shapes = [(array.dtype, array.shape) for array in arrays]
+        need = StepBuffer.bytes_of(shapes)
+        if need > self._inputs.num_bytes:
+            self._inputs = StepBuffer(1 << need.bit_length(), self.torch_device)
+        self._inputs.wait()  # an earlier transfer may not have read the host's side yet
+        places = self._inputs.place(shapes)
+        for place, array in zip(places, arrays, strict=True):
+            place.host[...] = array
+        self._inputs.send(need)
+        return [place.device for place in places]
+
+    def wait(self) -> None:
+        """Return when everything in the stream has been done: the completion event of the reader rule."""
+        self._done.record(self._stream)
+        self._done.synchronize()
+
+    def record(self, work: Work) -> Work:
+        """Capture `work` in a CUDA graph and return its replay. All graphs of a device share one memory pool.
+
+        Runs it once before, so that what is made at first use (Triton kernels, cuBLAS' workspace) is there. Errors:
+        RuntimeError where it cannot be captured.
+        """
+        work()
+        self.wait()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another runner's thread may be using the device meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            out = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """The growth of what torch's allocator has taken of the device: what others can no longer have."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_reserved(self.torch_device)
+        work()
+        self.wait()
+        peak = torch.cuda.max_memory_reserved(self.torch_device) - before
+        torch.cuda.empty_cache()
+        return max(0, peak)
+
+    def used_bytes(self) -> int:
+        """Memory that this process and others have taken of the device."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
+
+
+Device = CpuDevice | CudaDevice
+
+
+def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int) -> Device:
+    """The device that settings ask for; auto: a GPU where torch sees one. Raises: ModelError."""
+    if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()):
+        return CudaDevice(num_threads)
+    return CpuDevice(num_threads)
+
+
+def _status_bytes(field: str) -> int:
+    """A kB field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _reset_peak_resident() -> int:
+    """Give freed memory back, reset VmHWM to what is resident, and return that in bytes."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        logger.warning("the resident peak cannot be reset (%s): activations are overestimated", error.strerror)
+    return _status_bytes("VmRSS")

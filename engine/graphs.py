@@ -1,0 +1,128 @@
+"""Decode steps in fixed shapes, so that a GPU can replay them: one CUDA graph per batch bucket, rows of padding.
+
+A launch from Python costs 5 to 20 us and a layer takes 8 to 10 of them, more than the step itself; a replay costs one.
+A row of padding has context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written).
+Nothing here has run on a GPU yet; on a CPU the same padded shapes are computed eagerly, and tests hold their bits
+against the steps without padding.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.device import Device, Work
+from engine.inputs import Place, StepBuffer
+from engine.models.attention import StepMetadata
+from engine.step import StepInput
+from kernels.providers.base import AttentionBatch, AttentionProvider, HostBatch
+
+Forward = Callable[[torch.Tensor, StepMetadata], torch.Tensor]
+"""Token ids [B] and the step -> logits [B, vocab] of all rows."""
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture: 1, 2, 4, 8, then every 8 up to 64 and every 16 above, and `max_num_seqs` itself."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
+    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One batch size and how it is computed."""
+
+    size: int
+    batch: AttentionBatch
+    replay: Work
+
+
+class DecodeGraphs:
+    """Every bucket of a runner, captured over one binding of its arena. All take their inputs from the first rows of
+    the same six arrays, so that what lies in the block table past a row's blocks is always a block that exists."""
+
+    def __init__(self, device: Device, attention: AttentionProvider, max_blocks: int, logits: torch.Tensor) -> None:
+        """max_blocks: width of the block table, for the longest sequence. logits: fp32 [most sequences, vocab], into
+        which every bucket writes."""
+        self._device = device
+        self._attention = attention
+        self._logits = logits
+        size, wide, narrow = len(logits), np.dtype(np.int64), np.dtype(np.int32)
+        columns = [(wide, (size,))] * 3 + [(narrow, (size,)), (narrow, (size + 1,))]
+        shapes = [*columns, (narrow, (size, max_blocks))]  # the table last: a small batch sends few of its rows
+        self._row_bytes = max_blocks * narrow.itemsize
+        self._column_bytes = StepBuffer.bytes_of(columns)
+        self._buffer = StepBuffer(StepBuffer.bytes_of(shapes), device.torch_device)
+        self._inputs = self._buffer.place(shapes)
+        self._starts.host[:] = np.arange(size + 1)
+        self._buckets: list[Bucket] = []
+
+    @property
+    def sizes(self) -> list[int]:
+        return [bucket.size for bucket in self._buckets]
+
+    def capture(self, size: int, forward: Forward) -> None:
+        """Add a bucket; the largest first, so that smaller ones find its memory. Errors: RuntimeError."""
+        tokens, positions, slots, lens, starts, table = (place.device for place in self._inputs)
+        host = HostBatch(self._starts.host[: size + 1], self._lens.host[:size], self._table.host[:size])
+        batch = AttentionBatch(starts[: size + 1], lens[:size], table[:size], host, decode_only=True, is_static=True)
+        metadata = StepMetadata(positions[:size], slots[:size], batch, self._attention)
+        out = self._logits[:size]
+
+        def work() -> torch.Tensor:
+            return out.copy_(forward(tokens[:size], metadata))
+
+        self._pad(0, size)
+        self._send(batch)
+        self._buckets.insert(bisect_left(self.sizes, size), Bucket(size, batch, self._device.record(work)))
+
+    def takes(self, batch: StepInput) -> bool:
+        """Whether a step is one token of each sequence, all rows' logits wanted, and not too many of them."""
+        rows = len(batch.token_ids)
+        return (
+            rows == len(batch.context_lens) == len(batch.logits_rows)
+            and bool(self._buckets)
+            and rows <= self._buckets[-1].size
+            and bool((batch.logits_rows == np.arange(rows)).all())
+        )
+
+    def run(self, batch: StepInput) -> torch.Tensor:
+        """Start a step that `takes` allows: fp32 logits [B, vocab], valid until the next step."""
+        rows = len(batch.token_ids)
+        bucket = self._buckets[bisect_left(self.sizes, rows)]
+        self._buffer.wait()
+        columns = (batch.token_ids, batch.positions, batch.slot_mappings[0], batch.context_lens)
+        for place, column in zip(self._inputs, columns, strict=False):
+            place.host[:rows] = column
+        self._table.host[:rows, : batch.block_tables[0].shape[1]] = batch.block_tables[0]
+        self._pad(rows, bucket.size)
+        self._send(bucket.batch)
+        return bucket.replay()[:rows]
+
+    # --- inside
+
+    def _pad(self, start: int, end: int) -> None:
+        """Make rows start..end - 1 padding."""
+        for place, nothing in zip(self._inputs, (0, 0, -1, 0), strict=False):  # token, position, slot, context
+            place.host[start:end] = nothing
+
+    def _send(self, batch: AttentionBatch) -> None:
+        """Inputs to the device, then whatever the provider makes of them outside of the graph."""
+        self._buffer.send(self._column_bytes + len(batch.host.context_lens) * self._row_bytes)
+        batch.max_context_len = int(batch.host.context_lens.max())
+        self._attention.prepare(batch)
+
+    @property
+    def _lens(self) -> Place:
+        return self._inputs[3]
+
+    @property
+    def _starts(self) -> Place:
+        return self._inputs[4]
+
+    @property
+    def _table(self) -> Place:
+        return self._inputs[5]

@@ -1,0 +1,72 @@
+"""The arrays of a step on their way to a device: packed end to end in pinned memory, sent in one transfer.
+
+On a CPU both sides are the same memory, and sending does nothing. Knows no step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ALIGNMENT = 16
+"""Bytes; kernels load indices in words of up to 16."""
+Shape = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One array's two sides: fill `host`, send the buffer, use `device`."""
+
+    host: npt.NDArray[Any]
+    device: torch.Tensor
+
+
+class StepBuffer:
+    """`num_bytes` of host memory, pinned for a GPU, and as many on the device, at fixed addresses."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._sent: torch.cuda.Event | None = None
+        self._device = self._host
+        if device.type == "cuda":
+            self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._sent = torch.cuda.Event()
+
+    @staticmethod
+    def bytes_of(shapes: Sequence[Shape]) -> int:
+        """What `place` takes for arrays of these dtypes and shapes."""
+        return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in shapes)
+
+    def place(self, shapes: Sequence[Shape]) -> list[Place]:
+        """Room for arrays of these dtypes and shapes, one behind the other from the start."""
+        places, at = [], 0
+        for dtype, shape in shapes:
+            size = math.prod(shape) * dtype.itemsize
+            host = self._host.numpy()[at : at + size].view(dtype).reshape(shape)
+            device = self._device[at : at + size].view(torch.from_numpy(np.empty(0, dtype)).dtype).view(shape)
+            places.append(Place(host, device))
+            at += _aligned(size)
+        assert at <= self.num_bytes, f"{at} bytes do not fit {self.num_bytes}"
+        return places
+
+    def wait(self) -> None:
+        """Return when the last transfer has read the host's side, so that it may be filled again."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self, num_bytes: int) -> None:
+        """Start the transfer of the first `num_bytes` on the current stream."""
+        if self._sent is not None:
+            self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+            self._sent.record()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,39 @@
+"""What the bits of K and V depend on beside model and layout, as one string: workers whose strings differ share no
+blocks (DESIGN section 5, hash domain)."""
+
+from __future__ import annotations
+
+import torch
+
+import kernels
+from common.types import DType
+from engine.device import Device
+from kernels.cpu.loader import current
+from kernels.providers.base import AttentionProvider
+
+
+def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, deterministic: bool) -> str:
+    """`name=value` pairs. deterministic: what was asked for; it holds only if the attention provider keeps it."""
+    said = {
+        "dtype": dtype,
+        "kv": kv_dtype,
+        "attention": f"{attention.name}/{attention.version}",
+        **(_on_cpu() if device.compute_capability is None else _on_gpu(device.compute_capability, deterministic)),
+        "deterministic": attention.deterministic,
+    }
+    return " ".join(f"{name}={value}" for name, value in said.items())
+
+
+def _on_cpu() -> dict[str, str]:
+    amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
+    return {
+        "isa": current().isa,
+        "linear": f"onednn/{torch.__version__}",
+        "cpu": torch.backends.cpu.get_cpu_capability() + amx,
+    }
+
+
+def _on_gpu(compute_capability: tuple[int, int], deterministic: bool) -> dict[str, str]:
+    """cuBLAS' algorithms go with torch's build of CUDA; other kernels are the package's own."""
+    own, cublas = f"triton/{kernels.__version__}", f"cublas/{torch.__version__}/{torch.version.cuda}"
+    return {"cc": "{}.{}".format(*compute_capability), "kernels": own, "linear": own if deterministic else cublas}
