@@ -2,6 +2,7 @@
 #   gateway      front of the system; no torch
 #   block_store  owner of the arena; no torch
 #   worker       prefill and decode; torch. TORCH names the build: on machines with a GPU another one (see compose)
+#   worker-gpu   the same for a GPU: both roles in one process, and the C compiler that Triton calls
 #
 # A CPU-only torch from PyTorch's own index, for hosts that should not fetch CUDA packages:
 #   docker compose build --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -40,6 +41,17 @@ ENV OMP_WAIT_POLICY=PASSIVE
 EXPOSE 50052 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=300s CMD ["looseleaf", "health", "127.0.0.1:50052"]
 CMD ["python", "-m", "prefill_svc", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]
+
+FROM worker AS worker-gpu
+USER root
+# Triton compiles a launcher in C for each kernel that it meets, against the Python.h of the base image.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && install -d -o 10001 -g 10001 /var/cache/looseleaf
+USER 10001:10001
+ENV TRITON_CACHE_DIR=/var/cache/looseleaf/triton CUDA_CACHE_PATH=/var/cache/looseleaf/cuda
+CMD ["python", "-m", "looseleaf.worker", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]
 
 FROM base AS gateway
 COPY --from=build /wheels /wheels

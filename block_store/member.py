@@ -14,6 +14,7 @@ from block_store.attach import Attached, Needs
 from block_store.hashing import hash_domain
 from common.settings import WorkerSettings
 from common.step_thread import StepThread
+from common.turns import Turns
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
 
 
@@ -65,8 +66,10 @@ class Member:
         record: WorkerRecord,
         step: Callable[[], float | None],
         load: Callable[[], WorkerLoad],
+        turns: Turns | None,
     ) -> None:
-        self.thread = StepThread(step)
+        """`turns`: those of the roles of a process that step one at a time; None: in its own time."""
+        self.thread = StepThread(step, turns)
         self._attached = attached
         self._record = record
         self._load = load

@@ -8,6 +8,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+
+from common.turns import Turns
 
 Command = Callable[[], None]
 logger = logging.getLogger("step")
@@ -19,8 +22,10 @@ class StepThread:
     `step()` returns how long the thread may sleep before the next one: 0 to go on at once, None to wait for a command.
     """
 
-    def __init__(self, step: Callable[[], float | None]) -> None:
+    def __init__(self, step: Callable[[], float | None], turns: Turns | None = None) -> None:
+        """With `turns`, shared with other threads, one of them steps at a time; commands run at any time."""
         self._step = step
+        self._turns = turns or nullcontext()
         self._on_failure: Callable[[], object] = lambda: None
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
@@ -44,7 +49,8 @@ class StepThread:
         wait: float | None = None
         try:
             while self._drain(wait):
-                wait = self._step()
+                with self._turns:
+                    wait = self._step()
         except BaseException:
             logger.exception("the step thread failed")
             self._on_failure()  # the service must learn that its model thread is gone

@@ -8,6 +8,7 @@ from block_store.attach import Attached, Needs
 from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle
+from common.turns import Turns
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.service import DecodeServicer
 from decode_svc.settings import DecodeSettings
@@ -33,12 +34,19 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
 class DecodeRole(Member):
     """Model, blocks, running batch, step thread and service of a decode worker (`common.service_main.Role`)."""
 
-    def __init__(self, runner: ModelRunner, needs: Needs, attached: Attached, settings: DecodeSettings) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        needs: Needs,
+        attached: Attached,
+        settings: DecodeSettings,
+        turns: Turns | None = None,
+    ) -> None:
         runner.bind(attached.arena.data)
         scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
         self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)
-        super().__init__(attached, record, worker.step, lambda: worker.load)
+        super().__init__(attached, record, worker.step, lambda: worker.load, turns)
         self._servicer = DecodeServicer(worker, self.thread)
 
     def add_to(self, server: RpcServer) -> None:

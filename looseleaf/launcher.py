@@ -19,15 +19,22 @@ from typing import Self
 
 from common.errors import StartupError
 from looseleaf.children import Child, ChildDied, Echo, ServiceSpec, end, wait_ready
+from looseleaf.device import resolve_device
 from looseleaf.model_source import REPOSITORY, ModelSource, resolve
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT, SharedDirectory
 
 _FAILED_GRACE_S = 3.0
-_WORKER_PACKAGES = ("prefill_svc", "decode_svc")
+_WORKER_PACKAGES = ("prefill_svc", "decode_svc", "looseleaf.worker")
 _MAX_RESTARTS = 5
 _RESTART_WINDOW_S = 60.0
 """A worker that ends more often than `_MAX_RESTARTS` times in so many seconds ends the launch."""
+_WORKER_SETTINGS = (
+    "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed", "device",
+    "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
+    "gpu_memory_utilization",
+)  # fmt: skip
+"""What `serve` passes on to its workers by the same name."""
 _TINY_BLOCKS = 4096
 """KV blocks for the small random model: 65,536 tokens, a few megabytes."""
 
@@ -70,7 +77,7 @@ class Launcher:
             raise
 
     def _start(self) -> Addresses:
-        settings = self._settings
+        settings = self._settings = settled(self._settings)
         source = resolve(settings.model or settings.model_directory, dummy=settings.load_format == "dummy")
         if source.notice:
             self._echo(source.notice)
@@ -83,10 +90,9 @@ class Launcher:
 
         store = self._spawn("block_store", "block_store", store_flags(settings, self._shared.path, source))
         ((store_address, redis_url),) = wait_ready([store], self._children, timeout_s)
-        for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
-            for number in range(count):
-                name = role if count == 1 else f"{role}-{number}"
-                self._spawn(name, f"{role}_svc", [*worker_flags(settings, source, store_address), "--worker-id", name])
+        flags = worker_flags(settings, source, store_address)
+        for name, package in worker_processes(settings):
+            self._spawn(name, package, [*flags, "--worker-id", name])
         self._spawn("gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings))
         return self._addresses(wait_ready(self._children, self._children, timeout_s), source.notice)
 
@@ -161,14 +167,38 @@ class Launcher:
         self.stop()
 
 
+def settled(settings: ServeSettings) -> ServeSettings:
+    """`settings` with device and roles decided. StartupError: the device is not to be had, or the counts differ."""
+    device = resolve_device(settings.device)
+    paired = settings.prefill == settings.decode
+    roles = settings.roles if settings.roles != "auto" else "both" if device == "cuda" and paired else "split"
+    if roles == "both" and not paired:
+        raise StartupError(
+            f"--prefill {settings.prefill} and --decode {settings.decode} must be equal where each process hosts both "
+            "roles; --roles split has them apart"
+        )
+    return settings.model_copy(update={"device": device, "roles": roles})
+
+
+def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
+    """(name, package) of every worker process of settled `settings`."""
+    if settings.roles == "both":
+        return [(name, "looseleaf.worker") for name in numbered("worker", settings.prefill)]
+    counts = {"prefill": settings.prefill, "decode": settings.decode}
+    return [(name, f"{role}_svc") for role, count in counts.items() for name in numbered(role, count)]
+
+
+def numbered(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
+
+
 def flags_of(values: Mapping[str, object | None]) -> list[str]:
-    """{"max_queue": 5, "seed": None} as ["--max-queue", "5"]."""
-    return [
-        text
-        for name, value in values.items()
-        if value is not None
-        for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    """{"max_queue": 5, "seed": None, "enforce_eager": True} as ["--max-queue", "5", "--enforce-eager"]."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is not None and value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return flags
 
 
 def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -> list[str]:
@@ -183,14 +213,15 @@ def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -
             "expect_workers": settings.prefill + settings.decode,
             "memory_budget": settings.memory_budget,
             "num_blocks": settings.num_blocks or tiny_default,
+            "device": settings.device,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
             "log_level": settings.log_level,
         }
     )
 
 
 def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Flags of `python -m prefill_svc` and `python -m decode_svc`."""
-    names = ("dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed")
+    """Flags of `python -m prefill_svc`, `python -m decode_svc` and `python -m looseleaf.worker`."""
     return flags_of(
         {
             "model": source.directory,
@@ -199,7 +230,7 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str)
             "block_store": block_store,
             "num_threads": threads_per_worker(settings),
             "log_level": settings.log_level,
-            **{name: getattr(settings, name) for name in names},
+            **{name: getattr(settings, name) for name in _WORKER_SETTINGS},
         }
     )
 
@@ -227,7 +258,7 @@ def threads_per_worker(settings: ServeSettings) -> int:
     """`--threads`, else an even share of the cores this process may use."""
     if settings.threads:
         return settings.threads
-    return max(1, len(os.sched_getaffinity(0)) // (settings.prefill + settings.decode))
+    return max(1, len(os.sched_getaffinity(0)) // len(worker_processes(settings)))
 
 
 def child_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:

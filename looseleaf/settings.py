@@ -7,14 +7,14 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from common.settings import Settings, settings_config
+from common.settings import AttentionBackend, Settings, settings_config
 
 
 class ServeSettings(Settings):
     """Serve a model on this machine: block store, prefill and decode workers, and the gateway.
 
     Services also read their own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*, LOOSELEAF_DECODE_*,
-    LOOSELEAF_BLOCK_STORE_*); a flag given here wins.
+    LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*); a flag given here wins.
     """
 
     model_config = settings_config("LOOSELEAF_SERVE_", "looseleaf serve")
@@ -24,19 +24,29 @@ class ServeSettings(Settings):
     )
     model: str | None = Field(None, description="the same as a flag")
     served_model_name: str | None = Field(None, description="name in the API; default: the directory's name")
-    prefill: int = Field(1, ge=1, le=64, description="prefill workers")
-    decode: int = Field(1, ge=1, le=64, description="decode workers")
+    roles: Literal["auto", "both", "split"] = Field(
+        "auto", description="both: prefill and decode in one process; auto: both on a GPU, split on the CPU"
+    )
+    prefill: int = Field(1, ge=1, le=64, description="prefill workers; with roles both as many as decode")
+    decode: int = Field(1, ge=1, le=64, description="decode workers; with roles both as many as prefill")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch can use a GPU")
     threads: int = Field(0, ge=0, le=1024, description="threads of each worker; 0: chosen by the number of cores")
     host: str = Field("127.0.0.1", description="where the gateway listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
     block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
     max_queue: int | None = Field(None, ge=1, description="most requests admitted at once; default: the gateway's")
+    attention_backend: AttentionBackend = Field("auto", description="provider of attention kernels")
+    attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
+    deterministic: bool = Field(False, description="bits of a row do not depend on its batch; always so on the CPU")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the model's; fp8_e4m3 on a GPU")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that we may fill")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
     memory_budget: int | None = Field(
         None, ge=1, description="bytes for weights, activations and KV; default: the block store's choice"

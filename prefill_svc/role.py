@@ -7,6 +7,7 @@ from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle
 from common.settings import WorkerSettings
+from common.turns import Turns
 from engine.runner import ModelRunner
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer
@@ -30,7 +31,14 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
 class PrefillRole(Member):
     """Model, blocks, queue, step thread and service of a prefill worker (`common.service_main.Role`)."""
 
-    def __init__(self, runner: ModelRunner, needs: Needs, attached: Attached, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        needs: Needs,
+        attached: Attached,
+        settings: WorkerSettings,
+        turns: Turns | None = None,
+    ) -> None:
         runner.bind(attached.arena.data)
         scheduler = PrefillScheduler(
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -39,7 +47,7 @@ class PrefillRole(Member):
         )
         worker = PrefillWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)
-        super().__init__(attached, record, worker.step, lambda: worker.load)
+        super().__init__(attached, record, worker.step, lambda: worker.load, turns)
         self._servicer = PrefillServicer(worker, self.thread, runner.max_model_len, runner.config.vocab_size)
 
     def add_to(self, server: RpcServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,6 +20,7 @@ from pydantic_settings import CliPositionalArg
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 from looseleaf.commands.health import state_of
+from looseleaf.device import torch_cuda, why_no_gpu
 from looseleaf.launcher import check_port_free
 from looseleaf.model_source import BUILT_IN
 from looseleaf.shm import ROOT, SharedDirectory
@@ -27,7 +29,7 @@ _LEAST_SHARED_BYTES = 256 << 20
 
 
 class DoctorSettings(Settings):
-    """Check this machine: Python, torch, kernels, Redis, shared memory, ports, model. Exit status 1 on a problem."""
+    """Check this machine: torch, kernels, GPU, Redis, shared memory, ports, model. Exit status 1 on a problem."""
 
     model_config = settings_config("LOOSELEAF_DOCTOR_", "looseleaf doctor")
 
@@ -56,6 +58,9 @@ def run(argv: Sequence[str]) -> int:
         Check("python", python),
         Check("torch", torch_build),
         Check("kernels", cpu_kernels),
+        Check("gpu", gpu),
+        Check("triton", triton),
+        Check("attention", attention),
         Check("redis", lambda: redis(settings.redis_url)),
         Check("shared memory", shared_memory),
         Check("http port", lambda: port(settings.host, settings.port, http_answers)),
@@ -100,6 +105,53 @@ def cpu_kernels() -> str:
     if library is None:
         raise Problem("the C++ kernels are not built, torch's are slower; `pip install -e .` with a C++ compiler")
     return f"C++, {getattr(library, 'isa', 'built')}"
+
+
+def gpu() -> str:
+    """The devices as torch sees them; the driver may see some that this torch cannot use."""
+    if (obstacle := why_no_gpu()) is not None:
+        return f"none, the CPU computes: {obstacle}"
+    cuda: Any = importlib.import_module("torch").cuda
+    if not cuda.is_available():
+        raise Problem(f"the driver sees a GPU but torch, built for CUDA {torch_cuda()}, does not; is the driver older?")
+    found = map(cuda.get_device_properties, range(cuda.device_count()))
+    devices = ", ".join(f"{p.name} sm_{p.major}{p.minor} {p.total_memory / 2**30:.0f} GiB" for p in found)
+    return f"{devices}; `serve` takes the first, prefill and decode in one process"
+
+
+def triton() -> str:
+    needed = why_no_gpu() is None
+    try:
+        return f"{importlib.metadata.version('triton')}" + ("" if needed else ", used on a GPU only")
+    except importlib.metadata.PackageNotFoundError:
+        if needed:
+            raise Problem("not installed; our GPU kernels need it: `pip install triton`") from None
+        return "not installed; needed on a GPU only"
+
+
+def attention() -> str:
+    """Which providers can be had for the Llama-3-8B shape, and on a GPU why the others cannot."""
+    torch = importlib.import_module("torch")
+    base: Any = importlib.import_module("kernels.providers.base")
+    choice: Any = importlib.import_module("kernels.providers.choice")
+    on_gpu = why_no_gpu() is None and torch.cuda.is_available()
+    spec = base.AttentionSpec(
+        device=torch.device("cuda" if on_gpu else "cpu"),
+        compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        block_size=16,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        softmax_scale=128**-0.5,
+        window=None,
+        max_model_len=8192,
+        deterministic=False,
+    )
+    found: dict[str, str] = choice.available(spec)
+    kept = {name: text for name, text in found.items() if on_gpu or " " not in text}  # a version has no spaces
+    return "; ".join(f"{name} {text.removeprefix(f'attention provider {name} ')}" for name, text in kept.items())
 
 
 def redis(url: str | None) -> str:

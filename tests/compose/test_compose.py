@@ -16,9 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
+from block_store.settings import BlockStoreSettings
 from common.errors import LooseleafError
 from looseleaf import Client, Completion
+from looseleaf.worker.settings import BothSettings
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,3 +167,17 @@ def answers(client: Client, expected: tuple[int, ...]) -> bool:
         return False
     assert tokens == expected
     return True
+
+
+def test_the_gpu_profile_is_valid_and_its_processes_can_share_device_memory() -> None:
+    """As far as it can be told without a GPU: one GPU, one PID and one IPC namespace for both."""
+    services = yaml.safe_load(Compose()("--profile", "gpu", "config"))["services"]
+    store, worker = services["block_store-gpu"], services["worker"]
+    assert store["profiles"] == worker["profiles"] == ["gpu"]
+    assert store["deploy"] == worker["deploy"]
+    [device] = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["device_ids"]) == ("nvidia", ["0"])
+    assert worker["pid"] == worker["ipc"] == "service:block_store-gpu"
+    for service, settings in ((store, BlockStoreSettings), (worker, BothSettings)):
+        settings.load(list(map(str, service["command"][3:])))  # exits where a flag is not one of the service's
+        assert service["read_only"] is True and service["user"] == "10001:10001"

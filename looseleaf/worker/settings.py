@@ -1,0 +1,19 @@
+"""Settings of a process that hosts both roles."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.settings import settings_config
+from decode_svc.settings import DecodeSettings
+
+
+class BothSettings(DecodeSettings):
+    """Flags of `python -m looseleaf.worker`; LOOSELEAF_WORKER_* in the environment. Both roles go by the same ones."""
+
+    model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.worker")
+    steps: Literal["auto", "turns", "free"] = Field(
+        "auto", description="turns: one role steps at a time, with all threads; free: both at once; auto: by device"
+    )

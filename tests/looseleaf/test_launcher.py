@@ -1,0 +1,95 @@
+"""What a launch starts and with which flags; every flag is one that its service takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from block_store.settings import BlockStoreSettings
+from common.errors import StartupError
+from common.settings import Settings
+from decode_svc.settings import DecodeSettings
+from gateway.settings import GatewaySettings
+from looseleaf import device as device_module
+from looseleaf.device import resolve_device
+from looseleaf.launcher import flags_of, gateway_flags, settled, store_flags, worker_flags, worker_processes
+from looseleaf.model_source import ModelSource
+from looseleaf.settings import ServeSettings
+from looseleaf.worker.settings import BothSettings
+from prefill_svc.settings import PrefillSettings
+
+SOURCE = ModelSource(Path("/models/m"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which torch can use a GPU."""
+    monkeypatch.setattr(device_module, "why_no_gpu", lambda: None)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "why_no_gpu", lambda: "the CUDA driver sees no GPU")
+
+
+def test_a_gpu_is_taken_where_there_is_one(gpu: None) -> None:
+    assert resolve_device("auto") == resolve_device("cuda") == "cuda"
+    assert resolve_device("cpu") == "cpu"
+
+
+def test_without_a_gpu_the_cpu_is_taken_unless_a_gpu_was_asked_for(no_gpu: None) -> None:
+    assert resolve_device("auto") == resolve_device("cpu") == "cpu"
+    with pytest.raises(StartupError, match=r"^--device cuda: the CUDA driver sees no GPU$"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    "given,expected",
+    [
+        ({}, ["prefill", "decode"]),
+        ({"prefill": 2}, ["prefill-0", "prefill-1", "decode"]),
+        ({"roles": "both"}, ["worker"]),
+        ({"roles": "both", "prefill": 2, "decode": 2}, ["worker-0", "worker-1"]),
+    ],
+)
+def test_worker_processes_on_the_cpu(no_gpu: None, given: dict[str, object], expected: list[str]) -> None:
+    assert [name for name, _ in worker_processes(settled(ServeSettings(**given)))] == expected  # type: ignore[arg-type]
+
+
+def test_one_process_hosts_both_roles_on_a_gpu_unless_the_counts_differ(gpu: None) -> None:
+    assert worker_processes(settled(ServeSettings())) == [("worker", "looseleaf.worker")]
+    assert len(worker_processes(settled(ServeSettings(roles="split")))) == 2
+    assert len(worker_processes(settled(ServeSettings(prefill=1, decode=2)))) == 3
+
+
+def test_unequal_counts_cannot_be_paired(no_gpu: None) -> None:
+    with pytest.raises(StartupError, match="--prefill 1 and --decode 2 must be equal"):
+        settled(ServeSettings(roles="both", decode=2))
+
+
+def test_flags() -> None:
+    values = {"max_queue": 5, "seed": None, "enforce_eager": True, "deterministic": False}
+    assert flags_of(values) == ["--max-queue", "5", "--enforce-eager"]
+
+
+@pytest.mark.parametrize("service", [PrefillSettings, DecodeSettings, BothSettings])
+def test_workers_take_what_a_launch_gives_them(gpu: None, service: type[Settings]) -> None:
+    given: dict[str, object] = {
+        "device": "cuda", "dtype": "float16", "attention_backend": "fa3", "attention_library": "/lib/fa3.so",
+        "deterministic": True, "enforce_eager": True, "kv_cache_dtype": "fp8_e4m3", "gpu_memory_utilization": 0.5,
+        "load_format": "dummy", "max_model_len": 99, "block_size": 32, "max_num_seqs": 7, "max_num_batched_tokens": 77,
+        "seed": 3,
+    }  # fmt: skip
+    taken = service.load(worker_flags(settled(ServeSettings(**given)), SOURCE, "127.0.0.1:1"))  # type: ignore[arg-type]
+    assert {name: getattr(taken, name) for name in given} == given
+    assert (taken.model, taken.block_store) == ("/models/m", "127.0.0.1:1")  # type: ignore[attr-defined]
+
+
+def test_block_store_and_gateway_take_what_a_launch_gives_them(gpu: None) -> None:
+    settings = settled(ServeSettings(gpu_memory_utilization=0.5, num_blocks=64, max_queue=9))
+    store = BlockStoreSettings.load(store_flags(settings, Path("/dev/shm/x"), SOURCE))
+    assert (store.device, store.gpu_memory_utilization) == ("cuda", 0.5)
+    assert (store.num_blocks, store.expect_workers, store.directory) == (64, 2, "/dev/shm/x")
+    gateway = GatewaySettings.load(gateway_flags(settings, SOURCE, "127.0.0.1:1", "redis://127.0.0.1:2"))
+    assert (gateway.max_queue, gateway.block_store, gateway.served_model_name) == (9, "127.0.0.1:1", "m")
