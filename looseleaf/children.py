@@ -65,6 +65,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative where a signal killed it; None: it runs."""
+        return self._process.poll()
+
     def _forward(self, echo: Echo) -> None:
         assert self._process.stdout is not None
         for raw in self._process.stdout:

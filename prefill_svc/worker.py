@@ -137,6 +137,9 @@ class PrefillWorker:
         sequence.num_sealed = len(cached)
         sequence.num_computed = sequence.num_cached = len(cached) * self._block_size
         job.started_ns = time.monotonic_ns()
+        if sequence.output_ids:
+            again = sequence.num_tokens - sequence.num_cached
+            logger.info("a sequence of %d tokens came back: %d computed again", sequence.num_tokens, again)
         return True
 
     def _blocks_of(self, num_tokens: int) -> int:

@@ -1,0 +1,68 @@
+"""`python -m looseleaf.chaos --scenario all`: runs scenarios, prints their tables, ends with status 1 if one is bad."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from looseleaf.chaos import kills, plain
+from looseleaf.chaos.book import make_book, make_model
+from looseleaf.chaos.report import Report
+from looseleaf.chaos.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One scenario and how often it is tried where nobody says."""
+
+    run: Callable[[Run], Report]
+    trials: int
+
+
+SCENARIOS = {
+    "none": Scenario(plain.none, 2000),
+    "decode-kill": Scenario(kills.decode_kill, 100),
+}
+
+
+def main(argv: list[str]) -> int:
+    """The exit status."""
+    arguments = _parse(argv)
+    names = list(SCENARIOS) if "all" in arguments.scenario else arguments.scenario
+    with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-model-") as directory:
+        began = time.monotonic()
+        model = make_model(Path(directory))
+        book = make_book(model, arguments.cases, seed=arguments.seed)
+        print(f"{len(book)} cases answered by the oracle in {time.monotonic() - began:.0f} s", flush=True)
+        reports = [
+            _run(name, Run(model, book, arguments.trials or SCENARIOS[name].trials, arguments.seed)) for name in names
+        ]
+    bad = [report.scenario for report in reports if not report.good]
+    print(f"bad: {', '.join(bad)}" if bad else f"all {len(reports)} scenarios good")
+    return 1 if bad else 0
+
+
+def _run(name: str, run: Run) -> Report:
+    began = time.monotonic()
+    report = SCENARIOS[name].run(run)
+    report.seconds = time.monotonic() - began
+    print(report.text(), flush=True)
+    return report
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m looseleaf.chaos", description=__doc__)
+    parser.add_argument("--scenario", nargs="+", default=["all"], choices=["all", *SCENARIOS], metavar="NAME")
+    parser.add_argument("--trials", type=int, help="instead of each scenario's own number")
+    parser.add_argument("--cases", type=int, default=400, help="distinct requests")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and schedules")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

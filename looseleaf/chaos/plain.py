@@ -1,0 +1,22 @@
+"""Scenario without faults: if this differs from the oracle, no other scenario means anything."""
+
+from __future__ import annotations
+
+from looseleaf.chaos.report import Report, percentile
+from looseleaf.chaos.run import Run, judge
+from looseleaf.testing import assert_nothing_held
+
+
+def none(run: Run) -> Report:
+    """`trials` requests through two prefill and two decode workers."""
+    report = run.report("none")
+    with run.stack() as stack:
+        with run.traffic(stack) as traffic:
+            traffic.wait_for(run.trials, timeout_s=60 + run.trials)
+            answers = traffic.stop()
+        judge(report, stack, answers)
+        report.told("longest gap p99", f"{percentile([a.longest_gap_s for a in answers], 0.99):.2f} s")
+        attempts = stack.metric("looseleaf_request_attempts_sum") - stack.metric("looseleaf_request_attempts_count")
+        report.told("attempts beyond the first", f"{attempts:.0f}")
+        assert_nothing_held(stack.addresses.block_store)
+    return report

@@ -1,0 +1,87 @@
+"""A Redis of the chaos suite's own, which can be killed, emptied, frozen, and brought back with an older snapshot.
+
+Knows nothing of the ledger.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from block_store.redis_server import find_server, open_client
+
+START_S = 10.0
+
+
+class RedisProcess:
+    """One server on one unix socket, whichever process is behind it at the moment."""
+
+    def __init__(self, directory: Path) -> None:
+        """Start it, empty. `directory` takes socket and snapshots."""
+        self._directory = directory
+        self._socket = directory / "redis.sock"
+        self.url = f"unix://{self._socket}"
+        self.client = open_client(self.url, call_timeout_s=5.0)
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._socket.unlink(missing_ok=True)
+        binary, _ = find_server()
+        process = subprocess.Popen(
+            [
+                binary, "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no",
+                "--maxmemory-policy", "noeviction", "--dir", str(self._directory), "--dbfilename", "dump.rdb",
+                "--logfile", str(self._directory / "redis.log"),
+            ],
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                raise RuntimeError(f"redis-server did not start; see {self._directory / 'redis.log'}")
+            time.sleep(0.005)
+        return process
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except Exception:  # redis' own classes are not for this package to name
+            return False
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def start_empty(self) -> None:
+        """A new server that knows nothing."""
+        (self._directory / "dump.rdb").unlink(missing_ok=True)
+        self._process = self._start()
+
+    def start_from(self, snapshot: Path) -> None:
+        """A new server with the data of an earlier moment."""
+        shutil.copy(snapshot, self._directory / "dump.rdb")
+        self._process = self._start()
+
+    def snapshot(self, name: str) -> Path:
+        """Everything as it is now, in a file."""
+        self.client.save()
+        return Path(shutil.copy(self._directory / "dump.rdb", self._directory / name))
+
+    def flush(self) -> None:
+        self.client.flushall()
+
+    def freeze(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        self.client.close()
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,67 @@
+"""What a scenario found, as a table: counts with their trials and the 3/n bound beside every zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One finding."""
+
+    what: str
+    found: str
+    wanted: str
+    """Empty: told, not judged."""
+    good: bool = True
+
+
+@dataclass(slots=True)
+class Report:
+    """The findings of one scenario."""
+
+    scenario: str
+    trials: int
+    seed: int
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return all(row.good for row in self.rows)
+
+    def none(self, what: str, events: int, trials: int, of: str) -> None:
+        """`events` in `trials`, of which there must be none. Beside a zero: the rate that is excluded with 95 %
+        confidence (the rule of three).
+        """
+        self.rows.append(Row(what, f"{events} of {trials:,} {of}{bound(events, trials)}", "0", events == 0))
+
+    def at_most(self, what: str, value: float, limit: float, unit: str) -> None:
+        self.rows.append(Row(what, f"{value:.3g} {unit}", f"<= {limit:g} {unit}", value <= limit))
+
+    def at_least(self, what: str, value: float, limit: float, unit: str = "") -> None:
+        self.rows.append(Row(what, f"{value:,.6g} {unit}".rstrip(), f">= {limit:g} {unit}".rstrip(), value >= limit))
+
+    def told(self, what: str, found: str) -> None:
+        self.rows.append(Row(what, found, ""))
+
+    def text(self) -> str:
+        head = f"{self.scenario}: {self.trials:,} trials, seed {self.seed}, {self.seconds:.0f} s"
+        lines = [f"  {_judgement(row):<4} {row.what:<58} {row.found:<44} {row.wanted}".rstrip() for row in self.rows]
+        return "\n".join([head, *lines])
+
+
+def bound(events: int, trials: int) -> str:
+    """ ", rate < x": what the rule of three says of no event in `trials`."""
+    return "" if events or not trials else f", rate < {3 / trials:.2g}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of all do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _judgement(row: Row) -> str:
+    return "" if not row.wanted else "ok" if row.good else "BAD"

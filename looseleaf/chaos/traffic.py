@@ -1,0 +1,123 @@
+"""Clients in a closed loop, in a thread of their own, and what became of every request.
+
+Knows the gateway's address and the book, nothing of workers or faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from looseleaf.chaos.book import Case
+from looseleaf.client import AsyncClient
+
+DRAIN_S = 90.0
+"""How long requests in flight may take once no new ones are sent."""
+NUM_SALTS = 3
+"""Requests draw one of so many cache salts, or in every fourth case one of their own: cold and cached prefixes mix."""
+REFUSED_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request, ended. Times are `time.monotonic()`."""
+
+    began: float
+    ended: float
+    num_tokens: int
+    right: bool
+    """Whether all tokens that came are the oracle's, however many came."""
+    error: str | None
+    """Why it did not complete; None: it did."""
+    longest_gap_s: float
+    """Longest time between two messages, the request itself being the first."""
+
+    def spans(self, moment: float) -> bool:
+        return self.began < moment < self.ended
+
+
+class Traffic:
+    """`concurrency` clients that ask, wait for the end of the answer and ask again, until `stop`."""
+
+    def __init__(self, address: str, book: Sequence[Case], *, seed: int, concurrency: int = 16) -> None:
+        self.answers: list[Answer] = []
+        self._address = address
+        self._book = book
+        self._rng = random.Random(seed)
+        self._concurrency = concurrency
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="traffic")
+
+    @property
+    def num_complete(self) -> int:
+        return sum(answer.error is None for answer in self.answers)
+
+    def wait_for(self, num_answers: int, timeout_s: float) -> None:
+        """Until so many requests in all have ended. TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.answers) < num_answers:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(self.answers)} of {num_answers} requests ended within {timeout_s:.0f} s")
+            time.sleep(0.05)
+
+    def stop(self) -> list[Answer]:
+        """Send nothing new, wait for what is in flight, and return everything."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        return self.answers
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def _run(self) -> None:
+        async with AsyncClient(self._address) as client:
+            tasks = [asyncio.create_task(self._ask_on(client)) for _ in range(self._concurrency)]
+            while not self._stopping.is_set():
+                await asyncio.sleep(0.05)
+            _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
+            for task in late:
+                task.cancel()  # its answer says "unfinished"
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _ask_on(self, client: AsyncClient) -> None:
+        while not self._stopping.is_set():
+            case = self._rng.choice(self._book)
+            answer = await ask(client, case, self._salt())
+            self.answers.append(answer)
+            if answer.error is not None:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    def _salt(self) -> str:
+        return str(self._rng.getrandbits(60) if self._rng.random() < 0.25 else self._rng.randrange(NUM_SALTS))
+
+
+async def ask(client: AsyncClient, case: Case, salt: str) -> Answer:
+    """One request to its end, whatever that is."""
+    began = last = time.monotonic()
+    tokens: list[int] = []
+    longest, error = 0.0, "unfinished"
+    try:
+        async for piece in client.stream(list(case.prompt_ids), **case.options, cache_salt=salt):
+            tokens += piece.token_ids
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        error = "" if len(tokens) == len(case.expected) else f"{len(tokens)} of {len(case.expected)} tokens"
+    except asyncio.CancelledError:
+        pass
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    right = tuple(tokens) == case.expected[: len(tokens)]
+    return Answer(began, time.monotonic(), len(tokens), right, error or None, max(longest, time.monotonic() - last))
