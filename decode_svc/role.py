@@ -18,16 +18,17 @@ from protos.v1 import decode_pb2_grpc
 
 
 def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:
-    """What the role needs of the arena; measures the activations of its largest step."""
+    """What the role needs of the arena; measures the activations of its largest step and its CUDA graphs."""
     return Needs(
         worker_id,
         "decode",
         runner.layout,
         runner.weights_bytes,
-        runner.profile(settings.max_num_seqs, settings.max_num_seqs),
+        runner.profile(settings.max_num_seqs, settings.max_num_seqs, graphs=True),
         runner.max_model_len,
         floor_blocks=longest_group(runner) + 1,  # copy-on-write holds a source beside its copy for one step
         reserve_blocks=settings.reserve_blocks,
+        device=str(runner.device.torch_device),
     )
 
 
@@ -43,6 +44,7 @@ class DecodeRole(Member):
         turns: Turns | None = None,
     ) -> None:
         runner.bind(attached.arena.data)
+        runner.capture(settings.max_num_seqs)
         scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
         self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)

@@ -25,6 +25,7 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
         runner.profile(settings.max_num_batched_tokens, settings.max_num_seqs),
         runner.max_model_len,
         floor_blocks=longest_group(runner),  # so that the head of the queue always gets its blocks in the end
+        device=str(runner.device.torch_device),
     )
 
 
