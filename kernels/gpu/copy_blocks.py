@@ -1,0 +1,128 @@
+"""Batched block copies on a device, and between a device and the host. Contract: `kernels.copy_blocks.copy_blocks`.
+
+Within a device, one launch in 16-byte words for any number of blocks; also from an arena into a packed buffer and back
+(gather, scatter), which is the same copy with no ids on one side. Between device and host the copy engines run from
+28 KiB a block on (vLLM's crossover on an H100, reference/gpu.md section 5; not measured here): blocks of several layers
+are always above. Smaller ones go through the kernel, which reads or writes the pinned memory over the bus.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.launch import power_of_2, warps_for
+
+_TILE_BYTES = 1 << 15  # of one program: with 8 warps eight 16-byte words in flight a thread
+_ENGINE_BYTES = 28 * 1024
+_FEW_BLOCKS = 16  # below which the copy engines win whatever the size
+
+
+@triton.jit
+def copy_blocks_kernel(
+    dst_ptr,  # words; rows dst_row * UNIT apart
+    src_ptr,
+    dst_ids_ptr,  # int64 [n]
+    src_ids_ptr,
+    num_dst,
+    num_src,
+    units,  # of one block; a unit is UNIT words
+    dst_row,
+    src_row,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_DST_IDS: tl.constexpr,
+    HAS_SRC_IDS: tl.constexpr,
+):
+    """One program per pair of blocks and tile. A pair with an id out of range is not copied."""
+    tiles = tl.cdiv(units * UNIT, TILE)
+    pair = (tl.program_id(0) // tiles).to(tl.int64)
+    word = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    src = tl.load(src_ids_ptr + pair) if HAS_SRC_IDS else pair
+    dst = tl.load(dst_ids_ptr + pair) if HAS_DST_IDS else pair
+    mask = word < units * UNIT
+    if (src >= 0) & (src < num_src) & (dst >= 0) & (dst < num_dst):
+        x = tl.load(src_ptr + src * src_row * UNIT + word, mask=mask)
+        tl.store(dst_ptr + dst * dst_row * UNIT + word, x, mask=mask)
+
+
+def _unit_bytes(*arenas: Tensor) -> int:
+    """16 where every block of all arenas starts and ends on 16 bytes, else 1."""
+    edges = [edge for a in arenas for edge in (a.data_ptr(), a.stride(0), a.shape[1])]
+    return 16 if all(edge % 16 == 0 for edge in edges) else 1
+
+
+def constexprs(block_bytes: int, unit_bytes: int) -> dict[str, Any]:
+    """The variant for blocks of this size: 16-byte units are four int32 words, others bytes."""
+    words = block_bytes // 4 if unit_bytes == 16 else block_bytes
+    return {"UNIT": 4 if unit_bytes == 16 else 1, "TILE": min(_TILE_BYTES // 4, power_of_2(words))}
+
+
+def warps(variant: dict[str, Any]) -> int:
+    """Of a launch: eight words of UNIT a thread."""
+    return warps_for(variant["TILE"] * 2 // variant["UNIT"])
+
+
+def copy_within(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None, n: int) -> None:
+    """One launch for n pairs on one device; ids on it. A pair with an id out of range is left out."""
+    unit_bytes, block_bytes = _unit_bytes(src, dst), src.shape[1]
+    variant = constexprs(block_bytes, unit_bytes)
+    words = torch.int32 if unit_bytes == 16 else torch.uint8
+    unused = src_ids if dst_ids is None else dst_ids
+    tiles = triton.cdiv(block_bytes // unit_bytes * variant["UNIT"], variant["TILE"])
+    copy_blocks_kernel[(n * tiles,)](
+        dst.view(words), src.view(words),
+        unused if dst_ids is None else dst_ids, unused if src_ids is None else src_ids,
+        dst.shape[0], src.shape[0], block_bytes // unit_bytes,
+        dst.stride(0) // unit_bytes, src.stride(0) // unit_bytes,
+        **variant, HAS_DST_IDS=dst_ids is not None, HAS_SRC_IDS=src_ids is not None,
+        num_warps=warps(variant),
+    )  # fmt: skip
+
+
+def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
+    """One asynchronous copy per block, by the copy engines where one side is pinned host memory.
+
+    Ids on a device are waited for. Pinned memory must stay as it is until the current stream has got there.
+    """
+    src_at, dst_at = (None if ids is None else ids.tolist() for ids in (src_ids, dst_ids))
+    for i in range(len(src_at if src_at is not None else dst_at or ())):
+        source, target = (i if at is None else at[i] for at in (src_at, dst_at))
+        dst[target].copy_(src[source], non_blocking=True)
+
+
+def uses_engines(src: Tensor, dst: Tensor, n: int) -> bool:
+    """Whether copies of n blocks go to the copy engines: between host and device, unless small, many and pinned."""
+    if src.is_cuda == dst.is_cuda:
+        return False
+    host = dst if src.is_cuda else src
+    return n < _FEW_BLOCKS or src.shape[1] >= _ENGINE_BYTES or not host.is_pinned()
+
+
+def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
+    """As `kernels.copy_blocks.copy_blocks`; None for ids means 0, 1, 2, ... on that side (gather, scatter).
+
+    src, dst: each on one CUDA device or on the host, pinned if the copy is to run beside others. Ids may lie on the
+    host, where they are checked, or on the device, where a pair out of range is left out. Ordered by the current
+    stream. Errors: ValueError for host ids out of range (then nothing is copied) and if both sides have none.
+    """
+    given = src_ids if src_ids is not None else dst_ids
+    if given is None:
+        raise ValueError("one side needs ids")
+    for ids, arena in ((src_ids, src), (dst_ids, dst)):
+        if ids is None and arena.shape[0] < len(given):
+            raise ValueError("the packed side is too short")
+        if ids is not None and not ids.is_cuda and bool(((ids < 0) | (ids >= arena.shape[0])).any()):
+            raise ValueError("a block id is out of range")
+    if len(given) == 0 or src.shape[1] == 0:
+        return
+    if uses_engines(src, dst, len(given)):
+        copy_each(src, dst, src_ids, dst_ids)
+        return
+    device = src.device if src.is_cuda else dst.device
+    moved = (None if ids is None else ids.to(device, non_blocking=True).contiguous() for ids in (src_ids, dst_ids))
+    copy_within(src, dst, *moved, len(given))

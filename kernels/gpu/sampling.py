@@ -1,0 +1,82 @@
+"""From logits to tokens on a device: launches of `kernels.gpu.sampling_kernels`. Contract: `kernels.sampling`.
+
+The stream of random numbers, the filters and the draw are the CPU's, and so is the token, save where a float64 sum in
+another order falls on the other side of a bound. Nothing is read back, so a CUDA graph can hold it if the columns are
+tensors on the device. Bytes: a row without top_k and top_p is read twice and written twice; a filter reads it once per
+bisection step, some 15 to 30 times [estimate; nothing here has run on a GPU yet].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.gpu.launch import power_of_2
+from kernels.gpu.sampling_kernels import best_kernel, draw_kernel, filter_kernel, log_softmax_top_kernel, weigh_kernel
+from kernels.sampling import Numbers, TopLogprobs, _column
+
+_TILE = 4096  # tokens; sums within one run as a tree, tiles in ascending order
+OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
+
+
+def tile_for(vocab: int) -> int:
+    """Fixed by the vocabulary, so that a row's sums are."""
+    return min(_TILE, power_of_2(vocab))
+
+
+def _packed_rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def sample(
+    logits: Tensor,
+    temperature: Numbers,
+    top_k: Numbers,
+    top_p: Numbers,
+    min_p: Numbers,
+    seeds: Numbers,
+    sample_indices: Numbers,
+    positions: Numbers,
+) -> Tensor:
+    """As `kernels.sampling.sample`. Columns that are not tensors on the logits' device are copied there first."""
+    batch, vocab = logits.shape
+    logits, device = _packed_rows(logits), logits.device
+    floats = [_column(c, torch.float32, batch).to(device) for c in (temperature, top_p, min_p)]
+    ints = [_column(c, torch.int64, batch).to(device) for c in (top_k, seeds, sample_indices, positions)]
+    heat, (k, seed, index, position) = floats[0], ints
+    tile = tile_for(vocab)
+    tiles = triton.cdiv(vocab, tile)
+    out = torch.empty(batch, dtype=torch.int64, device=device)
+    best = torch.empty((batch, tiles), dtype=torch.int64, device=device)
+    count = torch.empty((batch, tiles), dtype=torch.int32, device=device)
+    mass = torch.empty((batch, tiles), dtype=torch.float64, device=device)
+    x, weight = torch.empty((2, batch, vocab), dtype=torch.float32, device=device)
+    shape = {"TILE": tile, "TILES": power_of_2(tiles), **OPTIONS}
+    if batch:
+        row = logits.stride(0)
+        best_kernel[(batch, tiles)](best, logits, vocab, row, TILE=tile, **OPTIONS)
+        weigh_kernel[(batch, tiles)](x, weight, mass, count, best, logits, heat, floats[2], vocab, row, **shape)
+        filter_kernel[(batch,)](x, weight, mass, count, best, heat, k, floats[1], vocab, tiles, **shape)
+        draw_kernel[(batch,)](out, weight, mass, best, heat, seed, index, position, vocab, tiles, **shape)
+    return out
+
+
+def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+    """As `kernels.sampling.log_softmax_top`, but a token id out of range (not looked at by the host) gives NaN."""
+    batch, vocab = logits.shape
+    logits, device = _packed_rows(logits), logits.device
+    result = TopLogprobs(
+        torch.empty(batch, device=device),
+        torch.empty(batch, dtype=torch.int64, device=device),
+        torch.empty((batch, k), dtype=torch.int64, device=device),
+        torch.empty((batch, k), device=device),
+    )
+    if batch:
+        log_softmax_top_kernel[(batch,)](
+            result.chosen, result.rank, result.top_ids, result.top, logits, token_ids.contiguous(),
+            vocab, logits.stride(0), k, TILE=tile_for(vocab), **OPTIONS,
+        )  # fmt: skip
+    return result

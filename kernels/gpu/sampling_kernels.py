@@ -1,0 +1,300 @@
+"""The Triton kernels of `kernels.gpu.sampling`: best token, weights, filters, draw, log-probabilities. No launches.
+
+The numbers are those of kernels/cpu/sampling.cpp: the same division and 2^x, operation by operation (so these kernels
+are launched without fusing a multiplication and an addition that are not written as one), sums in float64. A row's sums
+run over tiles of the vocabulary in ascending order, in a tree within a tile: an order fixed by the vocabulary.
+
+Filters sort nothing. What they leave is a prefix of the row in the order (logit down, token id up), named by the key of
+its last logit and the first id not kept among equals; a bisection over keys finds it, one pass over the row per step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.44269504088896341)
+NEVER_DRAWN = tl.constexpr(88.0)  # below the maximum: 2^x is 0 from 126 ln 2 = 87.34 on
+LEAST = tl.constexpr(-(1 << 63))
+FIRST_STEPS = tl.constexpr(16)
+LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def exp2(x):
+    """exp2v of kernels/cpu/simd.h: 2^x for x <= 127, 0 below -126 and for NaN."""
+    shifted = x + 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits
+    r = x - (shifted - 12582912.0)
+    p = tl.fma(r, tl.full(r.shape, 1.535336188319500e-4, tl.float32), 1.339887440266574e-3)
+    p = tl.fma(p, r, 9.618437357674640e-3)
+    p = tl.fma(p, r, 5.550332471162809e-2)
+    p = tl.fma(p, r, 2.402264791363012e-1)
+    p = tl.fma(p, r, 6.931472028550421e-1)
+    p = tl.fma(p, r, 1.0)
+    bits = p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return tl.where(x >= -126.0, bits.to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def key_of(x):
+    """int32 in the order of x; both zeros share one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ranked(x, at):
+    """int64 in the order (x up, id down), with x and id in it; NaN counts as -inf."""
+    key = key_of(tl.where(x == x, x, float("-inf"))).to(tl.int64)
+    return (key << 32) | (0x7FFFFFFF - at).to(tl.int64)
+
+
+@triton.jit
+def id_of(rank):
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
+
+
+@triton.jit
+def best_kernel(best_ptr, logits_ptr, vocab, logits_row, TILE: tl.constexpr):
+    """best[row, tile]: rank of the tile's highest logit."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits_ptr + row * logits_row + at, mask=at < vocab, other=float("-inf"))
+    tl.store(best_ptr + row * tl.num_programs(1) + tile, tl.max(ranked(x, at), 0))
+
+
+@triton.jit
+def best_of(best_ptr, row, tiles, TILES: tl.constexpr):
+    tile = tl.arange(0, TILES)
+    return tl.max(tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=LEAST), 0)
+
+
+@triton.jit
+def top_of(best, heat):
+    """(the row's highest logit over temperature, whether there is anything to draw)."""
+    top = tl.div_rn(value_of((best >> 32).to(tl.int32)), heat)
+    return top, (heat > 0.0) & (tl.abs(top) < float("inf"))
+
+
+@triton.jit
+def weigh_kernel(
+    x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, logits_ptr, temperature_ptr, min_p_ptr, vocab, logits_row,
+    TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Per token x = logit / temperature and weight e^(x - max); per tile the sum of weights and the count above 0.
+
+    What min_p drops, or is too unlikely ever to be drawn, gets x = -inf and weight 0.
+    """
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    heat = tl.load(temperature_ptr + row)
+    top, drawn = top_of(best_of(best_ptr, row, tiles, TILES), heat)
+    if drawn:
+        at = tile * TILE + tl.arange(0, TILE)
+        x = tl.load(logits_ptr + row * logits_row + at, mask=at < vocab, other=float("-inf"))
+        x = tl.div_rn(x, tl.zeros_like(x) + heat)
+        weight = exp2((x - top) * LOG2E)
+        kept = (weight > 0.0) & (weight >= tl.load(min_p_ptr + row))
+        weight = tl.where(kept, weight, 0.0)
+        tl.store(x_ptr + row * vocab + at, tl.where(kept, x, float("-inf")), mask=at < vocab)
+        tl.store(weight_ptr + row * vocab + at, weight, mask=at < vocab)
+        tl.store(mass_ptr + row * tiles + tile, tl.sum(weight.to(tl.float64), 0))
+        tl.store(count_ptr + row * tiles + tile, tl.sum(kept.to(tl.int32), 0))
+
+
+@triton.jit
+def in_prefix(key, at, last, limit):
+    return (key > last) | ((key == last) & (at < limit))
+
+
+@triton.jit
+def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr, TILE: tl.constexpr):
+    """Of what lies in the prefix and has a key >= bound: the sum of weights (or the count), the count, the lowest key.
+    And the highest key < bound in the prefix."""
+    mass = tl.zeros((TILE,), tl.float64)
+    count = tl.zeros((TILE,), tl.int32)
+    lowest = tl.full((TILE,), HIGHEST_KEY, tl.int32)
+    below = tl.full((TILE,), LOWEST_KEY, tl.int32)
+    for start in range(0, vocab, TILE):
+        at = start + tl.arange(0, TILE)
+        key = key_of(tl.load(x_ptr + at, mask=at < vocab, other=float("-inf")))
+        inside = in_prefix(key, at, last, limit)
+        kept = inside & (key >= bound)
+        count += kept.to(tl.int32)
+        lowest = tl.minimum(lowest, tl.where(kept, key, HIGHEST_KEY))
+        below = tl.maximum(below, tl.where(inside & (key < bound), key, LOWEST_KEY))
+        if BY_MASS:
+            weight = tl.load(weight_ptr + at, mask=at < vocab, other=0.0)
+            mass += tl.where(kept, weight, 0.0).to(tl.float64)
+    number = tl.sum(count, 0)
+    total = tl.sum(mass, 0) if BY_MASS else number.to(tl.float64)
+    return total, number, tl.min(lowest, 0), tl.max(below, 0)
+
+
+@triton.jit
+def middle_of(low, high, step):
+    """A key between: of the mean value at first (logits spread evenly over values), then the mean key (which ends)."""
+    by_value = key_of(value_of(low) * 0.5 + value_of(high) * 0.5)
+    middle = tl.where(step < FIRST_STEPS, by_value, (low >> 1) + (high >> 1) + (low & high & 1))
+    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
+def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
+    """The id after the nth (from 1) token with this key and an id below limit."""
+    seen, found, start = nth * 0, limit, vocab * 0
+    while (seen < nth) & (start < vocab):
+        at = start + tl.arange(0, TILE)
+        here = key_of(tl.load(x_ptr + at, mask=at < vocab, other=float("-inf")))
+        tie = (here == key) & (at < limit)
+        number = seen + tl.cumsum(tie.to(tl.int32), 0)
+        found = tl.where(tl.max(number, 0) >= nth, tl.max(tl.where(tie & (number == nth), at, 0), 0) + 1, found)
+        seen = tl.max(number, 0)
+        start += TILE
+    return found
+
+
+@triton.jit
+def narrow(x_ptr, weight_ptr, vocab, top, last, limit, target, total, count, BY_MASS: tl.constexpr, TILE: tl.constexpr):
+    """The shortest prefix (last, limit) within the one given whose measure reaches target.
+
+    total, count: measure and length of the one given. Keys >= low always reach the target, keys >= high never do; both
+    move to keys that occur, so that equal logits cost one step, however many.
+    """
+    low, high = last, key_of(top) + 1
+    above, num_above = total * 0.0, count * 0  # of keys >= high
+    step = 0
+    while (low + 1 < high) & (total > target):
+        middle = middle_of(low, high, step)
+        found, number, lowest, below = measure(x_ptr, weight_ptr, vocab, last, limit, middle, BY_MASS, TILE)
+        if found >= target:
+            low, total, count = lowest, found, number
+        else:
+            high, above, num_above = below + 1, found, number
+        step += 1
+    limit = tl.where(low == last, limit, vocab)
+    if total > target:  # not all of the tokens with the key low are needed
+        each = exp2((value_of(low) - top) * LOG2E).to(tl.float64) if BY_MASS else total * 0.0 + 1.0
+        needed = tl.ceil((target - above) / each).to(tl.int32)
+        if needed < count - num_above:
+            limit = after_tie(x_ptr, vocab, low, limit, needed, TILE)
+    return low, limit
+
+
+@triton.jit
+def filter_kernel(
+    x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, tiles,
+    TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Sets the weights to 0 that top_k, then top_p, drops, and the sums of tiles accordingly. One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    top, drawn = top_of(best_of(best_ptr, row, tiles, TILES), tl.load(temperature_ptr + row))
+    k, p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    by_rank, by_mass = (k > 0) & (k < vocab), p < 1.0
+    if drawn & (by_rank | by_mass):
+        tile = tl.arange(0, TILES)
+        mass = tl.sum(tl.load(mass_ptr + row * tiles + tile, mask=tile < tiles, other=0.0), 0)
+        count = tl.sum(tl.load(count_ptr + row * tiles + tile, mask=tile < tiles, other=0), 0)
+        x_row, weight_row = x_ptr + row * vocab, weight_ptr + row * vocab
+        last, limit = key_of(top - NEVER_DRAWN), vocab + 0 * count
+        if by_rank:
+            number = count.to(tl.float64)
+            last, limit = narrow(
+                x_row, weight_row, vocab, top, last, limit, k.to(tl.float64), number, count, False, TILE
+            )
+            mass, count, _, _ = measure(x_row, weight_row, vocab, last, limit, last, True, TILE)
+        if by_mass:
+            target = p.to(tl.float64) * mass
+            last, limit = narrow(x_row, weight_row, vocab, top, last, limit, target, mass, count, True, TILE)
+        for i in range(tiles):
+            at = i * TILE + tl.arange(0, TILE)
+            key = key_of(tl.load(x_row + at, mask=at < vocab, other=float("-inf")))
+            weight = tl.load(weight_row + at, mask=at < vocab, other=0.0)
+            weight = tl.where(in_prefix(key, at, last, limit), weight, 0.0)
+            tl.store(weight_row + at, weight, mask=at < vocab)
+            tl.store(mass_ptr + row * tiles + i, tl.sum(weight.to(tl.float64), 0))
+
+
+@triton.jit
+def uniform(seed, sample, position):
+    """`kernels.sampling.uniform`: 53 bits of Philox-4x32-10 in [0, 1)."""
+    mask: tl.constexpr = 0xFFFFFFFF
+    high, low, _, _ = tl.philox(
+        seed,
+        (position & mask).to(tl.uint32), ((position >> 32) & mask).to(tl.uint32),
+        (sample & mask).to(tl.uint32), ((sample >> 32) & mask).to(tl.uint32),
+    )  # fmt: skip
+    bits = ((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11
+    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def draw_kernel(
+    out_ptr, weight_ptr, mass_ptr, best_ptr, temperature_ptr, seeds_ptr, samples_ptr, positions_ptr, vocab, tiles,
+    TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """out[row]: the first token, in id order, at which the sum of weights passes the uniform number's share of all."""
+    row = tl.program_id(0).to(tl.int64)
+    best = best_of(best_ptr, row, tiles, TILES)
+    _, drawn = top_of(best, tl.load(temperature_ptr + row))
+    token = id_of(best)
+    if drawn:
+        tile = tl.arange(0, TILES)
+        masses = tl.load(mass_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+        upto = tl.cumsum(masses, 0)
+        u = uniform(tl.load(seeds_ptr + row), tl.load(samples_ptr + row), tl.load(positions_ptr + row))
+        target = u * tl.max(upto, 0)
+        fallback = tl.max(tl.where(masses > 0.0, tile, 0), 0)  # rounding: the target may lie past every sum
+        chosen = tl.min(tl.where(upto > target, tile, TILES), 0)
+        chosen = tl.where(chosen < TILES, chosen, fallback)
+        before = tl.max(tl.where(tile < chosen, upto, 0.0), 0)
+        at = chosen * TILE + tl.arange(0, TILE)
+        weight = tl.load(weight_ptr + row * vocab + at, mask=at < vocab, other=0.0)
+        passed = before + tl.cumsum(weight.to(tl.float64), 0) > target
+        first = tl.min(tl.where(passed & (weight > 0.0), at, vocab), 0)
+        token = tl.where(first < vocab, first, tl.max(tl.where(weight > 0.0, at, 0), 0)).to(tl.int64)
+    tl.store(out_ptr + row, token)
+
+
+@triton.jit(do_not_specialize=["k"])
+def log_softmax_top_kernel(
+    chosen_ptr, rank_ptr, ids_ptr, top_ptr, logits_ptr, token_ids_ptr, vocab, logits_row, k, TILE: tl.constexpr
+):
+    """One program per row: log of the sum of e^x, how many lie above the chosen token, then the k likeliest in turn."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row = logits_ptr + row * logits_row
+    token = tl.load(token_ids_ptr + row)
+    chosen = tl.load(x_row + token, mask=(token >= 0) & (token < vocab), other=float("nan"))
+    best = next_best(x_row, vocab, 0x7FFFFFFFFFFFFFFF, TILE)
+    top = value_of((best >> 32).to(tl.int32))
+    total = tl.zeros((TILE,), tl.float64)
+    above = tl.zeros((TILE,), tl.int64)
+    for start in range(0, vocab, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(x_row + at, mask=at < vocab, other=float("-inf"))
+        total += exp2((x - top) * LOG2E).to(tl.float64)
+        above += (x > chosen).to(tl.int64)
+    log_sum = top.to(tl.float64) + tl.log(tl.sum(total, 0))
+    tl.store(chosen_ptr + row, (chosen.to(tl.float64) - log_sum).to(tl.float32))
+    tl.store(rank_ptr + row, tl.sum(above, 0) + 1)
+    for i in range(k):
+        value = value_of((best >> 32).to(tl.int32)).to(tl.float64) - log_sum
+        tl.store(ids_ptr + row * k + i, id_of(best))
+        tl.store(top_ptr + row * k + i, value.to(tl.float32))
+        best = next_best(x_row, vocab, best, TILE)
+
+
+@triton.jit
+def next_best(x_row, vocab, below, TILE: tl.constexpr):
+    """The highest rank below another one."""
+    best = tl.full((TILE,), LEAST, tl.int64)
+    for start in range(0, vocab, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(x_row + at, mask=at < vocab, other=float("-inf"))
+        rank = ranked(x, at)
+        best = tl.maximum(best, tl.where((rank < below) & (at < vocab), rank, LEAST))
+    return tl.max(best, 0)

@@ -1,0 +1,48 @@
+"""SwiGLU's elementwise half in Triton. Contract: `kernels.silu_mul.silu_mul`, which checks shapes.
+
+Elementwise, so a row cannot depend on others. Bytes: gate, up and the product once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.launch import power_of_2, warps_for
+
+_TILE = 4096  # elements of one row a program computes at most
+
+
+@triton.jit
+def silu_mul_kernel(out_ptr, x_ptr, width, x_row, TILE: tl.constexpr):
+    """out: [rows, width]; x: [rows, 2 * width], gate then up. One program per row and tile of columns."""
+    tiles = tl.cdiv(width, TILE)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    mask = col < width
+    gate = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * x_row + width + col, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + col, (silu * up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+def tile_for(width: int) -> int:
+    return min(_TILE, power_of_2(width))
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """As `kernels.silu_mul.silu_mul`; rows may be strided."""
+    width = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    rows = x.reshape(-1, 2 * width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    tile = tile_for(width)
+    silu_mul_kernel[(rows.shape[0] * triton.cdiv(width, tile),)](
+        out, rows, width, rows.stride(0), TILE=tile, num_warps=warps_for(tile)
+    )
+    return out
