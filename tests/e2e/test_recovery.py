@@ -47,38 +47,44 @@ async def run(llm: LLM, *, salt: str, disturb: Callable[[], None] = lambda: None
         return list(await everybody)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_killed_workers_cost_no_token(checkpoint: Path, workers: int) -> None:
-    """With one worker of each kind the streams wait for its successor; with two they go on at once."""
-    with LLM(str(checkpoint), num_blocks=4096, max_model_len=1024, prefill=workers, decode=workers) as llm:
+@pytest.mark.parametrize("roles,workers", [("split", 1), ("split", 2), ("both", 1)])
+async def test_killed_workers_cost_no_token(checkpoint: Path, roles: str, workers: int) -> None:
+    """With one worker of each kind the streams wait for its successor; with two they go on at once. A process of both
+    roles takes tickets that nobody has claimed and the prompts behind them along.
+    """
+    settings = {"num_blocks": 4096, "max_model_len": 1024, "roles": roles, "prefill": workers, "decode": workers}
+    with LLM(str(checkpoint), **settings) as llm:
         expected = await run(llm, salt="undisturbed")
         first = {1: "", 2: "-0"}[workers]
-        for role in ("decode", "prefill"):
-            pid = llm.pids[role + first]
+        for name in ("worker",) if roles == "both" else ("decode", "prefill"):
+            pid = llm.pids[name + first]
             kill = partial(os.kill, pid, signal.SIGKILL)
-            assert await run(llm, salt=role, disturb=kill) == expected, role
-            wait_for(lambda r=role: llm.pids[r + first], lambda now, old=pid: now != old, 10, "not started again")
+            assert await run(llm, salt=name, disturb=kill) == expected, name
+            wait_for(lambda n=name: llm.pids[n + first], lambda now, old=pid: now != old, 10, "not started again")
         assert (await run(llm, salt="afterwards")) == expected
         assert_nothing_held(llm.addresses.block_store)
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "worker"])
 async def test_a_worker_that_sleeps_past_its_lease_wakes_up_fenced_and_costs_no_token(
-    checkpoint: Path, role: str
+    checkpoint: Path, name: str
 ) -> None:
-    """Stopped for 7 s (the lease is 5 s) it is reaped; woken, it gives everything up and registers anew."""
-    with LLM(str(checkpoint), num_blocks=4096, max_model_len=1024) as llm:
+    """Stopped for 7 s (the lease is 5 s) it is reaped; woken, it gives everything up and registers anew. "worker" hosts
+    both roles.
+    """
+    roles = "both" if name == "worker" else "split"
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=1024, roles=roles) as llm:
         expected = await run(llm, salt="undisturbed")
 
         def freeze() -> None:
-            os.kill(llm.pids[role], signal.SIGSTOP)
+            os.kill(llm.pids[name], signal.SIGSTOP)
             time.sleep(7.0)
-            os.kill(llm.pids[role], signal.SIGCONT)
+            os.kill(llm.pids[name], signal.SIGCONT)
 
-        pid = llm.pids[role]
+        pid = llm.pids[name]
         assert await run(llm, salt="frozen", disturb=freeze) == expected
         health = f"http://{llm.addresses.http}/health"
         wait_for(lambda: httpx.get(health).status_code, lambda status: status == 200, 10, "not ready again")
         assert await run(llm, salt="afterwards") == expected
-        assert llm.pids[role] == pid, "the worker should have survived"
+        assert llm.pids[name] == pid, "the worker should have survived"
         assert_nothing_held(llm.addresses.block_store)

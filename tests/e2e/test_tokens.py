@@ -12,7 +12,7 @@ from common.types import SamplingParams, StoppingParams
 from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
+from looseleaf.testing import assert_nothing_held, prompts
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SEEDED: dict[str, Any] = {
@@ -67,6 +67,17 @@ async def test_two_by_two_workers_give_the_oracles_tokens(
 ) -> None:
     assert await together(two_by_two, GREEDY) == expected["greedy"]
     assert await together(two_by_two, SEEDED) == expected["seeded"]
+
+
+async def test_both_roles_in_one_process_give_the_oracles_tokens(
+    checkpoint: Path, expected: dict[str, list[tuple[int, ...]]]
+) -> None:
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=8192, roles="both") as llm:
+        assert set(llm.pids) == {"block_store", "worker", "gateway"}
+        assert await together(llm, GREEDY) == expected["greedy"], "cold"
+        assert await together(llm, SEEDED) == expected["seeded"], "cached"
+        assert {name.rpartition(".")[2] for name in llm.requests_by_worker()} == {"prefill", "decode"}
+        assert_nothing_held(llm.addresses.block_store)
 
 
 def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
