@@ -9,10 +9,10 @@ that memory is undefined, and only a new process is sure to be rid of it.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -159,21 +159,20 @@ def attach(address: str, needs: Sequence[Needs]) -> list[Attached]:
     """One process' roles attach to the store at `address`, all at once: it answers when every worker it expects has
     asked. They share one mapping of the arena. Raises StartupError.
     """
-    with ThreadPoolExecutor(len(needs), thread_name_prefix="attach") as threads:
-        replies = list(threads.map(lambda need: _ask(address, need), needs))
+    reply = _ask(address, [_request_of(need) for need in needs])
     try:
-        arena = _open(replies[0].directory, needs[0])
-        return [Attached(arena, replies[0].redis_url, need) for need in needs]
+        arena = _open(reply.directory, needs[0])
+        return [Attached(arena, reply.redis_url, need) for need in needs]
     except BlockStoreError as error:
-        raise StartupError(f"the arena in {replies[0].directory} cannot be used: {error}") from None
+        raise StartupError(f"the arena in {reply.directory} cannot be used: {error}") from None
 
 
-def _ask(address: str, needs: Needs) -> pb.AttachResponse:
-    """The store's answer. StartupError."""
+def _request_of(needs: Needs) -> pb.AttachRequest:
+    """StartupError: the ledger cannot serve such needs, or there is no such device."""
     longest = MAX_BATCH * needs.layout.block_size // len(needs.layout.groups)
     if needs.max_model_len > longest:
         raise StartupError(f"max_model_len {needs.max_model_len} is more than one ledger call takes ({longest} tokens)")
-    request = pb.AttachRequest(
+    return pb.AttachRequest(
         worker_id=needs.worker_id,
         role=needs.role,
         layout=convert.layout_to_pb(needs.layout),
@@ -183,12 +182,21 @@ def _ask(address: str, needs: Needs) -> pb.AttachResponse:
         floor_blocks=needs.floor_blocks,
         device_uuid=_device_uuid(needs),
     )
+
+
+def _ask(address: str, requests: Sequence[pb.AttachRequest]) -> pb.AttachResponse:
+    """The store's answer, which is the same for all. StartupError at the first refusal: the others would wait on."""
+    answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpc.insecure_channel(address) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
-        try:
-            reply: pb.AttachResponse = stub.Attach(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
-        except grpc.RpcError as error:
-            raise StartupError(f"the block store at {address} refuses: {error_of(error).message}") from None
+        for request in requests:
+            call = stub.Attach.future(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
+            call.add_done_callback(answered.put)
+        for _ in requests:
+            try:
+                reply: pb.AttachResponse = answered.get().result()
+            except grpc.RpcError as error:
+                raise StartupError(f"the block store at {address} refuses: {error_of(error).message}") from None
     return reply
 
 
@@ -197,7 +205,7 @@ def _device_uuid(needs: Needs) -> bytes:
     if needs.cuda_ordinal is None:
         return b""
     try:
-        return Cuda(needs.cuda_library).uuid(needs.cuda_ordinal)
+        return Cuda(needs.cuda_library).device(needs.cuda_ordinal).uuid
     except BlockStoreError as error:
         raise StartupError(f"--device {needs.device}: {error}") from None
 

@@ -1,24 +1,38 @@
-"""For tests: a real store (arena, Redis, ledger) in one line. `walk` does random operations on it."""
+"""For tests: a real store (arena, Redis, ledger) in one line, here or as a process; other processes; device memory of
+the stand-in for the CUDA driver. `walk` does random operations on it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
+import numpy.typing as npt
 import redis
 
 from block_store import invariants
 from block_store.arena import Arena
 from block_store.codec import SealItem
+from block_store.device_memory import DeviceBlocks
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.inspection import Inspection, inspect
 from block_store.ledger import Lane, Ledger
 from block_store.writer_slots import WriterSlot
+from common import convert
 from common.types import BlockRef, Epoch, KvLayout, KvSpec
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
 
 LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="bfloat16"),))
 
@@ -99,3 +113,90 @@ class TestStore:
 def content(prefix_hash: bytes | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """uint8 [block_bytes] that belongs to a hash."""
     return np.resize(np.frombuffer(prefix_hash or b"\xff" * 32, np.uint8), LAYOUT.block_bytes)
+
+
+class StoreProcess:
+    """A running `python -m block_store`."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.directory = directory
+        ready = directory.with_suffix(".ready")
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "block_store", "--directory", str(directory), "--port", "0",
+                "--ready-file", str(ready), *flags,
+            ],
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 20
+        while not ready.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()[1]
+            time.sleep(0.02)
+        self.address = ready.read_text().splitlines()[0]
+        ready.unlink()
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(self.channel)  # type: ignore[no-untyped-call]
+
+    def attach(
+        self, worker: str, role: str = "prefill", floor: int = 0, layout: KvLayout = LAYOUT, device_uuid: bytes = b""
+    ) -> pb.AttachResponse:
+        request = pb.AttachRequest(
+            worker_id=worker, role=role, layout=convert.layout_to_pb(layout), weights_bytes=1 << 20,
+            peak_activation_bytes=1 << 20, max_model_len=64, floor_blocks=floor,
+            device_uuid=device_uuid,
+        )  # fmt: skip
+        reply: pb.AttachResponse = self.stub.Attach(request, timeout=20)
+        return reply
+
+    def inspect(self, blocks: bool = False) -> pb.InspectResponse:
+        reply: pb.InspectResponse = self.stub.Inspect(pb.InspectRequest(include_blocks=blocks), timeout=5)
+        return reply
+
+    def read(self, arena_id: str, refs: Sequence[BlockRef]) -> list[pb.ReadBlocksResponse]:
+        request = pb.ReadBlocksRequest(arena_id=arena_id, table=convert.table_to_pb(refs))
+        return list(self.stub.ReadBlocks(request, timeout=5))
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.channel.close()
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+    def stop(self) -> str:
+        """SIGTERM; returns what it logged."""
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        log = self.process.communicate(timeout=10)[1]
+        return log
+
+
+def python(code: str, *args: str) -> subprocess.Popen[str]:
+    """Another process that runs `code`, with pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    """The next line that it prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def wait_until(holds: Callable[[], object], within_s: float = 5.0) -> None:
+    """Returns once `holds()`; AssertionError if that takes too long."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def view(blocks: DeviceBlocks) -> npt.NDArray[np.uint8]:
+    """uint8 [num_blocks, block_bytes] over the very memory, by `__cuda_array_interface__` as torch would. Only with the
+    stand-in for the driver, whose device memory the host can reach.
+    """
+    interface = blocks.__cuda_array_interface__
+    rows, row_bytes = interface["shape"]
+    memory = (ctypes.c_uint8 * (rows * row_bytes)).from_address(interface["data"][0])
+    return np.frombuffer(memory, np.uint8).reshape(rows, row_bytes)

@@ -1,8 +1,10 @@
-"""A private Redis for the whole run, and a fresh store for each test."""
+"""A private Redis for the whole run, a fresh store for each test, and the stand-in for the CUDA driver."""
 
 from __future__ import annotations
 
+import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from block_store import redis_server
+from block_store.cuda import Cuda
 from block_store.redis_server import RedisHandle
 from block_store.testing import TestStore
 
@@ -36,3 +39,22 @@ def store(redis_handle: RedisHandle, shm: Path) -> Iterator[TestStore]:
     made = TestStore(redis_handle.client, shm)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The stand-in for libcuda.so.1, built."""
+    library = tmp_path_factory.mktemp("cuda") / "libcuda.so"
+    source = Path(__file__).parent / "stand_in_cuda.c"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-lpthread", "-lrt"], check=True)
+    return str(library)
+
+
+@pytest.fixture
+def gpus(cuda_library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """The driver of a machine with one empty GPU of 64 MiB, which other processes of this test see too."""
+    prefix = f"ll-cuda-{secrets.token_hex(4)}"
+    monkeypatch.setenv("STAND_IN_CUDA", prefix)
+    yield Cuda(cuda_library)
+    for left in Path("/dev/shm").glob(f"{prefix}-*"):
+        left.unlink()

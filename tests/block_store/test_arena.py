@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,22 +17,10 @@ from block_store.errors import (
     NotEnoughSharedMemory,
 )
 from block_store.header import ArenaOffsets, HeaderState
-from block_store.testing import LAYOUT
+from block_store.testing import LAYOUT, line, python
 from common.types import BlockRef, KvKind, KvLayout, KvSpec
 
 TWO_GROUPS = KvLayout(16, (KvSpec(2, 1, 8, "bfloat16"), KvSpec(1, 1, 8, "float32", KvKind.SLIDING, 64)), "slots_first")
-
-
-def python(code: str, *args: str) -> subprocess.Popen[str]:
-    """Another process that runs `code`, with pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def test_what_was_made_is_found(shm: Path) -> None:

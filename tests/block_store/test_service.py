@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -24,68 +22,23 @@ from block_store.holder import Holder
 from block_store.ledger import Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
-from block_store.testing import LAYOUT, chain
+from block_store.testing import LAYOUT, StoreProcess, chain, wait_until
 from common import convert
 from common.rpc import check_health
 from common.types import BlockRef, KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
-from protos.v1 import block_store_pb2_grpc
 
 OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "bfloat16"),))
 
 
-class Store:
-    """A running `python -m block_store`."""
-
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.directory = directory
-        ready = directory.with_suffix(".ready")
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "block_store", "--directory", str(directory), "--port", "0",
-                "--ready-file", str(ready), *flags,
-            ],
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        deadline = time.monotonic() + 20
-        while not ready.exists():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()[1]
-            time.sleep(0.02)
-        self.address = ready.read_text().splitlines()[0]
-        ready.unlink()
-        self.channel = grpc.insecure_channel(self.address)
-        self.stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(self.channel)  # type: ignore[no-untyped-call]
-
-    def attach(
-        self, worker: str, role: str = "prefill", floor: int = 0, layout: KvLayout = LAYOUT
-    ) -> pb.AttachResponse:
-        request = pb.AttachRequest(
-            worker_id=worker, role=role, layout=convert.layout_to_pb(layout), weights_bytes=1 << 20,
-            peak_activation_bytes=1 << 20, max_model_len=64, floor_blocks=floor,
-        )  # fmt: skip
-        reply: pb.AttachResponse = self.stub.Attach(request, timeout=20)
-        return reply
-
-    def inspect(self, blocks: bool = False) -> pb.InspectResponse:
-        reply: pb.InspectResponse = self.stub.Inspect(pb.InspectRequest(include_blocks=blocks), timeout=5)
-        return reply
-
-    def stop(self) -> str:
-        self.channel.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        log = self.process.communicate(timeout=10)[1]
-        return log
-
-
 @pytest.fixture
-def running(shm: Path) -> Iterator[Store]:
-    store = Store(shm / "s", "--memory-budget", str(64 << 20), "--reserve-bytes", "0")
+def running(shm: Path) -> Iterator[StoreProcess]:
+    store = StoreProcess(shm / "s", "--memory-budget", str(64 << 20), "--reserve-bytes", "0")
     yield store
     store.stop()
 
 
-def attach_both(store: Store) -> tuple[pb.AttachResponse, float]:
+def attach_both(store: StoreProcess) -> tuple[pb.AttachResponse, float]:
     """Prefill waits for decode; returns the reply and how long the first one waited."""
     replies: list[tuple[pb.AttachResponse, float]] = []
 
@@ -110,7 +63,7 @@ def held_by(reply: pb.AttachResponse, name: str) -> HeldBlocks:
     return HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number), arena, slot)
 
 
-def test_workers_attach_share_and_are_seen(running: Store) -> None:
+def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
     assert asyncio.run(check_health(running.address, service="looseleaf.v1.BlockStoreService"))
     reply, waited = attach_both(running)
     assert waited < 5 and reply.block_bytes == LAYOUT.block_bytes
@@ -135,17 +88,17 @@ def test_workers_attach_share_and_are_seen(running: Store) -> None:
     assert seen.blocks[refs[0].block].prefix_hash == chain("a", 1)[0]
     assert list(seen.blocks[refs[0].block].holders) == [held.epoch]
 
-    assert [block.data for block in read(running, reply.arena_id, refs[:2])] == [
+    assert [block.data for block in running.read(reply.arena_id, refs[:2])] == [
         held.arena.data[ref.block].tobytes() for ref in refs[:2]
     ]
-    assert next(iter(read(running, reply.arena_id, refs[:1]))).digest == held.arena.digest(refs[0].block)
+    assert next(iter(running.read(reply.arena_id, refs[:1]))).digest == held.arena.digest(refs[0].block)
     for arena_id, refs_asked, code in (
         ("x", refs[:1], grpc.StatusCode.NOT_FOUND),
         (reply.arena_id, refs[2:], grpc.StatusCode.ABORTED),
         (reply.arena_id, [BlockRef(refs[0].block, 1)], grpc.StatusCode.ABORTED),
     ):
         with pytest.raises(grpc.RpcError) as refusal:
-            read(running, arena_id, refs_asked)
+            running.read(arena_id, refs_asked)
         assert refusal.value.code() is code
 
     record = WorkerRegistry(open_client(reply.redis_url)).get_store(reply.arena_id)
@@ -156,13 +109,8 @@ def test_workers_attach_share_and_are_seen(running: Store) -> None:
     assert "maximum concurrency at 64 tokens" in log and "private redis-server" in log
 
 
-def read(store: Store, arena_id: str, refs: list[BlockRef]) -> list[pb.ReadBlocksResponse]:
-    request = pb.ReadBlocksRequest(arena_id=arena_id, table=convert.table_to_pb(refs))
-    return list(store.stub.ReadBlocks(request, timeout=5))
-
-
 def test_the_store_reaps_who_falls_silent(shm: Path) -> None:
-    store = Store(shm / "s", "--num-blocks", "8", "--expect-workers", "1")
+    store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1")
     reply = store.attach("w")
     held = held_by(reply, "w")
     held.holder._stop.set()
@@ -177,15 +125,8 @@ def test_the_store_reaps_who_falls_silent(shm: Path) -> None:
     store.stop()
 
 
-def wait_until(holds: Any) -> None:
-    deadline = time.monotonic() + 5
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_attachments_that_cannot_work_are_refused(shm: Path) -> None:
-    store = Store(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--attach-timeout-s", "0.5")
+    store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--attach-timeout-s", "0.5")
     for request in (
         pb.AttachRequest(layout=convert.layout_to_pb(LAYOUT)), pb.AttachRequest(worker_id="w"),
         pb.AttachRequest(worker_id="w", layout=convert.layout_to_pb(KvLayout(0, LAYOUT.groups))),
@@ -199,7 +140,7 @@ def test_attachments_that_cannot_work_are_refused(shm: Path) -> None:
     assert "8 blocks but the workers need at least 9" in refusal.value.details()
     assert store.attach("w", floor=8).num_blocks == 8, "after a refusal the next may try"
     store.stop()
-    slow = Store(shm / "t", "--num-blocks", "8", "--attach-timeout-s", "0.3")
+    slow = StoreProcess(shm / "t", "--num-blocks", "8", "--attach-timeout-s", "0.3")
     with pytest.raises(grpc.RpcError) as refusal:
         slow.attach("alone")
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE and "1 of 2 expected" in refusal.value.details()
@@ -208,11 +149,11 @@ def test_attachments_that_cannot_work_are_refused(shm: Path) -> None:
 
 def test_a_kept_arena_is_mapped_again(shm: Path) -> None:
     flags = ("--num-blocks", "8", "--expect-workers", "1", "--keep-arena")
-    store = Store(shm / "s", *flags)
+    store = StoreProcess(shm / "s", *flags)
     first = store.attach("w")
     store.stop()
     assert os.listdir(shm / "s") == ["arena"]
-    again = Store(shm / "s", *flags)
+    again = StoreProcess(shm / "s", *flags)
     second = again.attach("w")
     assert second.arena_id == first.arena_id and Arena.open(second.directory).fixed.rebuild_count == 2
     with pytest.raises(grpc.RpcError) as refusal:
