@@ -1,7 +1,7 @@
 """`paged_attention` and `paged_prefill` in Triton: checks of shapes, choice of tiles, launches.
 
-Nothing is read back from the device, so a call can be captured in a CUDA graph. Hence values are not checked: with block
-tables, lengths or `cu_seqlens_q` that do not fit, memory outside the caches is read. Nothing outside `out` is written.
+Nothing is read back from the device, so a call can be captured in a CUDA graph. Hence values are not checked: with
+block tables, lengths or `cu_seqlens_q` that do not fit, memory outside the caches is read (only `out` is written).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from kernels.gpu import attention_tiles as tiles
 from kernels.gpu.attention_kernels import attention_kernel, merge_kernel
 from kernels.gpu.attention_tiles import Chip, Tiling
-from kernels.gpu.launch import row_stride
 
 INTERPRETED = not isinstance(attention_kernel, triton.JITFunction)
 E4M3 = torch.float8_e4m3fn
@@ -57,6 +56,10 @@ class Attention:
         return self.q.shape[1] // self.num_kv_heads
 
     @property
+    def fp8(self) -> bool:
+        return self.key_cache.dtype == E4M3
+
+    @property
     def max_keys(self) -> int:
         return self.block_table.shape[1] * self.key_cache.shape[2]
 
@@ -79,6 +82,7 @@ def _check(a: Attention) -> None:
     )
     _require(a.q.dtype in DTYPES, f"q has dtype {a.q.dtype}, must be one of {DTYPES}")
     _require(a.head_dim == a.key_cache.shape[3] and a.head_dim % 8 == 0, "head_dim must match and be a multiple of 8")
+    _require(a.head_dim <= tiles.MAX_HEAD_DIM, f"head_dim {a.head_dim} is above {tiles.MAX_HEAD_DIM}")
     _require(a.num_kv_heads > 0 and a.q.shape[1] % a.num_kv_heads == 0, "num_heads must be a multiple of kv heads")
     _require(all(x.stride(-1) == 1 for x in (a.q, a.out, *caches)), "the last dimension must be contiguous")
     _require(a.out.shape == a.q.shape and a.out.dtype == a.q.dtype, "out must be like q")
@@ -111,7 +115,7 @@ def launch(a: Attention, tiling: Tiling, splits: int, chip: Chip) -> Tensor:
         sums = (a.num_seqs, a.q.shape[1], splits)
         partial_acc = torch.empty((*sums, a.head_dim), dtype=torch.float32, device=a.q.device)
         partial_max, partial_sum = torch.empty((2, *sums), dtype=torch.float32, device=a.q.device)
-    bits = a.key_cache.dtype == E4M3 and chip.cc < 89
+    bits = a.fp8 and chip.cc < 89  # no conversion instruction
     caches = [x.view(torch.uint8) if bits else x for x in (a.key_cache, a.value_cache)]
     span = {
         "HEAD_DIM": a.head_dim,
@@ -128,15 +132,14 @@ def launch(a: Attention, tiling: Tiling, splits: int, chip: Chip) -> Tensor:
         partial_acc, partial_max, partial_sum,
         a.softmax_scale * a.k_scale * math.log2(math.e), a.v_scale,
         a.num_seqs, splits, a.window or 0,
-        row_stride(a.q), row_stride(a.q, 1), row_stride(a.out), row_stride(a.out, 1), a.block_table.stride(0),
-        *(row_stride(a.key_cache, dim) for dim in range(3)),
+        *a.q.stride()[:2], *a.out.stride()[:2], a.block_table.stride(0), *a.key_cache.stride()[:3],
         GROUP=a.group, BLOCK_SIZE=a.key_cache.shape[2], ROWS=tiling.rows, VARLEN=varlen, DIRECT=splits == 1,
         E4M3_BITS=bits, WIDE=INTERPRETED, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **span,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(a.num_seqs, a.q.shape[1])](
             a.out, a.context_lens, partial_acc, partial_max, partial_sum, a.v_scale, splits, a.window or 0,
-            row_stride(a.out), row_stride(a.out, 1), SPLITS=tiles.power_of_2(splits), num_warps=4, **span,
+            *a.out.stride()[:2], SPLITS=tiles.power_of_2(splits), num_warps=4, **span,
         )  # fmt: skip
     return a.out
 
@@ -181,8 +184,10 @@ def paged_attention(
     if not q.shape[0]:
         return a.out
     if deterministic:
-        return launch(a, tiles.deterministic_tiling(a.head_dim, a.group), tiles.num_pieces(a.max_keys, window), chip)
-    tiling = tiles.decode_tiling(a.head_dim, a.group)
+        return launch(
+            a, tiles.deterministic_tiling(a.head_dim, a.group, a.fp8), tiles.num_pieces(a.max_keys, window), chip
+        )
+    tiling = tiles.decode_tiling(a.head_dim, a.group, a.fp8)
     return launch(a, tiling, tiles.num_splits(tiling, a.num_seqs * a.num_kv_heads, a.max_keys, chip), chip)
 
 
@@ -226,5 +231,5 @@ def paged_prefill(
     if not q.shape[0] or not a.num_seqs:
         return a.out
     if deterministic:
-        return launch(a, tiles.deterministic_tiling(a.head_dim, a.group), 1, chip)
-    return launch(a, tiles.prefill_tiling(a.head_dim, a.group, chip, max_q_len), 1, chip)
+        return launch(a, tiles.deterministic_tiling(a.head_dim, a.group, a.fp8), 1, chip)
+    return launch(a, tiles.prefill_tiling(a.head_dim, a.group, a.fp8, chip, max_q_len), 1, chip)

@@ -111,7 +111,7 @@ def walk(
         else:
             blocks = tl.load(table + keys // BLOCK_SIZE)
         offsets = (blocks.to(tl.int64) * kv_block + (keys % BLOCK_SIZE) * kv_slot)[:, None] + dims  # [TILE, WIDTH]
-        k = as_operand(tl.load(key_cache + offsets, mask=real, other=0), q.dtype, E4M3_BITS, WIDE)
+        k = as_operand(tl.load(key_cache + offsets, mask=real, other=0.0), q.dtype, E4M3_BITS, WIDE)
         scores = tl.dot(as_operand(q, q.dtype, False, WIDE), tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             seen = keys[None, :] <= positions[:, None]  # [ROWS, TILE]
@@ -122,7 +122,7 @@ def walk(
         old = rescale(row_max, new_max)
         weights = rescale(scores, new_max[:, None])
         row_sum = row_sum * old + tl.sum(weights, 1)
-        v = as_operand(tl.load(value_cache + offsets, mask=real, other=0), q.dtype, E4M3_BITS, WIDE)
+        v = as_operand(tl.load(value_cache + offsets, mask=real, other=0.0), q.dtype, E4M3_BITS, WIDE)
         acc = tl.dot(as_operand(weights, q.dtype, False, WIDE), v, acc * old[:, None], input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum
@@ -196,7 +196,7 @@ def attention_kernel(
     q_heads = head * GROUP + row % GROUP
     dims = tl.arange(0, WIDTH)[None, :]
     real = live[:, None] & (dims < HEAD_DIM)
-    rows = tl.load(q + (q_rows * q_row + q_heads * q_head)[:, None] + dims, mask=real, other=0)
+    rows = tl.load(q + (q_rows * q_row + q_heads * q_head)[:, None] + dims, mask=real, other=0.0)
     table = block_table + sequence.to(tl.int64) * table_row
     keys = key_cache + head.to(tl.int64) * kv_head
     values = value_cache + head.to(tl.int64) * kv_head
@@ -265,7 +265,7 @@ def merge_kernel(
         row_sum = tl.zeros([1], tl.float32)
         for i in range(num_live):
             at = row + i + one
-            piece_acc = tl.load(partial_acc + at[:, None] * HEAD_DIM + dims, mask=real, other=0)
+            piece_acc = tl.load(partial_acc + at[:, None] * HEAD_DIM + dims, mask=real, other=0.0)
             piece_max = tl.load(partial_max + at)
             piece_sum = tl.load(partial_sum + at)
             acc, row_max, row_sum = fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum)
