@@ -24,6 +24,9 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c", "-DLL_AVX2"],
     "portable": ["-DLL_PORTABLE", "-Wno-psabi"],
 }  # fmt: skip
+# The warning is about gcc 12's own header.
+AMX_FLAGS = [*ISA_FLAGS["avx512"], "-mamx-tile", "-mamx-bf16", "-Wno-maybe-uninitialized"]
+AMX_SOURCE = "kernels/cpu/linear_amx.cpp"
 
 
 class BuildExt(build_ext):
@@ -41,18 +44,21 @@ class BuildExt(build_ext):
 def kernel_extensions() -> list[Extension]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
+    shared = sorted(set(glob("kernels/cpu/*.cpp")) - {AMX_SOURCE})
+    builds = {isa: (shared, flags) for isa, flags in ISA_FLAGS.items() if is_x86 or isa == "portable"}
+    if is_x86 and sys.platform == "linux":
+        builds["amx"] = ([AMX_SOURCE], AMX_FLAGS)
     return [
         Extension(
             f"kernels._cpu_{isa}",
-            sources=sorted(glob("kernels/cpu/*.cpp")),
+            sources=sources,
             depends=sorted(glob("kernels/cpu/*.h")),
             extra_compile_args=CXX_FLAGS + openmp + flags,
             extra_link_args=["-Wl,-z,lazy"] if sys.platform == "linux" else ["-undefined", "dynamic_lookup"],
             language="c++",
             optional=True,
         )
-        for isa, flags in ISA_FLAGS.items()
-        if is_x86 or isa == "portable"
+        for isa, (sources, flags) in builds.items()
     ]
 
 

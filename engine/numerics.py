@@ -28,7 +28,7 @@ def _on_cpu() -> dict[str, str]:
     amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
     return {
         "isa": current().isa,
-        "linear": f"onednn/{torch.__version__}",
+        "linear": f"amx/{kernels.__version__}" if amx.available() else f"onednn/{torch.__version__}",
         "cpu": torch.backends.cpu.get_cpu_capability() + amx,
     }
 

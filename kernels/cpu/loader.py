@@ -31,6 +31,7 @@ _NEEDS: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "portable": frozenset(),
 }
+_AMX_NEEDS = _NEEDS["avx512"] | {"amx_tile", "amx_bf16"}
 _LOG = logging.getLogger("looseleaf.kernels")
 
 
@@ -97,11 +98,21 @@ def _open(isa: Isa) -> CpuLibrary:
     path = _find(isa)
     if isa not in supported_isas() or path is None:
         raise ValueError(f"kernels for {isa!r} are not built or not supported by this CPU; have {supported_isas()}")
+    return CpuLibrary(isa, load_beside_torch(path), "best of this CPU")
+
+
+def amx_library() -> Path | None:
+    """The build for AMX tiles, if there is one and this CPU can run it."""
+    return _find("amx") if _cpu_flags() >= _AMX_NEEDS else None
+
+
+def load_beside_torch(path: Path) -> ctypes.CDLL:
+    """Loads a build so that it finds torch's OpenMP runtime. Errors: OSError from the loader."""
     import torch  # noqa: F401  its OpenMP runtime must be there first
 
     for omp in openmp_libraries():
         ctypes.CDLL(omp, mode=ctypes.RTLD_GLOBAL)
-    return CpuLibrary(isa, ctypes.CDLL(str(path)), "best of this CPU")
+    return ctypes.CDLL(str(path))
 
 
 def load(isa: Isa | None = None) -> CpuLibrary:

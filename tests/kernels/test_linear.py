@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu import fallbacks
+from kernels.cpu import amx, fallbacks
 from kernels.linear import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,6 +55,21 @@ def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype, n_in: int, n_out: i
         for r in rows:
             assert torch.equal(linear(x[:r]), whole[:r]), (threads, r)
             assert torch.equal(linear(x[-r:]), whole[-r:]), (threads, r, "from the end")
+
+
+@pytest.mark.skipif(not amx.available(), reason="this CPU has no AMX")
+def test_amx_is_taken_where_it_fits() -> None:
+    assert make(64, 33, torch.bfloat16)[0].how == "amx"
+    assert make(64, 33, torch.float32)[0].how == "onednn"
+    assert make(80, 33, torch.bfloat16)[0].how == "onednn"
+
+
+def test_rows_of_a_strided_input() -> None:
+    linear, _, _ = make(64, 100, torch.bfloat16)
+    x = torch.randn(40, 96).to(torch.bfloat16)[:, 16:80]
+    assert torch.equal(linear(x), linear(x.contiguous()))
+    x = torch.randn(64, 40).to(torch.bfloat16).T
+    assert torch.equal(linear(x), linear(x.contiguous()))
 
 
 def test_what_cannot_be_packed_is_counted() -> None:
