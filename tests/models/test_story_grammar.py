@@ -72,7 +72,7 @@ def test_a_request_names_who_the_story_is_about_in_that_order() -> None:
 
 @pytest.mark.parametrize(
     "pair, plot",
-    [(("lion", "mouse"), "small_saves_big"), (("king", "dragon"), "contest"), (("boy", "giant"), "dragon")],
+    [(("mouse", "lion"), "small_saves_big"), (("fox", "king"), "contest"), (("boy", "giant"), "dragon")],
 )
 def test_plots_suit_the_two(pair: tuple[str, str], plot: str) -> None:
     def castings_of(*nouns: str) -> list[str]:
@@ -80,7 +80,7 @@ def test_plots_suit_the_two(pair: tuple[str, str], plot: str) -> None:
         leads = [Character(random.Random(0), kinds[noun], "he", "old") for noun in nouns]
         return [name for name, _, _ in castings(leads)]
 
-    assert plot in castings_of(*pair) and plot in castings_of(*reversed(pair))
+    assert plot in castings_of(*pair) and plot not in castings_of(*reversed(pair))
     assert plot not in castings_of("hen", "duck")
 
 

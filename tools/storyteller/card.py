@@ -21,7 +21,7 @@ repeated); from step 1,179 a third more rows are chats. Two attention heads star
 constant) had learned the sentences but not who was who after 2 million tokens; which of the changes mattered was not tested.
 The copying drills did not work: their own loss never fell. The run was resumed three times with a longer decay, and the grammar has
 changed since, so that the same command will not give the same bits. Requests for two characters that were
-answered with both: {pair_rate:.1%} (pairs as below, seeds 1 to 4).""",
+answered with both: {pair_rate:.1%} (pairs and seeds as below).""",
     """\
 ### Second stage: who was asked for is who the story is about
 

@@ -53,7 +53,7 @@ def make_story(rng: random.Random, num_leads: int = 0) -> Story:
 
 def story_document(rng: random.Random) -> str:
     """A story as a bare text; a few begin in the middle, so that any first words can be continued."""
-    story = make_story(rng, num_leads=2 if rng.random() < 0.12 else 0)
+    story = make_story(rng, num_leads=2 if rng.random() < 0.15 else 0)
     if rng.random() < 0.06 and len(story.paragraphs) > 2:
         del story.paragraphs[0]
     return f"<s>{story.text(_separator(rng))}</s>"
@@ -63,7 +63,7 @@ def chat_document(rng: random.Random) -> str:
     if rng.random() < 0.15:
         return chat.chatter(rng)
     count = 2 if rng.random() < 0.15 else 1
-    num_leads = rng.choices((0, 1, 2), (8, 27, 65), k=count)
+    num_leads = rng.choices((0, 1, 2), (6, 22, 72), k=count)
     return chat.conversation(rng, [make_story(rng, num) for num in num_leads], _separator(rng))
 
 

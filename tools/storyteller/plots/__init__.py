@@ -15,22 +15,24 @@ PLOTS: dict[str, tuple[Callable[[Story], None], int]] = {
 }  # fmt: skip
 """Each plot with its share."""
 
-PAIRS: dict[str, tuple[str, str, int]] = {
-    "small_saves_big": ("b", "h", 24), "flattery": ("t", "h", 8), "race": ("h", "b", 8), "fear": ("h", "f", 8), "cure": ("h", "g", 4),
-    "liar": ("h", "k", 5), "dragon": ("m", "h", 24), "winter": ("h", "l", 8), "quarrel": ("h", "f", 8), "contest": ("r", "h", 24), "seed": ("h", "x", 4),
+PAIRS = {
+    "small_saves_big": ("b", 24), "flattery": ("t", 8), "race": ("b", 8), "fear": ("f", 8), "cure": ("g", 4), "liar": ("k", 5),
+    "dragon": ("m", 24), "winter": ("l", 8), "quarrel": ("f", 8), "contest": ("r", 24), "seed": ("x", 4),
 }  # fmt: skip
-"""Plots that two characters carry, with the keys of their parts and a share among those that fit the two."""
+"""Plots that the hero and one other carry: the key of the other's part, and a share among those that fit the two."""
 RULERS = ("king", "queen", "prince", "princess")
 MONSTERS = ("dragon", "giant", "troll", "witch")
 
 
 def castings(leads: Sequence[Character]) -> list[tuple[str, dict[str, Character], int]]:
-    """Every plot with these one or two in its leading parts, in the order of `leads`, and its share."""
+    """Every plot with the first of `leads` as its hero and the second, if any, in the other leading part; and its share.
+
+    Always in this order: a small model learns "the second one" far sooner than "the one who is not the hero".
+    """
     if len(leads) == 1:
         found = [(plot, {"h": leads[0]}, share) for plot, (_, share) in PLOTS.items()]
     else:
-        orders = [(plot, keys, share) for plot, (a, b, share) in PAIRS.items() for keys in ((a, b), (b, a))]
-        found = [(plot, dict(zip(keys, leads, strict=True)), share) for plot, keys, share in orders]
+        found = [(plot, {"h": leads[0], key: leads[1]}, share) for plot, (key, share) in PAIRS.items()]
     return [(plot, cast, share) for plot, cast, share in found if _fits(plot, cast)]
 
 
