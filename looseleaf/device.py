@@ -1,14 +1,17 @@
-"""Whether a launch computes on a GPU or on the CPU. Asks the driver and torch's version file; does not import torch."""
+"""Whether a launch computes on a GPU or on the CPU. Asks torch's version file and the driver; does not import torch."""
 
 from __future__ import annotations
 
 import importlib.util
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
 from block_store.cuda import Cuda, CudaUnavailable
 from common.errors import StartupError
+from looseleaf.model_source import REPOSITORY
 
 Device = Literal["cpu", "cuda"]
 
@@ -32,6 +35,17 @@ def why_no_gpu() -> str | None:
     """One sentence; None: there is a GPU that torch can use."""
     if torch_cuda() is None:
         return "the torch that is installed here was not built for CUDA"
+    # In a process of its own: one that has called the driver cannot fork others that use it, and `LLM` has no say in
+    # what else its process does.
+    command = [sys.executable, "-m", "looseleaf.device"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return f"the CUDA driver could not be asked: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+    return done.stdout.strip() or None
+
+
+def driver_obstacle() -> str | None:
+    """Why the driver gives no GPU; None: it does."""
     try:
         return None if Cuda().num_devices else "the CUDA driver sees no GPU"
     except CudaUnavailable as error:
@@ -45,3 +59,7 @@ def torch_cuda() -> str | None:
         return None
     version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return version["cuda"] if isinstance(version.get("cuda"), str) else None
+
+
+if __name__ == "__main__":
+    print(driver_obstacle() or "")

@@ -11,8 +11,7 @@ from common.errors import StartupError
 from common.settings import Settings
 from decode_svc.settings import DecodeSettings
 from gateway.settings import GatewaySettings
-from looseleaf import device as device_module
-from looseleaf.device import resolve_device
+from looseleaf import device
 from looseleaf.launcher import flags_of, gateway_flags, settled, store_flags, worker_flags, worker_processes
 from looseleaf.model_source import ModelSource
 from looseleaf.settings import ServeSettings
@@ -25,23 +24,12 @@ SOURCE = ModelSource(Path("/models/m"))
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which torch can use a GPU."""
-    monkeypatch.setattr(device_module, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(device, "why_no_gpu", lambda: None)
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "why_no_gpu", lambda: "the CUDA driver sees no GPU")
-
-
-def test_a_gpu_is_taken_where_there_is_one(gpu: None) -> None:
-    assert resolve_device("auto") == resolve_device("cuda") == "cuda"
-    assert resolve_device("cpu") == "cpu"
-
-
-def test_without_a_gpu_the_cpu_is_taken_unless_a_gpu_was_asked_for(no_gpu: None) -> None:
-    assert resolve_device("auto") == resolve_device("cpu") == "cpu"
-    with pytest.raises(StartupError, match=r"^--device cuda: the CUDA driver sees no GPU$"):
-        resolve_device("cuda")
+    monkeypatch.setattr(device, "why_no_gpu", lambda: "the CUDA driver sees no GPU")
 
 
 @pytest.mark.parametrize(
