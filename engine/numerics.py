@@ -8,6 +8,7 @@ import torch
 import kernels
 from common.types import DType
 from engine.device import Device
+from kernels.cpu import amx
 from kernels.cpu.loader import current
 from kernels.providers.base import AttentionProvider
 
@@ -25,11 +26,11 @@ def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtyp
 
 
 def _on_cpu() -> dict[str, str]:
-    amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
+    tiles = "+amx" if torch.cpu._is_amx_tile_supported() else ""
     return {
         "isa": current().isa,
         "linear": f"amx/{kernels.__version__}" if amx.available() else f"onednn/{torch.__version__}",
-        "cpu": torch.backends.cpu.get_cpu_capability() + amx,
+        "cpu": torch.backends.cpu.get_cpu_capability() + tiles,
     }
 
 
