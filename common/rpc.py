@@ -43,6 +43,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+HEARTBEAT_S = 0.5
+"""A worker's event loop sends something on every open stream at least so often: what a frozen process cannot."""
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 logger = logging.getLogger("rpc")
 

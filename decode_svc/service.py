@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from common import convert
 from common.errors import LooseleafError
-from common.rpc import Context
+from common.rpc import HEARTBEAT_S, Context
 from common.step_thread import StepThread
 from common.types import WorkerLoad
 from decode_svc.scheduler import Group
@@ -52,7 +52,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         reader = asyncio.create_task(self._read(request_iterator, session))
         reader.add_done_callback(lambda _: responses.put_nowait(None))
         try:
-            while (response := await responses.get()) is not None:
+            while (response := await _within(HEARTBEAT_S, responses)) is not None:
                 yield _merge(response, responses)
         finally:
             reader.cancel()
@@ -93,6 +93,17 @@ def _group(submit: pb.Submit) -> Group:
     return Group(
         submit.handle, submit.attempt, sequences, priority=submit.priority, deadline_ns=deadline, arrived_ns=now
     )
+
+
+async def _within(seconds: float, queue: asyncio.Queue[pb.SessionResponse | None]) -> pb.SessionResponse | None:
+    """The next response; a heartbeat if there is none for `seconds`."""
+    if queue.empty():
+        try:
+            async with asyncio.timeout(seconds):
+                return await queue.get()
+        except TimeoutError:
+            return pb.SessionResponse()
+    return queue.get_nowait()
 
 
 def _merge(first: pb.SessionResponse, queue: asyncio.Queue[pb.SessionResponse | None]) -> pb.SessionResponse:

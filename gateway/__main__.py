@@ -19,6 +19,7 @@ from gateway.http_app import HttpApi
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
 from gateway.server import HttpServer, bind_grpc, bind_http, raise_file_limit, watch_blocks, watch_readiness
+from gateway.sessions import Limits
 from gateway.settings import GatewaySettings
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import Salts, Validator
@@ -35,7 +36,7 @@ async def main(settings: GatewaySettings) -> None:
     bind_grpc(grpc_server, settings.grpc_port)
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
-    workers = Workers(settings.stall_s)
+    workers = Workers(Limits(settings.silence_s, settings.stall_s))
     try:
         discovery = Discovery(settings.redis_url, settings.poll_s, workers.on_records)
         await discovery.check()

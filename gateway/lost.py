@@ -10,6 +10,7 @@ from common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from common.types import WorkerRecord
 from protos.v1 import decode_pb2
 
 
@@ -28,15 +29,23 @@ class WorkerLost(Exception):
         counted: bool = True,
         suspect: bool = True,
         unreachable: bool = False,
+        death: str | None = None,
         final: LooseleafError | None = None,
     ) -> None:
         super().__init__(reason)
         self.unreachable = unreachable
+        self.death = death
+        """Which worker process ended while it had the request (`incarnation`)."""
         self.reason = reason
         self.counted = counted
         self.suspect = suspect
         """Whether other workers should be preferred for a while."""
         self.final = final or Unavailable("the workers of this request were lost", retry_after_s=1.0)
+
+
+def incarnation(worker: WorkerRecord) -> str:
+    """Names one life of a worker: its successor has another address."""
+    return f"{worker.worker_id}@{worker.address}"
 
 
 def queue_full(role: str) -> WorkerLost:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -12,12 +15,14 @@ from common import convert
 from common.errors import DeadlineExceeded
 from common.rpc import error_of, open_channel
 from common.types import WorkerLoad, WorkerRecord
-from gateway.lost import WorkerLost, internal, queue_full
+from gateway.lost import WorkerLost, incarnation, internal, queue_full
+from gateway.silence import Silence
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc
 
 OnLoad = Callable[[str, WorkerLoad], None]
-_LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
+_Call: TypeAlias = "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillResponse]"
+_LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
 
 
 @dataclass(slots=True)
@@ -28,10 +33,13 @@ class _Peer:
 
 
 class PrefillClient:
-    """Channels to prefill workers by address. `on_load(worker_id, load)` gets their reports."""
+    """Channels to prefill workers by address. `on_load(worker_id, load)` gets their reports; a worker that sends
+    nothing for `silence_s`, not even progress, is lost.
+    """
 
-    def __init__(self, on_load: OnLoad) -> None:
+    def __init__(self, on_load: OnLoad, silence_s: float) -> None:
         self._on_load = on_load
+        self._silence_s = silence_s
         self._peers: dict[str, _Peer] = {}
 
     async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
@@ -40,16 +48,17 @@ class PrefillClient:
         peer.num_calls += 1
         call, accepted = peer.stub.Prefill(request, timeout=timeout_s), False
         try:
-            async for response in call:
-                accepted = True
-                if response.HasField("done"):
-                    self._on_load(worker.worker_id, convert.load_from_pb(response.done.load))
-                    done: pb.PrefillDone = response.done
-                    return done
-                if response.HasField("queued"):
-                    self._on_load(worker.worker_id, convert.load_from_pb(response.queued.load))
+            async with aclosing(_unless_silent(call, self._silence_s)) as responses:
+                async for response in responses:
+                    accepted = True
+                    if response.HasField("done"):
+                        self._on_load(worker.worker_id, convert.load_from_pb(response.done.load))
+                        done: pb.PrefillDone = response.done
+                        return done
+                    if response.HasField("queued"):
+                        self._on_load(worker.worker_id, convert.load_from_pb(response.queued.load))
         except grpc.aio.AioRpcError as error:
-            raise _translated(error, accepted) from None
+            raise _translated(error, accepted, worker) from None
         finally:
             call.cancel()
             peer.num_calls -= 1
@@ -74,10 +83,34 @@ class PrefillClient:
         return peer
 
 
-def _translated(error: grpc.aio.AioRpcError, accepted: bool) -> Exception:
+async def _unless_silent(call: _Call, limit_s: float) -> AsyncGenerator[pb.PrefillResponse, None]:
+    """The responses of a call; WorkerLost when `limit_s` pass without one."""
+    silence = Silence(limit_s)
+    watch = asyncio.create_task(silence.lasts())
+    read: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            read = asyncio.create_task(call.read())
+            await asyncio.wait({read, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                raise WorkerLost("prefill_silent")
+            response = read.result()
+            if response is grpc.aio.EOF:
+                return
+            silence.heard()
+            yield response
+    finally:
+        watch.cancel()
+        if read is not None:
+            read.cancel()
+
+
+def _translated(error: grpc.aio.AioRpcError, accepted: bool, worker: WorkerRecord) -> Exception:
     code = error.code()
     if code is grpc.StatusCode.UNAVAILABLE and not accepted:
         return WorkerLost("prefill_unreachable", counted=False, unreachable=True)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return WorkerLost("prefill_unavailable", death=incarnation(worker))
     if code in _LOST:
         return WorkerLost(f"prefill_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -22,6 +22,7 @@ from gateway.admission import Gate
 from gateway.assemble import Piece, Sample, Summary
 from gateway.lost import WorkerLost, internal, rejected, too_late
 from gateway.metrics import Metrics
+from gateway.poison import PoisonList, digest_of
 from gateway.sessions import OutputStream
 from gateway.validate import ResolvedRequest
 from gateway.workers import Workers
@@ -57,6 +58,7 @@ class _Life:
     sample: Sample
     arrived: float
     deadline: float
+    digest: bytes = b""
     attempts: int = 0
     losses: int = 0
     queue_ns: int = 0
@@ -100,6 +102,7 @@ class RequestRunner:
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._recover_s = recover_s
+        self._poison = PoisonList()
 
     async def generate(self, request: ResolvedRequest) -> AsyncGenerator[Piece, None]:
         """Pieces of the continuation; the last has finish_reason and summary.
@@ -107,7 +110,8 @@ class RequestRunner:
         Closing this (or cancelling its reader) cancels the work. Errors: any LooseleafError.
         """
         now = time.monotonic()
-        life = _Life(request, Sample(request, self._tokenizer), now, now + request.timeout_s)
+        digest = digest_of(request.prompt_ids, request.salt)
+        life = _Life(request, Sample(request, self._tokenizer), now, now + request.timeout_s, digest)
         outcome = "abort"
         try:
             await self._enter(life)
@@ -117,6 +121,7 @@ class RequestRunner:
                         self._count(life, piece)
                         if piece.finish_reason is not None:
                             outcome = piece.finish_reason.value
+                            self._poison.completed(life.digest)
                         yield piece
             finally:
                 self._gate.leave()
@@ -127,7 +132,8 @@ class RequestRunner:
             self._metrics.ended(outcome, time.monotonic() - life.arrived, life.summary())
 
     async def _enter(self, life: _Life) -> None:
-        """Wait for a place with the workers; at once refused if there are none."""
+        """Wait for a place with the workers; at once refused if there are none, or if it kills them."""
+        self._poison.check(life.digest)
         if not self._workers.ready:
             raise Unavailable("no pair of prefill and decode workers is ready", retry_after_s=1.0)
         try:
@@ -163,6 +169,9 @@ class RequestRunner:
         self._metrics.retried(lost.reason)
         life.losses += lost.counted
         logger.info("request %s is prefilled again: %s", life.request.request_id, lost.reason)
+        if lost.death is not None:
+            self._poison.died(life.digest, lost.death)
+            self._poison.check(life.digest)
         if life.losses >= self._max_attempts:
             raise lost.final
 

@@ -11,13 +11,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import grpc.aio
 
 from common import convert
 from common.rpc import open_channel
 from common.types import WorkerLoad, WorkerRecord
-from gateway.lost import WorkerLost
+from gateway.lost import WorkerLost, incarnation
+from gateway.silence import Silence
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
 
@@ -25,6 +27,16 @@ logger = logging.getLogger("sessions")
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 0.5
 OnLoad = Callable[[str, WorkerLoad], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long workers may say nothing."""
+
+    silence_s: float = 2.5
+    """Not even a heartbeat: the process is frozen, or its host is gone."""
+    stall_s: float = 60.0
+    """Heartbeats, but no step although it has sequences of ours."""
 
 
 class OutputStream:
@@ -71,15 +83,19 @@ class OutputStream:
 class DecodeSession:
     """The session with one decode worker. It lives as long as `run`."""
 
-    def __init__(self, record: WorkerRecord, on_load: OnLoad) -> None:
+    def __init__(self, record: WorkerRecord, on_load: OnLoad, limits: Limits) -> None:
         self.record = record
         self.connected = False
+        self._silence = Silence(limits.silence_s)
+        self._limits = limits
         self._on_load = on_load
         self._streams: dict[int, OutputStream] = {}
         self._next_handle = 1
         # Bounded by the requests let in: each puts at most a submit and a cancel.
         self._commands: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        self._heard_at = time.monotonic()
+        self._stepped_at = time.monotonic()
+        self._reason = "session_lost"
+        self._death: str | None = None
         self._run: asyncio.Task[None] | None = None
 
     @property
@@ -102,7 +118,7 @@ class DecodeSession:
             stream.fail(WorkerLost("session_lost"))
             return stream
         if self.idle:
-            self._heard_at = time.monotonic()
+            self._stepped_at = time.monotonic()
         self._streams[request.handle] = stream
         self._commands.put_nowait(pb.SessionRequest(submit=request))
         return stream
@@ -112,11 +128,20 @@ class DecodeSession:
         if self._streams.pop(stream.handle, None) is not None and self.connected:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=stream.handle)))
 
-    def check_stall(self, stall_s: float) -> None:
-        """Give the worker up if it has sequences of ours and has said nothing for `stall_s`."""
-        if self._streams and time.monotonic() - self._heard_at > stall_s:
-            logger.warning("decode worker %s has been silent for %.0f s: given up", self.record.worker_id, stall_s)
-            self.close()
+    def check_stall(self) -> None:
+        """Give the worker up if it has sequences of ours and its steps have said nothing for too long."""
+        if self._streams and time.monotonic() - self._stepped_at > self._limits.stall_s:
+            self._give_up(self._limits.stall_s, "does not step")
+
+    def _give_up(self, seconds: float, why: str) -> None:
+        logger.warning("decode worker %s %s for %.1f s: given up", self.record.worker_id, why, seconds)
+        self._reason = "session_silent"
+        self.close()
+
+    async def _watch(self) -> None:
+        """The end of a frozen process: it keeps its connection, but its heartbeats stop."""
+        await self._silence.lasts()
+        self._give_up(self._limits.silence_s, "has been silent")
 
     def close(self) -> None:
         if self._run is not None:
@@ -124,22 +149,25 @@ class DecodeSession:
 
     async def _serve(self) -> None:
         channel = open_channel(self.record.address)
-        writer: asyncio.Task[None] | None = None
+        helpers: list[asyncio.Task[None]] = []
         try:
             call = decode_pb2_grpc.DecodeServiceStub(channel).Session()  # type: ignore[no-untyped-call]
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await call.wait_for_connection()
             self.connected = True
-            writer = asyncio.create_task(self._write(call))
+            self._silence.heard()
+            helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch())]
             async for response in call:
                 self._dispatch(response)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "no connection"
             logger.warning("session with decode worker %s ended: %s", self.record.worker_id, code)
+            if self.connected and code == "UNAVAILABLE":
+                self._death = incarnation(self.record)
         finally:
             self.connected = False
-            if writer is not None:
-                writer.cancel()
+            for helper in helpers:
+                helper.cancel()
             self._fail_all()
             await channel.close()
 
@@ -151,28 +179,30 @@ class DecodeSession:
             call.cancel()  # the reader ends the session
 
     def _dispatch(self, response: pb.SessionResponse) -> None:
-        self._heard_at = time.monotonic()
+        self._silence.heard()
+        if not response.HasField("load"):
+            return  # a heartbeat
+        self._stepped_at = time.monotonic()
         for output in response.outputs:
             stream = self._streams.get(output.handle)
             if stream is not None:
                 if output.finish_reason or output.rejection:
                     del self._streams[output.handle]
                 stream.put(output)
-        if response.HasField("load"):
-            self._on_load(self.record.worker_id, convert.load_from_pb(response.load))
+        self._on_load(self.record.worker_id, convert.load_from_pb(response.load))
 
     def _fail_all(self) -> None:
         for stream in self._streams.values():
-            stream.fail(WorkerLost("session_lost"))
+            stream.fail(WorkerLost(self._reason, death=self._death))
         self._streams.clear()
 
 
 class SessionPool:
     """Sessions with all decode workers that the registry names."""
 
-    def __init__(self, on_load: OnLoad, stall_s: float) -> None:
+    def __init__(self, on_load: OnLoad, limits: Limits) -> None:
         self._on_load = on_load
-        self._stall_s = stall_s
+        self._limits = limits
         self._sessions: dict[str, DecodeSession] = {}
         self._retry_at: dict[str, float] = {}
 
@@ -190,7 +220,7 @@ class SessionPool:
         now = time.monotonic()
         wanted = {r.worker_id: r for r in records if r.role == "decode"}
         for worker_id, session in list(self._sessions.items()):
-            session.check_stall(self._stall_s)
+            session.check_stall()
             record = wanted.get(worker_id)
             moved = record is None or record.address != session.record.address
             if session.ended or (moved and session.idle):
@@ -199,7 +229,7 @@ class SessionPool:
                 self._retry_at[worker_id] = now + RECONNECT_S
         for worker_id, record in wanted.items():
             if worker_id not in self._sessions and now >= self._retry_at.get(worker_id, 0.0):
-                session = self._sessions[worker_id] = DecodeSession(record, self._on_load)
+                session = self._sessions[worker_id] = DecodeSession(record, self._on_load, self._limits)
                 session.start()
         self._retry_at = {w: t for w, t in self._retry_at.items() if t > now}
 

@@ -29,8 +29,11 @@ class GatewaySettings(ServerSettings):
         3, ge=1, le=100, description="how often a request may be sent to workers when some are lost"
     )
     recover_s: float = Field(30.0, ge=0, description="how long a request whose workers are lost waits for others")
+    silence_s: float = Field(
+        2.5, gt=0.5, description="a worker that sends nothing for so long, not even heartbeats, is given up"
+    )
     stall_s: float = Field(
-        60.0, gt=0, description="a decode worker with sequences that is silent for so long is given up"
+        60.0, gt=0, description="a decode worker with sequences that makes no step for so long is given up"
     )
     poll_s: float = Field(0.25, gt=0.01, le=10, description="how often to look for workers")
     num_tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for long prompts")

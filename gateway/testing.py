@@ -20,6 +20,9 @@ from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos.v1 import types_pb2 as pb
 
 VOCAB_SIZE = 400
+HEARTBEAT_S = 0.05
+HEARTBEAT = decode_pb2.SequenceOutput()
+"""Stands for a heartbeat in the queue of outputs."""
 BOS_ID, EOS_ID = 1, 2
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -68,7 +71,7 @@ class Fault:
     """What goes wrong with one submit: after `after` tokens do `action`."""
 
     action: str
-    """reject, die, gap, repeat, stray, silence."""
+    """reject, die, gap, repeat, stray, silence (no more tokens), freeze (no heartbeats either)."""
     after: int = 2
     rejection: int = decode_pb2.REJECTION_UNSPECIFIED
 
@@ -81,6 +84,7 @@ class Script:
     prefills: list[LooseleafError | float] = field(default_factory=list)
     """An error to answer with, or seconds to take."""
     step_s: float = 0.0
+    prefill_heartbeats: bool = True
     burst: bool = False
     """All tokens of a submit in one message, as after a gateway was slow."""
     prefilled: list[prefill_pb2.PrefillRequest] = field(default_factory=list)
@@ -102,7 +106,11 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         if isinstance(step, LooseleafError):
             raise step
         try:
-            await asyncio.sleep(step)
+            for _ in range(round(step / HEARTBEAT_S)):
+                await asyncio.sleep(HEARTBEAT_S)
+                if self._script.prefill_heartbeats:
+                    yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())
+            await asyncio.sleep(step % HEARTBEAT_S)
         except asyncio.CancelledError:
             self._script.prefills_cancelled += 1
             raise
@@ -145,32 +153,45 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.SessionResponse]:
         outputs: asyncio.Queue[decode_pb2.SequenceOutput | None] = asyncio.Queue()
         running: dict[int, asyncio.Task[None]] = {}
+        frozen = asyncio.Event()
 
         async def read() -> None:
             async for request in requests:
                 if request.HasField("submit"):
                     self._script.submitted.append(request.submit)
                     fault = self._script.submits.pop(0) if self._script.submits else Fault("none")
-                    task = asyncio.create_task(self._generate(request.submit, fault, outputs.put_nowait))
+                    task = asyncio.create_task(self._generate(request.submit, fault, outputs.put_nowait, frozen))
                     running[request.submit.handle] = task
                 else:
                     self._script.cancelled.append(request.cancel.handle)
                     running[request.cancel.handle].cancel()
 
-        reader = asyncio.create_task(read())
+        async def beat() -> None:
+            while not frozen.is_set():
+                await asyncio.sleep(HEARTBEAT_S)
+                outputs.put_nowait(HEARTBEAT)
+
+        reader, heart = asyncio.create_task(read()), asyncio.create_task(beat())
         try:
             while (output := await outputs.get()) is not None:
+                if output is HEARTBEAT:
+                    yield decode_pb2.SessionResponse()
+                    continue
                 response = decode_pb2.SessionResponse(outputs=[output], load=pb.WorkerLoad(num_running=len(running)))
                 while self._script.burst and not outputs.empty() and (more := outputs.get_nowait()) is not None:
-                    response.outputs.append(more)
+                    response.outputs.extend([more] if more is not HEARTBEAT else [])
                 yield response
             raise Unavailable("the worker died")
         finally:
-            for task in (reader, *running.values()):
+            for task in (reader, heart, *running.values()):
                 task.cancel()
 
     async def _generate(
-        self, submit: decode_pb2.Submit, fault: Fault, put: Callable[[decode_pb2.SequenceOutput | None], None]
+        self,
+        submit: decode_pb2.Submit,
+        fault: Fault,
+        put: Callable[[decode_pb2.SequenceOutput | None], None],
+        frozen: asyncio.Event,
     ) -> None:
         outputs = list(submit.branches[0].output_token_ids)
         ids = [*submit.prompt_token_ids, *outputs]
@@ -184,7 +205,9 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                 return put(output)
             if produced == fault.after and fault.action == "die":
                 return put(None)
-            if produced == fault.after and fault.action == "silence":
+            if produced == fault.after and fault.action in ("silence", "freeze"):
+                if fault.action == "freeze":
+                    frozen.set()
                 return
             ids.append(next_id(ids))
             output.token_ids.append(ids[-1])

@@ -13,7 +13,7 @@ from common.types import WorkerLoad, WorkerRecord
 from gateway.lost import WorkerLost
 from gateway.prefill_client import PrefillClient
 from gateway.routing import Router, WorkerState
-from gateway.sessions import DecodeSession, SessionPool
+from gateway.sessions import DecodeSession, Limits, SessionPool
 from protos.v1 import prefill_pb2
 
 Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes], Awaitable[dict[str, int]]]
@@ -43,10 +43,10 @@ class DecodePlace:
 class Workers:
     """The workers that the registry names, and the way to them."""
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._router = Router()
-        self._sessions = SessionPool(self._on_load, stall_s)
-        self._prefills = PrefillClient(self._on_load)
+        self._sessions = SessionPool(self._on_load, limits)
+        self._prefills = PrefillClient(self._on_load, limits.silence_s)
         self._ready_at = time.monotonic()
         self._lookup: Lookup | None = None
         self._tasks: set[asyncio.Task[None]] = set()

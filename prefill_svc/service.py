@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from common import convert
 from common.errors import InvalidArgument, LooseleafError, Unavailable, Unimplemented
-from common.rpc import Context
+from common.rpc import HEARTBEAT_S, Context
 from common.step_thread import StepThread
 from engine.sequence import Sequence
 from prefill_svc.scheduler import Job
@@ -40,17 +40,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit))
-        done = False
+        event: Event = Progress(0)
         self.num_calls += 1
         try:
             yield pb.PrefillResponse(queued=pb.PrefillQueued(load=convert.load_to_pb(self._worker.load)))
-            while not done:
-                event = await events.get()
-                done = not isinstance(event, Progress)
+            while isinstance(event, Progress):
+                event = await _within(HEARTBEAT_S, events, event)
                 yield _response(event)
         finally:
             self.num_calls -= 1
-            if not done:
+            if isinstance(event, Progress):
                 self._thread.post(lambda: self._worker.cancel(job))
 
     def _job(self, request: pb.PrefillRequest) -> Job:
@@ -73,6 +72,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgument.of("logprobs", f"must be at most the vocabulary size {self._vocab_size}")
         sequence = Sequence(prompt, outputs, sampling, stopping, sample_index)
         return Job(sequence, priority=request.priority, arrived_ns=time.monotonic_ns())
+
+
+async def _within(seconds: float, events: asyncio.Queue[Event], last: Progress) -> Event:
+    """The next event; the last progress again, as a heartbeat, if there is none for `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await events.get()
+    except TimeoutError:
+        return last
 
 
 def _response(event: Event) -> pb.PrefillResponse:

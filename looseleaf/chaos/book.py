@@ -35,10 +35,9 @@ class Case:
     max_tokens: int
     expected: tuple[int, ...]
 
-    @property
-    def options(self) -> GenerateOptions:
+    def options(self, salt: str) -> GenerateOptions:
         """As a client gives them."""
-        options: GenerateOptions = {"max_tokens": self.max_tokens, "ignore_eos": True}
+        options: GenerateOptions = {"max_tokens": self.max_tokens, "ignore_eos": True, "cache_salt": salt}
         options["temperature"] = self.sampling.temperature
         if self.sampling.temperature > 0:
             options["seed"] = self.sampling.seed

@@ -110,7 +110,7 @@ async def ask(client: AsyncClient, case: Case, salt: str) -> Answer:
     tokens: list[int] = []
     longest, error = 0.0, "unfinished"
     try:
-        async for piece in client.stream(list(case.prompt_ids), **case.options, cache_salt=salt):
+        async for piece in client.stream(list(case.prompt_ids), **case.options(salt)):
             tokens += piece.token_ids
             now = time.monotonic()
             longest, last = max(longest, now - last), now

@@ -14,6 +14,7 @@ from gateway.assets import ModelAssets
 from gateway.credentials import Authenticator
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
+from gateway.sessions import Limits
 from gateway.testing import Script, ScriptedWorker, make_assets
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import Salts, Validator
@@ -66,7 +67,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         scripted = [ScriptedWorker("prefill", "p0", script)]
         scripted += [ScriptedWorker("decode", f"d{i}", script) for i in range(num_decode)]
         records = [await worker.start() for worker in scripted]
-        workers = Workers(stall_s=options.pop("stall_s", 60.0))
+        workers = Workers(Limits(options.pop("silence_s", 60.0), options.pop("stall_s", 60.0)))
         metrics = Metrics("tiny")
         gate = Gate(workers.gate_capacity)
         pool = TokenizerPool(assets, 1)

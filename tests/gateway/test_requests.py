@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from common.errors import Aborted, DeadlineExceeded, InvalidArgument, LooseleafError, ResourceExhausted, Unavailable
+from common.errors import (
+    Aborted,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    LooseleafError,
+    ResourceExhausted,
+    Unavailable,
+)
 from common.types import FinishReason
 from gateway.assemble import Piece
 from gateway.testing import Fault, Script, expected_ids
@@ -156,6 +164,43 @@ async def test_a_silent_decode_worker_is_given_up_after_the_stall_time(make_rig:
     rig = await make_rig(Script(submits=[Fault("silence", 2)]), stall_s=0.3)
     assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
     assert rig.metric("looseleaf_requests_retried_total") == 1
+
+
+async def test_a_frozen_decode_worker_is_given_up_when_its_heartbeats_stop(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("freeze", 2)]), silence_s=0.6, num_decode=2)
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+    assert rig.metric('looseleaf_requests_retried_total{model_name="tiny",reason="session_silent"}') == 1
+
+
+async def test_a_frozen_prefill_worker_is_given_up_when_its_heartbeats_stop(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(prefills=[15.0], prefill_heartbeats=False), silence_s=0.6)
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+    assert rig.metric('looseleaf_requests_retried_total{model_name="tiny",reason="prefill_silent"}') == 1
+    await until(lambda: rig.script.prefills_cancelled == 1)
+
+
+async def test_slow_workers_whose_hearts_beat_are_waited_for(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(prefills=[1.5], step_s=1.0), silence_s=0.6)
+    assert ids_of(await run(rig, max_tokens=3)) == expected_ids(PROMPT, 3)
+    assert rig.metric("looseleaf_requests_retried_total") == 0
+
+
+async def test_a_request_whose_workers_die_twice_is_refused_from_then_on(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("die", 2), Fault("die", 2)]), num_decode=3)
+    with pytest.raises(Internal):
+        await run(rig)
+    assert len(rig.script.submitted) == 2
+    with pytest.raises(Internal):
+        await run(rig, seed=5, temperature=1.0)
+    assert len(rig.script.prefilled) == 2, "refused before it reaches a worker"
+    assert ids_of(await run(rig, prompt=IdsPrompt([1, 2, 3]))) == expected_ids([1, 2, 3], 12)
+
+
+async def test_a_request_that_completes_after_a_death_is_forgotten(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("die", 2)]), num_decode=3)
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+    rig.script.submits.append(Fault("die", 2))
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
 
 
 async def test_a_slow_prefill_ends_at_the_deadline(make_rig: MakeRig) -> None:
