@@ -45,7 +45,9 @@ class StepBuffer:
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in shapes)
 
     def place(self, shapes: Sequence[Shape]) -> list[Place]:
-        """Room for arrays of these dtypes and shapes, one behind the other from the start."""
+        """Room for arrays of these dtypes and shapes, one behind the other from the start. Errors: ValueError."""
+        if (need := self.bytes_of(shapes)) > self.num_bytes:
+            raise ValueError(f"{need} bytes do not fit {self.num_bytes}")
         places, at = [], 0
         for dtype, shape in shapes:
             size = math.prod(shape) * dtype.itemsize
@@ -53,7 +55,6 @@ class StepBuffer:
             device = self._device[at : at + size].view(torch.from_numpy(np.empty(0, dtype)).dtype).view(shape)
             places.append(Place(host, device))
             at += _aligned(size)
-        assert at <= self.num_bytes, f"{at} bytes do not fit {self.num_bytes}"
         return places
 
     def wait(self) -> None:

@@ -200,3 +200,15 @@ def test_without_operators_or_module_the_reason_is_one_sentence(
     monkeypatch.setattr(fa3, "NAMESPACES", ("looseleaf_nothing",))
     with pytest.raises(Unavailable, match="finds neither of the operators"):
         Fa3Attention(spec)
+
+
+def test_an_operator_without_metadata_does_without(
+    spec: AttentionSpec, problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(fa3, "NAMESPACES", ("looseleaf_test_fa3_old",))
+    kept = Operators("looseleaf_test_fa3_old", (VLLM[0].replace("Tensor? scheduler_metadata, ", ""), VLLM[1]))
+    provider, step = Fa3Attention(spec), problem([1, 1], [40, 3])
+    provider.prepare(step.batch)
+    assert torch.equal(provider.decode(step.q, step.keys, step.values, step.batch), step.expected(spec))
+    kept._library._destroy()
