@@ -14,7 +14,6 @@ from pathlib import Path
 
 from block_store.arena import FILE_NAME, Arena
 from block_store.cuda import Cuda, CudaDevice
-from block_store.device_memory import DeviceBlocks
 from block_store.errors import ArenaError
 from block_store.header import Memory
 from block_store.ledger import Ledger
@@ -99,8 +98,6 @@ class ArenaOwner:
         dies_with_us = self.arena.placement.memory is Memory.STORE_DEVICE
         if dies_with_us or (self._created and not self._settings.keep_arena):
             self._lose(self.arena)
-        if isinstance(blocks := self.arena.data if dies_with_us else None, DeviceBlocks):
-            blocks.close()
 
     def _begin(self, arena: Arena) -> None:
         ledger = Ledger.initialise(self._redis.client, arena)

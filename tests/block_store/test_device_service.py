@@ -16,6 +16,7 @@ from block_store.attach import Attached, Needs, attach
 from block_store.codec import SealItem
 from block_store.cuda import Cuda
 from block_store.errors import ArenaLost, Fenced
+from block_store.member import Member
 from block_store.redis_server import RedisHandle
 from block_store.testing import LAYOUT, StoreProcess, chain, content, line, python, view, wait_until
 from common.errors import StartupError
@@ -117,7 +118,9 @@ def test_a_restarted_store_makes_a_new_arena_and_workers_end_themselves(
         [attached] = attach(store.address, [needs(cuda_library)])
         refs, lost = fill(attached, "a", 2), threading.Event()
         record = WorkerRecord("p", "prefill", "x:1", "m", attached.arena.arena_id, 16, "", "", 64, 1)
-        attached.announce(record, WorkerLoad, lost.set)
+        member = Member(attached, record, lambda: None, WorkerLoad, None)
+        member.start(lost.set)
+        member.announce("x:1")
         store.kill()
         assert attached.arena.check_refs(refs) and not lost.is_set(), "nobody knows yet"
         with store_of(shm / "s", cuda_library, *flags) as again:
@@ -129,7 +132,7 @@ def test_a_restarted_store_makes_a_new_arena_and_workers_end_themselves(
             with pytest.raises(ArenaLost):
                 attached.renew()
             assert again.inspect().arena_id == ""
-            attached.withdraw()
+            member.withdraw()
             attached.arena.data.close()  # as the end of the process does
             [successor] = attach(again.address, [needs(cuda_library)])
             assert successor.arena.arena_id != attached.arena.arena_id
