@@ -41,7 +41,8 @@ def test_who_waits_comes_before_who_was_just_served() -> None:
     with turns:
         thread.start()
         waiting.wait()
-        while turns.num_waiting == 0:
+        deadline = time.monotonic() + 10
+        while turns.num_waiting == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
     with turns:
         order.append("holder")
