@@ -22,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Attention:
     """The arguments of one call, and what follows from their shapes."""
 
@@ -70,22 +70,20 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _check(a: Attention) -> None:
-    caches = (a.key_cache, a.value_cache)
-    _require(
-        a.q.dim() == 3 and a.key_cache.dim() == 4, "q must be [rows, heads, head_dim], caches [blocks, heads, slots, d]"
-    )
-    _require(a.key_cache.shape == a.value_cache.shape, "key_cache and value_cache differ in shape")
-    _require(a.key_cache.stride() == a.value_cache.stride(), "key_cache and value_cache differ in strides")
-    _require(
-        a.key_cache.dtype == a.value_cache.dtype and a.key_cache.dtype in (a.q.dtype, E4M3),
-        "dtype of the caches must be q's or float8_e4m3fn",
-    )
-    _require(a.q.dtype in DTYPES, f"q has dtype {a.q.dtype}, must be one of {DTYPES}")
-    _require(a.head_dim == a.key_cache.shape[3] and a.head_dim % 8 == 0, "head_dim must match and be a multiple of 8")
+    k, v = a.key_cache, a.value_cache
+    _require(a.q.dim() == 3 and k.dim() == 4, "q must be [rows, heads, head_dim], caches [blocks, heads, slots, d]")
+    _require(k.shape == v.shape and k.stride() == v.stride(), "key_cache and value_cache differ in shape or strides")
+    _require(a.q.dtype in DTYPES, f"dtype {a.q.dtype} of q is none of {DTYPES}")
+    _require(k.dtype == v.dtype and k.dtype in (a.q.dtype, E4M3), "the caches' dtype must be q's or float8_e4m3fn")
+    _require(a.head_dim == k.shape[3] and a.head_dim % 8 == 0, "head_dim must match and be a multiple of 8")
     _require(a.head_dim <= tiles.MAX_HEAD_DIM, f"head_dim {a.head_dim} is above {tiles.MAX_HEAD_DIM}")
-    _require(a.num_kv_heads > 0 and a.q.shape[1] % a.num_kv_heads == 0, "num_heads must be a multiple of kv heads")
-    _require(all(x.stride(-1) == 1 for x in (a.q, a.out, *caches)), "the last dimension must be contiguous")
+    _require(k.shape[1] > 0 and a.q.shape[1] % k.shape[1] == 0, "num_heads must be a multiple of kv heads")
     _require(a.out.shape == a.q.shape and a.out.dtype == a.q.dtype, "out must be like q")
+    _require(all(x.stride(-1) == 1 for x in (a.q, a.out, k, v)), "the last dimension must be contiguous")
+    _check_batch(a)
+
+
+def _check_batch(a: Attention) -> None:
     _require(a.block_table.dtype == a.context_lens.dtype == torch.int32, "block_table and context_lens must be int32")
     _require(a.block_table.dim() == 2 and a.block_table.shape[0] == a.num_seqs, "one block table row per sequence")
     _require(a.softmax_scale > 0 and a.k_scale > 0 and a.v_scale > 0, "scales must be positive")
@@ -102,21 +100,31 @@ def chip_of(device: torch.device) -> Chip:
     if INTERPRETED:
         return Chip(90, 4)
     _require(
-        device.type == "cuda", f"tensors on {device}: Triton kernels need CUDA, or TRITON_INTERPRET=1 before import"
+        device.type == "cuda", f"tensors on {device}: these kernels need CUDA, or TRITON_INTERPRET=1 before import"
     )
     found = torch.cuda.get_device_properties(device)
     return Chip(10 * found.major + found.minor, found.multi_processor_count)
 
 
-def launch(a: Attention, tiling: Tiling, splits: int, chip: Chip) -> Tensor:
+def plan(a: Attention, chip: Chip, max_q_len: int | None) -> tuple[Tiling, int]:
+    """(tiling, splits) of a call."""
+    shape = (a.head_dim, a.group, a.fp8)
+    varlen = a.cu_seqlens_q is not None
+    if a.deterministic:
+        return tiles.deterministic_tiling(*shape), 1 if varlen else tiles.num_pieces(a.max_keys, a.window)
+    if varlen:
+        return tiles.prefill_tiling(*shape, chip, max_q_len), 1
+    tiling = tiles.decode_tiling(*shape)
+    return tiling, tiles.num_splits(tiling, a.num_seqs * a.num_kv_heads, a.max_keys, chip)
+
+
+def launch(a: Attention, tiling: Tiling, splits: int) -> Tensor:
     """Runs the kernel, and the merge where keys are split. Shapes are not checked."""
     partial_acc = partial_max = partial_sum = None
     if splits > 1:
         sums = (a.num_seqs, a.q.shape[1], splits)
         partial_acc = torch.empty((*sums, a.head_dim), dtype=torch.float32, device=a.q.device)
         partial_max, partial_sum = torch.empty((2, *sums), dtype=torch.float32, device=a.q.device)
-    bits = a.fp8 and chip.cc < 89  # no conversion instruction
-    caches = [x.view(torch.uint8) if bits else x for x in (a.key_cache, a.value_cache)]
     span = {
         "HEAD_DIM": a.head_dim,
         "WIDTH": tiles.width_of(a.head_dim),
@@ -128,20 +136,33 @@ def launch(a: Attention, tiling: Tiling, splits: int, chip: Chip) -> Tensor:
     varlen = a.cu_seqlens_q is not None
     programs = a.q.shape[0] // (tiling.rows // a.group) + a.num_seqs if varlen else a.num_seqs
     attention_kernel[(programs, a.num_kv_heads, splits)](
-        a.out, a.q, *caches, a.block_table, a.context_lens, a.cu_seqlens_q,
+        a.out, a.q, a.key_cache, a.value_cache, a.block_table, a.context_lens, a.cu_seqlens_q,
         partial_acc, partial_max, partial_sum,
         a.softmax_scale * a.k_scale * math.log2(math.e), a.v_scale,
         a.num_seqs, splits, a.window or 0,
         *a.q.stride()[:2], *a.out.stride()[:2], a.block_table.stride(0), *a.key_cache.stride()[:3],
         GROUP=a.group, BLOCK_SIZE=a.key_cache.shape[2], ROWS=tiling.rows, VARLEN=varlen, DIRECT=splits == 1,
-        E4M3_BITS=bits, WIDE=INTERPRETED, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **span,
+        WIDE=INTERPRETED, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **span,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(a.num_seqs, a.q.shape[1])](
             a.out, a.context_lens, partial_acc, partial_max, partial_sum, a.v_scale, splits, a.window or 0,
-            *a.out.stride()[:2], SPLITS=tiles.power_of_2(splits), num_warps=4, **span,
+            *a.out.stride()[:2], SPLITS=1 if a.deterministic else tiles.power_of_2(splits), num_warps=4, **span,
         )  # fmt: skip
     return a.out
+
+
+def _out_like(q: Tensor) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _run(a: Attention, max_q_len: int | None = None) -> Tensor:
+    _check(a)
+    chip = chip_of(a.q.device)
+    _require(not a.fp8 or chip.cc >= 89, f"compute capability {chip.cc / 10} has no conversion from float8_e4m3fn")
+    if not a.q.shape[0] or not a.num_seqs:
+        return a.out
+    return launch(a, *plan(a, chip, max_q_len))
 
 
 def paged_attention(
@@ -165,30 +186,9 @@ def paged_attention(
     deterministic: a row's bits depend on its own query, keys and values only, and are those of `paged_prefill` in this
     mode. Takes 4 (head_dim + 2) bytes for every sequence, head and 512 keys that a block table row can hold.
     """
-    a = Attention(
-        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
-        q=q,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        context_lens=context_lens,
-        cu_seqlens_q=None,
-        softmax_scale=softmax_scale,
-        window=window,
-        deterministic=deterministic,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    _check(a)
-    chip = chip_of(q.device)
-    if not q.shape[0]:
-        return a.out
-    if deterministic:
-        return launch(
-            a, tiles.deterministic_tiling(a.head_dim, a.group, a.fp8), tiles.num_pieces(a.max_keys, window), chip
-        )
-    tiling = tiles.decode_tiling(a.head_dim, a.group, a.fp8)
-    return launch(a, tiling, tiles.num_splits(tiling, a.num_seqs * a.num_kv_heads, a.max_keys, chip), chip)
+    where = (key_cache, value_cache, block_table, context_lens, None)
+    options = (softmax_scale, window, deterministic, k_scale, v_scale)
+    return _run(Attention(_out_like(q) if out is None else out, q, *where, *options))
 
 
 def paged_prefill(
@@ -212,24 +212,6 @@ def paged_prefill(
     max_q_len: no chunk is longer (not checked); short ones then take smaller tiles. Rows of q and out from
     cu_seqlens_q[num_seqs] on are left alone.
     """
-    a = Attention(
-        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
-        q=q,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        context_lens=context_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        softmax_scale=softmax_scale,
-        window=window,
-        deterministic=deterministic,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    _check(a)
-    chip = chip_of(q.device)
-    if not q.shape[0] or not a.num_seqs:
-        return a.out
-    if deterministic:
-        return launch(a, tiles.deterministic_tiling(a.head_dim, a.group, a.fp8), 1, chip)
-    return launch(a, tiles.prefill_tiling(a.head_dim, a.group, a.fp8, chip, max_q_len), 1, chip)
+    where = (key_cache, value_cache, block_table, context_lens, cu_seqlens_q)
+    options = (softmax_scale, window, deterministic, k_scale, v_scale)
+    return _run(Attention(_out_like(q) if out is None else out, q, *where, *options), max_q_len)

@@ -59,19 +59,8 @@ def split_size(first_key, keys_to, num_splits, TILE: tl.constexpr, PIECE: tl.con
 
 
 @triton.jit
-def from_e4m3_bits(bits):
-    """float8_e4m3fn bits (uint8) to fp16, exactly, for chips without the conversion; NaN (0x7f, 0xff) becomes 480."""
-    wide = bits.to(tl.uint16)
-    # The exponent moves to fp16's place, where the bias is 15 and not 7: 2**8 too small, subnormals included.
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True) * 256.0
-
-
-@triton.jit
-def as_operand(x, dtype: tl.constexpr, E4M3_BITS: tl.constexpr, WIDE: tl.constexpr):
+def as_operand(x, dtype: tl.constexpr, WIDE: tl.constexpr):
     """`x` rounded to the queries' dtype, as an operand of `tl.dot`."""
-    if E4M3_BITS:
-        x = from_e4m3_bits(x)
     x = x.to(dtype)
     if WIDE:
         x = x.to(tl.float32)
@@ -94,7 +83,7 @@ def walk(
     key_cache, value_cache, table,
     scale_log2, window, kv_block, kv_slot,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, E4M3_BITS: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys from `keys_from` to `keys_to` into the rows' sums. Those before `first_key` are not read.
 
@@ -111,8 +100,8 @@ def walk(
         else:
             blocks = tl.load(table + keys // BLOCK_SIZE)
         offsets = (blocks.to(tl.int64) * kv_block + (keys % BLOCK_SIZE) * kv_slot)[:, None] + dims  # [TILE, WIDTH]
-        k = as_operand(tl.load(key_cache + offsets, mask=real, other=0.0), q.dtype, E4M3_BITS, WIDE)
-        scores = tl.dot(as_operand(q, q.dtype, False, WIDE), tl.trans(k), input_precision="ieee") * scale_log2
+        k = as_operand(tl.load(key_cache + offsets, mask=real, other=0.0), q.dtype, WIDE)
+        scores = tl.dot(as_operand(q, q.dtype, WIDE), tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             seen = keys[None, :] <= positions[:, None]  # [ROWS, TILE]
             if WINDOWED:
@@ -122,8 +111,8 @@ def walk(
         old = rescale(row_max, new_max)
         weights = rescale(scores, new_max[:, None])
         row_sum = row_sum * old + tl.sum(weights, 1)
-        v = as_operand(tl.load(value_cache + offsets, mask=real, other=0.0), q.dtype, E4M3_BITS, WIDE)
-        acc = tl.dot(as_operand(weights, q.dtype, False, WIDE), v, acc * old[:, None], input_precision="ieee")
+        v = as_operand(tl.load(value_cache + offsets, mask=real, other=0.0), q.dtype, WIDE)
+        acc = tl.dot(as_operand(weights, q.dtype, WIDE), v, acc * old[:, None], input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -154,8 +143,7 @@ def attention_kernel(
     q_row, q_head, out_row, out_head, table_row, kv_block, kv_head, kv_slot,  # strides, elements
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr,
-    VARLEN: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr,
-    E4M3_BITS: tl.constexpr, WIDE: tl.constexpr,
+    VARLEN: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_seqs, num_kv_heads, num_splits); VARLEN: (total_q // (ROWS // GROUP) + num_seqs, num_kv_heads, 1).
 
@@ -211,7 +199,7 @@ def attention_kernel(
                 tl.zeros([ROWS], tl.float32),
                 rows, positions, tl.maximum(piece, first_key // TILE * TILE), tl.minimum(piece + PIECE, keys_to),
                 first_key, keys, values, table, scale_log2, window, kv_block, kv_slot,
-                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, E4M3_BITS, WIDE,
+                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, WIDE,
             )  # fmt: skip
             acc, row_max, row_sum = fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum)
     else:
@@ -221,13 +209,13 @@ def attention_kernel(
             acc, row_max, row_sum = walk(
                 acc, row_max, row_sum, rows, positions, masked_from, unmasked_to,
                 first_key, keys, values, table, scale_log2, window, kv_block, kv_slot,
-                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, False, WINDOWED, E4M3_BITS, WIDE,
+                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, False, WINDOWED, WIDE,
             )  # fmt: skip
             masked_from = unmasked_to
         acc, row_max, row_sum = walk(
             acc, row_max, row_sum, rows, positions, masked_from, tl.minimum(begin + size, keys_to),
             first_key, keys, values, table, scale_log2, window, kv_block, kv_slot,
-            HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, E4M3_BITS, WIDE,
+            HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, WIDE,
         )  # fmt: skip
     if DIRECT:
         where = out + (q_rows * out_row + q_heads * out_head)[:, None] + dims
@@ -248,7 +236,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_seqs, num_heads). SPLITS: a power of two >= num_splits; not used where PIECE > 0."""
+    """Grid (num_seqs, num_heads). SPLITS: a power of two >= num_splits; any where PIECE > 0."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     keys_to = tl.load(context_lens + sequence)

@@ -33,6 +33,8 @@ class Resources:
     """Local memory and stack of a thread; above 0 registers have spilled (or an array is indexed at run time)."""
     shared_bytes: int
     ptx: str
+    ttgir: str
+    """Triton's GPU dialect, where it says which layout each operation has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Case:
     kernel: "package.module:function" of a `triton.jit` function.
     signature: type of each parameter that is not in `constexprs`, in triton's words ("*bf16", "i32", "fp32"); ":16"
         after it says that the launch will find a pointer aligned to 16 bytes, or an integer divisible by 16.
-    constexprs: values of the `tl.constexpr` parameters, and of integers that are 1 (a launch makes these constants too).
+    constexprs: values of the `tl.constexpr` parameters, and of integers that are 1 (a launch makes these constant too).
     cc: compute capability as one number (80, 90, 100).
     """
 
@@ -52,6 +54,8 @@ class Case:
     cc: int
     num_warps: int = 4
     num_stages: int = 3
+    fp_fusion: bool = True
+    """Whether the compiler may contract a * b + c (`enable_fp_fusion` of a launch)."""
 
 
 def compile_for(
@@ -61,6 +65,7 @@ def compile_for(
     cc: int,
     num_warps: int = 4,
     num_stages: int = 3,
+    fp_fusion: bool = True,
 ) -> Resources:
     """Compiles one `triton.jit` function; arguments as in `Case`. Not in a process with TRITON_INTERPRET=1."""
     import triton
@@ -75,10 +80,10 @@ def compile_for(
         dict(constexprs),
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
     registers, spill_bytes = _usage(compiled.asm["cubin"])
-    return Resources(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"])
+    return Resources(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["ttgir"])
 
 
 def compile_cases(cases: Iterable[Case], timeout_s: float = 280.0) -> list[Resources]:
@@ -127,7 +132,8 @@ def _compile_case(case: Case) -> Resources:
     module, _, name = case.kernel.partition(":")
     fn = getattr(import_module(module), name)
     try:
-        return compile_for(fn, case.signature, case.constexprs, case.cc, case.num_warps, case.num_stages)
+        options = (case.cc, case.num_warps, case.num_stages, case.fp_fusion)
+        return compile_for(fn, case.signature, case.constexprs, *options)
     except Exception as error:
         error.add_note(f"while compiling {case}")
         raise
