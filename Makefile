@@ -21,7 +21,7 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench load test-compose install clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -80,6 +80,19 @@ load: install ## locust against a running server, else one it starts (USERS=32 R
 
 test-compose: install ## bring docker-compose.yml up for real and test it (needs a container engine)
 	@exec $(PY) -m pytest -m compose tests/compose $(ARGS)
+
+# --- on a GPU host: gpu-carry here, the others there (they install nothing; see tools/gpu/host.sh) ---
+
+gpu-carry: install ## collect in .carry what a GPU host without a network lacks
+	@exec $(PY) tools/gpu/carry.py $(ARGS)
+
+gpu-check: ## every kernel, provider and test of token equality on this GPU
+	@. tools/gpu/host.sh
+	exec python3 tools/gpu/check.py $(ARGS)
+
+gpu-bench: ## kernels, decode steps and served runs on this GPU, transformers beside them
+	@. tools/gpu/host.sh
+	exec bash tools/gpu/bench.sh $(ARGS)
 
 clean: ## remove .venv and what was built
 	@rm -rf $(VENV) build *.egg-info kernels/*.so block_store/*.so
