@@ -268,6 +268,8 @@ class DecodeWorker:
             source = chunk.sequence.copy_from
             if source is not None and int(arena.generations[source.block]) != source.generation:
                 stale.add(group)
+        if stale:
+            logger.warning("reader rule: %d groups of %d had blocks that live another life now", len(stale), len(plan))
         for group in stale:
             self._reject(group, Rejection.LOST)
         return not stale
@@ -351,8 +353,9 @@ class DecodeWorker:
 
     def _start_over(self, reason: str) -> None:
         """Fenced: nothing that we hold is ours any more. Send everything away and register anew."""
-        logger.warning("starting over: %s", reason)
-        for group in self._scheduler.groups():
+        groups = self._scheduler.groups()
+        logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
+        for group in groups:
             for sequence in group.live:  # renewing gives everything back at once
                 sequence.table, sequence.copy_from = BlockTable(), None
             self._reject(group, Rejection.LOST)

@@ -170,9 +170,11 @@ class PrefillWorker:
         arena = self._attached.arena
         if arena.check(step.block_table, step.generations):
             return True
-        for row, (job, _) in enumerate(plan):
-            if not arena.check(step.block_table[row], step.generations[row]):
-                self._fail(job, Aborted("a block of the prompt was reclaimed"))
+        rows = zip(plan, step.block_table, step.generations, strict=True)
+        stale = [job for (job, _), *table in rows if not arena.check(*table)]
+        logger.warning("reader rule: %d prompts of %d had blocks that live another life now", len(stale), len(plan))
+        for job in stale:
+            self._fail(job, Aborted("a block of the prompt was reclaimed"))
         return False
 
     def _take_prompt_logprobs(self, plan: list[tuple[Job, Chunk]], logits: torch.Tensor) -> list[int]:
@@ -260,7 +262,7 @@ class PrefillWorker:
 
     def _start_over(self, reason: str) -> None:
         """Fenced: nothing that we hold is ours any more. Fail everything as retryable and register anew."""
-        logger.warning("starting over: %s", reason)
+        logger.warning("starting over: %s; %d prompts are sent away", reason, len(self._emits))
         self._scheduler.drop_all()
         emits, self._emits = self._emits, {}
         for emit in emits.values():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from looseleaf.chaos import kills, plain
+from looseleaf.chaos import cancels, freezes, kills, plain, poison, staleness
 from looseleaf.chaos.book import make_book, make_model
 from looseleaf.chaos.report import Report
 from looseleaf.chaos.run import Run
@@ -27,6 +27,11 @@ class Scenario:
 SCENARIOS = {
     "none": Scenario(plain.none, 2000),
     "decode-kill": Scenario(kills.decode_kill, 100),
+    "prefill-kill": Scenario(kills.prefill_kill, 100),
+    "freeze": Scenario(freezes.freeze, 30),
+    "poison": Scenario(poison.poison, 3),
+    "staleness": Scenario(staleness.staleness, 1000),
+    "cancels": Scenario(cancels.cancels, 2000),
 }
 
 

@@ -6,14 +6,19 @@ Each trial kills one worker and waits until its successor serves, so that there 
 from __future__ import annotations
 
 import random
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
+from looseleaf.chaos.faulty import DIED, PHASES, Faults
 from looseleaf.chaos.held import HeldAfter
 from looseleaf.chaos.report import Report, percentile
 from looseleaf.chaos.run import Run, judge
-from looseleaf.chaos.stack import Stack
+from looseleaf.chaos.stack import BACK_S, Plan, Stack
 from looseleaf.chaos.traffic import Answer
+from looseleaf.testing import wait_for
 
 BACK = r"a sequence of (\d+) tokens came back: (\d+) computed again"
 """What a prefill worker logs of a sequence that was decoding already."""
@@ -34,6 +39,48 @@ def decode_kill(run: Run) -> Report:
     return report
 
 
+def prefill_kill(run: Run) -> Report:
+    """Prefill workers, in turn, killed by themselves in a chosen phase; every fifth time from outside, at random."""
+    report, rng = run.report("prefill-kill"), run.rng
+    with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
+        faults = Faults(death_notes=notes)
+        packages = {"prefill_svc": "looseleaf.chaos.faulty_prefill"}
+        with run.stack(Plan(packages=packages, variables=faults.variables())) as stack:
+            held = HeldAfter(stack)
+            with run.traffic(stack) as traffic:
+                traffic.wait_for(run.concurrency, timeout_s=60)
+                kills = [_kill_in_phase(stack, Path(notes), trial, rng, held) for trial in range(run.trials)]
+                answers = traffic.stop()
+            judge(report, stack, answers)
+            report.told(
+                "longest gap p99 of those in flight at a kill", f"{percentile(_gaps(answers, kills), 0.99):.2f} s"
+            )
+            _tell_phases(report, stack, run.trials)
+            held.tell(report)
+    return report
+
+
+def _kill_in_phase(stack: Stack, notes: Path, trial: int, rng: random.Random, held: HeldAfter) -> float:
+    """One death. Returns when it was."""
+    name, phase = f"prefill-{trial % 2}", [*PHASES, None][trial % (len(PHASES) + 1)]
+    if phase is None:
+        return kill_one(stack, name, rng, held)
+    dead, pid = stack.holder(name), stack.pids[name]
+    (notes / name).write_text(phase)
+    wait_for(lambda: stack.pids[name], lambda now: now != pid, BACK_S, f"{name} has not died in phase {phase}")
+    moment = time.monotonic()
+    held.died(moment, dead)
+    stack.wait_back(name, pid, dead.epoch)
+    return moment
+
+
+def _tell_phases(report: Report, stack: Stack, trials: int) -> None:
+    found = Counter(match[1] for _, match in stack.lines(f"{DIED}(.+)"))
+    for phase in PHASES:
+        report.told(f"killed in phase: {phase}", str(found[phase]))
+    report.told("killed at a random moment", str(trials - found.total()))
+
+
 def kill_one(stack: Stack, name: str, rng: random.Random, held: HeldAfter) -> float:
     """Kill one worker at a random moment and wait until its successor is given requests. Returns the moment."""
     time.sleep(rng.random() * 0.3)
@@ -45,12 +92,16 @@ def kill_one(stack: Stack, name: str, rng: random.Random, held: HeldAfter) -> fl
 
 
 def _tell_recovery(report: Report, stack: Stack, answers: Sequence[Answer], kills: Sequence[float]) -> None:
-    hit = [answer for answer in answers if any(answer.spans(kill) for kill in kills)]
-    report.told("requests in flight at a kill", f"{len(hit):,}")
-    gaps = [answer.longest_gap_s for answer in hit]
+    gaps = _gaps(answers, kills)
+    report.told("requests in flight at a kill", f"{len(gaps):,}")
     report.told("longest gap p50 of these", f"{percentile(gaps, 0.5):.2f} s")
     report.at_most("longest gap p99 of these", percentile(gaps, 0.99), 2.0, "s")
     again = [int(match[2]) for _, match in stack.lines(BACK, service="prefill")]
     report.told("sequences that came back to prefill", f"{len(again):,}")
     report.told("tokens computed again for one, p50", f"{percentile(again, 0.5):.0f}")
     report.at_most("tokens computed again for one, most", max(again, default=0), 16, "tokens (one block)")
+
+
+def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:
+    """The longest gap of each request that was in flight at a kill."""
+    return [answer.longest_gap_s for answer in answers if any(answer.spans(kill) for kill in kills)]

@@ -1,0 +1,72 @@
+"""Scenario in which a worker is stopped (SIGSTOP) past its lease and woken: a zombie that believes it still holds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from looseleaf.chaos.held import HeldAfter
+from looseleaf.chaos.report import Report, percentile
+from looseleaf.chaos.run import Run, judge
+from looseleaf.chaos.stack import Stack
+
+FROZEN_S = 10.0
+FOUND_S = 3.0
+WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
+FENCED = r"is fenced: |starting over: the worker's lease was over"
+
+
+@dataclass(frozen=True, slots=True)
+class _Freeze:
+    """One worker stopped and woken."""
+
+    found_after_s: float
+    """Until the gateway stopped counting on it; infinite: it did not."""
+    fenced: bool
+    """Whether the woken process was told that it is fenced."""
+    survived: bool
+
+
+def freeze(run: Run) -> Report:
+    """Workers of both roles, in turn, stopped for 10 s under load."""
+    report = run.report("freeze")
+    with run.stack() as stack:
+        held = HeldAfter(stack)
+        with run.traffic(stack) as traffic:
+            traffic.wait_for(run.concurrency, timeout_s=60)
+            freezes = [_freeze_one(stack, WORKERS[trial % len(WORKERS)], held) for trial in range(run.trials)]
+            answers = traffic.stop()
+        judge(report, stack, answers)
+        found = [each.found_after_s for each in freezes]
+        report.told("found after, p50", f"{percentile(found, 0.5):.2f} s")
+        report.at_most("found after, most", max(found, default=0.0), FOUND_S, "s")
+        report.none("woken that were not fenced", sum(not f.fenced for f in freezes), len(freezes), "freezes")
+        report.none("woken that did not survive", sum(not f.survived for f in freezes), len(freezes), "freezes")
+        report.told("groups and prompts that woken workers sent away", str(_sent_away(stack)))
+        held.tell(report)
+    return report
+
+
+def _freeze_one(stack: Stack, name: str, held: HeldAfter) -> _Freeze:
+    before, pid = stack.holder(name), stack.pids[name]
+    stopped = stack.freeze(name)
+    time.sleep(FROZEN_S)
+    woken = stack.thaw(name)
+    found = _found_at(stack, name, stopped, woken)
+    stack.wait_registered(name, before.epoch)
+    held.died(woken, before)
+    stack.wait_used(name)
+    fenced = bool(stack.lines(FENCED, service=name, since=woken))
+    return _Freeze(found - stopped, fenced, stack.pids[name] == pid)
+
+
+def _found_at(stack: Stack, name: str, stopped: float, woken: float) -> float:
+    """When the gateway gave the worker up: its silence on a stream, or its absence from the registry."""
+    role = name.partition("-")[0]
+    silent = {"decode": rf"decode worker {name} has been silent", "prefill": "prefilled again: prefill_silent"}[role]
+    lines = stack.lines(rf"{silent}|worker {name} has gone", service="gateway", since=stopped)
+    return min((line.at for line, _ in lines if line.at < woken), default=float("inf"))
+
+
+def _sent_away(stack: Stack) -> int:
+    return sum(int(match[1]) for _, match in stack.lines(r"starting over: .*; (\d+) "))

@@ -1,0 +1,47 @@
+"""Scenario of a request that kills whoever computes it: two workers die, then it is refused; nobody else notices."""
+
+from __future__ import annotations
+
+from common.errors import Internal
+from looseleaf.chaos.faulty import DIED, Faults
+from looseleaf.chaos.report import Report
+from looseleaf.chaos.run import Run, judge
+from looseleaf.chaos.stack import Plan, Stack
+from looseleaf.client import Client
+
+TOKEN = 300
+"""In no prompt of the book, and drawn by no expected answer that a scenario uses here."""
+MOST_DEATHS = 2
+
+
+def poison(run: Run) -> Report:
+    """`trials` poisonous prompts, each sent three times."""
+    report = run.report("poison")
+    book = [case for case in run.book if TOKEN not in case.expected]
+    packages = {"prefill_svc": "looseleaf.chaos.faulty_prefill"}
+    plan = Plan(packages=packages, variables=Faults(poison_token=TOKEN).variables())
+    clean = Run(run.model, book, run.trials, run.seed, run.concurrency)
+    with run.stack(plan) as stack:
+        with clean.traffic(stack) as traffic:
+            traffic.wait_for(run.concurrency, timeout_s=60)
+            deaths, refused = 0, 0
+            for trial in range(run.trials):
+                refused += _send(stack, [20 + trial, 30, TOKEN])
+            answers = traffic.stop()
+        deaths = len(stack.lines(f"{DIED}poison"))
+        judge(report, stack, answers)
+        report.none("poisonous requests not refused", 3 * run.trials - refused, 3 * run.trials, "requests")
+        report.at_most("workers that one prompt killed", deaths / max(1, run.trials), MOST_DEATHS, "workers")
+    return report
+
+
+def _send(stack: Stack, prompt: list[int]) -> int:
+    """How often the prompt was refused as it should be, of three times."""
+    refused = 0
+    with Client(stack.addresses.grpc, timeout=60.0) as client:
+        for _ in range(3):
+            try:
+                client.generate(prompt, max_tokens=8, temperature=0.0)
+            except Internal:
+                refused += 1
+    return refused

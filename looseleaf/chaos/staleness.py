@@ -1,0 +1,91 @@
+"""Scenario of forced staleness: leases shorter than the delays, a tiny arena, and churn.
+
+Workers are stopped for longer than their lease while others take their blocks and write into them. Woken in the middle
+of a step they read what is no longer theirs: the reader rule must find it, before a token leaves. With the rule
+switched off (`faulty`) the same seed gives wrong tokens, or this scenario would prove nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from looseleaf.chaos.faulty import Faults
+from looseleaf.chaos.report import Report
+from looseleaf.chaos.run import Run, judge
+from looseleaf.chaos.stack import Plan, Stack
+
+LEASE_S = 0.3
+STOPPED_S = 1.1
+"""Longer than a lease and a sweep of 0.5 s."""
+MAX_MODEL_LEN = 432
+NUM_BLOCKS = 136
+"""The floors of two prefill and two decode workers are 2 x 27 + 2 x 28."""
+MOST_ATTEMPTS = 100
+CONCURRENCY = 24
+DETECTED = r"reader rule: (\d+) "
+SENT_AWAY = r"starting over: .*; (\d+) "
+UNRULED_VICTIMS = 300
+"""How many victims the run without the rule may take until a wrong token has left."""
+
+
+def staleness(run: Run) -> Report:
+    """Until `trials` sequences were victims."""
+    report = run.report("staleness")
+    with _stack(run, reader_rule=True) as stack:
+        with _hurried(run).traffic(stack) as traffic:
+            traffic.wait_for(CONCURRENCY, timeout_s=60)
+            num_stops = _stop_until(stack, run.rng, run.trials)
+            answers = traffic.stop()
+        judge(report, stack, answers)
+        report.told("workers stopped", str(num_stops))
+        report.at_least("victims: sequences of workers that lost their blocks", victims(stack), run.trials)
+        report.at_least("found by the reader rule", _count(stack, DETECTED), 0.3 * run.trials)
+    _without_the_rule(run, report)
+    return report
+
+
+def _without_the_rule(run: Run, report: Report) -> None:
+    with _stack(run, reader_rule=False) as stack:
+        with _hurried(run).traffic(stack) as traffic:
+            traffic.wait_for(CONCURRENCY, timeout_s=60)
+            _stop_until(stack, run.rng, min(run.trials, UNRULED_VICTIMS))
+            answers = traffic.stop()
+        wrong = sum(not answer.right for answer in answers)
+        report.told("without the reader rule: victims", f"{victims(stack):,}")
+        report.at_least("without the reader rule: wrong answers", wrong, 1)
+
+
+def _stack(run: Run, *, reader_rule: bool) -> Stack:
+    faults = Faults(lease_s=LEASE_S, reader_rule=reader_rule).variables()
+    variables = faults | {"LOOSELEAF_GATEWAY_MAX_ATTEMPTS": str(MOST_ATTEMPTS)}
+    packages = {f"{role}_svc": f"looseleaf.chaos.faulty_{role}" for role in ("prefill", "decode")}
+    return run.stack(Plan(NUM_BLOCKS, MAX_MODEL_LEN, packages=packages, variables=variables))
+
+
+def _hurried(run: Run) -> Run:
+    return Run(run.model, run.book, run.trials, run.seed, CONCURRENCY)
+
+
+def _stop_until(stack: Stack, rng: random.Random, num_victims: int) -> int:
+    """Stop workers, three decode to one prefill, until there were so many victims. Returns how many were stopped."""
+    num_stops = 0
+    while victims(stack) < num_victims:
+        name = ("decode-0", "decode-1", "decode-0", "decode-1", "prefill-0", "prefill-1")[num_stops % 6]
+        before = stack.holder(name)
+        stack.freeze(name)
+        time.sleep(STOPPED_S)
+        stack.thaw(name)
+        num_stops += 1
+        stack.wait_registered(name, before.epoch)
+        time.sleep(0.2 + 0.3 * rng.random())  # until it has something to lose again
+    return num_stops
+
+
+def victims(stack: Stack) -> int:
+    """Sequences whose worker lost their blocks under them: found stale, or sent away by a worker that was fenced."""
+    return _count(stack, DETECTED) + _count(stack, SENT_AWAY)
+
+
+def _count(stack: Stack, pattern: str) -> int:
+    return sum(int(match[1]) for _, match in stack.lines(pattern))
