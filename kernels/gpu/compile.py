@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -86,11 +87,19 @@ def compile_for(
     return Resources(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["ttgir"])
 
 
-def compile_cases(cases: Iterable[Case], timeout_s: float = 280.0) -> list[Resources]:
-    """Compiles all cases in one new process, which does not interpret whatever this one does.
+def compile_cases(cases: Sequence[Case], timeout_s: float = 280.0) -> list[Resources]:
+    """Compiles all cases in up to four new processes, which do not interpret whatever this one does.
 
     Errors: RuntimeError with the compiler's output if a case does not compile; subprocess.TimeoutExpired.
     """
+    workers = max(1, min(os.cpu_count() or 1, 4, len(cases) // 4))
+    shares = [cases[i::workers] for i in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        done = list(pool.map(lambda share: _compile_elsewhere(share, timeout_s), shares))
+    return [done[i % workers][i // workers] for i in range(len(cases))]
+
+
+def _compile_elsewhere(cases: Sequence[Case], timeout_s: float) -> list[Resources]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "kernels.gpu.compile"],
