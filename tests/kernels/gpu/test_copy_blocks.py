@@ -43,7 +43,7 @@ def test_gather_and_scatter(device: str, block_bytes: int) -> None:
     assert torch.equal(back, want)
 
 
-@pytest.mark.parametrize(("row", "first"), [(160, 0), (136, 0), (160, 8)])
+@pytest.mark.parametrize(("row", "first"), [(160, 0), (136, 0), (160, 8), (160, 3)])
 def test_within_one_arena_of_strided_blocks(device: str, row: int, first: int) -> None:
     """In 16-byte words only where every block starts on one."""
     whole = _arena(8, row, device)

@@ -26,7 +26,7 @@ def test_matches_float64(device: str, dtype: torch.dtype, shape: tuple[int, ...]
     want = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     if with_residual:
         got, new_residual = rms_norm(x, weight, 1e-5, residual)
-        assert torch.equal(new_residual, summed)
+        assert torch.equal(new_residual, summed) and torch.equal(got, rms_norm(summed, weight, 1e-5))
     else:
         got = rms_norm(x, weight, 1e-5)
     assert got.shape == x.shape and got.dtype == dtype
