@@ -40,7 +40,6 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
 async def main(settings: BlockStoreSettings) -> None:
     lock = DirectoryLock(Path(settings.directory))
     try:
-        # In the main thread: a private server dies with the thread that started it.
         redis = redis_server.connect(settings.redis_url, settings.directory)
         try:
             await serve(settings, redis)

@@ -35,6 +35,7 @@ from block_store.errors import (
 )
 from block_store.header import (
     FIXED_BYTES,
+    REBUILD_COUNT_AT,
     ArenaOffsets,
     FixedHeader,
     HeaderState,
@@ -70,6 +71,7 @@ class Arena:
         self.hashes: U8 = np.frombuffer(mapping, np.uint8, n * 32, at.hashes).reshape(n, 32)
         self.writer_slots: npt.NDArray[np.uint32] = np.frombuffer(mapping, np.uint32, n, at.writer_slots)
         self.states: U8 = np.frombuffer(mapping, np.uint8, n, at.states)  # [num_blocks], HeaderState
+        self._rebuild_count: npt.NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, 1, REBUILD_COUNT_AT)
         self._data: U8 | DeviceBlocks | None = None  # [num_blocks, block_bytes]
         if header.placement.memory is Memory.HOST:
             size = header.block_bytes
@@ -180,9 +182,17 @@ class Arena:
             self._rewrite(is_lost=True)
         self.generations[:] = _LOST_GENERATION
 
+    @property
+    def rebuild_count(self) -> int:
+        """How often the ledger was built, as of now and after every store of this thread so far (a full fence)."""
+        atomics.fence()
+        return int(self._rebuild_count[0])
+
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
-        """Writes which ledger the blocks belong to. The store's business, while no worker is attached."""
-        self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
+        """Writes which ledger the blocks belong to; seen before anything is read afterwards. `rebuild`'s business."""
+        with self.exclusively():
+            self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
+        atomics.fence()
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:

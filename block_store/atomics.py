@@ -56,6 +56,12 @@ def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.ND
     return _run("looseleaf_raise_generations", base, ids, gens)
 
 
+def fence() -> None:
+    """A full memory barrier: stores before it are seen by everybody before loads after it are done."""
+    nothing: U64Array = np.zeros(0, np.uint64)
+    first_mismatch(nothing, nothing, nothing)  # which fences on both sides
+
+
 def first_mismatch(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
     """Index of the first block whose generation is not the wanted one, or None. Ids outside the arena never match."""
     return _run("looseleaf_check_generations", base, ids, gens)

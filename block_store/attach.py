@@ -20,7 +20,7 @@ import grpc
 
 from block_store.arena import Arena
 from block_store.cuda import LIBRARY, Cuda
-from block_store.errors import ArenaBusy, ArenaLost, BlockStoreError, FloorsExceedArena, LedgerUnavailable
+from block_store.errors import ArenaBusy, ArenaLost, BlockStoreError, FloorsExceedArena, LedgerUnavailable, StaleDataset
 from block_store.header import Memory
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
@@ -73,7 +73,7 @@ class Attached:
     def __init__(self, arena: Arena, redis_url: str, needs: Needs) -> None:
         self.arena = arena
         self._needs = needs
-        self._client = open_client(redis_url, arena.fixed.run_id)
+        self._client = open_client(redis_url, lambda: arena.fixed.run_id)
         self._registry = WorkerRegistry(self._client)
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
@@ -81,12 +81,12 @@ class Attached:
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
-        """`_register`, again and again while Redis is silent or the floor of a dead predecessor still counts."""
+        """`_register`, again and again while Redis is silent or lost, or a dead predecessor's floor still counts."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 return self._register()
-            except (LedgerUnavailable, FloorsExceedArena) as error:
+            except (LedgerUnavailable, StaleDataset, FloorsExceedArena) as error:
                 if time.monotonic() >= deadline or self._stop.wait(0.5):
                     raise
                 logger.warning("cannot register yet: %s", error)

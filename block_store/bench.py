@@ -20,6 +20,7 @@ from block_store.arena import Arena, ref_arrays
 from block_store.codec import SealItem
 from block_store.hashing import chain_start, hash_blocks
 from block_store.ledger import Lane, Ledger
+from block_store.rebuild import open_ledger
 from common.types import Epoch, KvLayout, KvSpec
 
 LAYOUT = KvLayout(16, (KvSpec(num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16"),))
@@ -80,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="looseleaf-bench-") as directory:
         redis = redis_server.connect(options.url, directory)
         arena = Arena.create(Path(directory), LAYOUT, max(NUM_BLOCKS, 2 * options.table_len))
-        ledger = Ledger.initialise(redis.client, arena)
+        ledger = open_ledger(redis.client, arena)
         bench = Bench(arena, ledger, options.table_len)
         for number in range(options.rounds):
             bench.round(number)

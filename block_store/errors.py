@@ -35,6 +35,10 @@ class StaleDataset(LedgerError):
     """The ledger was built anew (or another Redis answers): everything known about it is void."""
 
 
+class LedgerDamaged(LedgerError):
+    """A script failed on what it found in Redis: the ledger must be built anew."""
+
+
 class OutOfOrder(LedgerError):
     """A call's running number lies below the holder's last one: two lanes drive one holder, a programming error."""
 
@@ -74,7 +78,7 @@ class ArenaExists(ArenaError):
 
 
 class ArenaBusy(ArenaError):
-    """Processes still hold writer slots of an arena whose ledger would be made anew."""
+    """Another process holds what only one can hold."""
 
 
 class ArenaLost(ArenaError):

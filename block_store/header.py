@@ -24,6 +24,8 @@ DATA_ALIGNMENT = 2 << 20
 # magic, version, JSON length, num_blocks, block_bytes, data offset, arena id, layout fingerprint, rebuild count,
 # run_id, dataset, lost, memory, owner's slot, device UUID, IPC handle
 FIXED = struct.Struct("<8sIIQQQ16s32sQ40s16s?BI16s64s")
+REBUILD_COUNT_AT = struct.calcsize("<8sIIQQQ16s32s")
+"""Byte offset of the rebuild count, a multiple of 8."""
 
 
 class HeaderState(IntEnum):

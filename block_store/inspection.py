@@ -82,6 +82,8 @@ class Inspection:
     quarantine: tuple[tuple[int, int], ...] = ()
     """(block, writer slot)"""
     floors: dict[Epoch, int] | None = None
+    dying: dict[Epoch, tuple[int, ...]] | None = None
+    """Blocks that ended holders are still to let go of."""
 
 
 def inspect(ledger: Ledger, with_blocks: bool = False) -> Inspection:
@@ -90,7 +92,7 @@ def inspect(ledger: Ledger, with_blocks: bool = False) -> Inspection:
     views = tuple(_holder(fields, int(now)) for fields in holders)
     if not with_blocks:
         return Inspection(Counts(*counts), views)
-    records, refs, index, free, cached, quarantine, floors, _ = rest
+    records, refs, index, free, cached, quarantine, floors, dying = rest
     sides = {int(block): _epochs(side) for block, side in _pairs(refs)}
     blocks = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(RECORD.iter_unpack(records)))
     return Inspection(
@@ -98,6 +100,7 @@ def inspect(ledger: Ledger, with_blocks: bool = False) -> Inspection:
         tuple(map(int, free)), tuple(map(int, cached)),
         tuple((int(block), int(float(slot))) for block, slot in _pairs(quarantine)),
         {Epoch(int(epoch)): int(floor) for epoch, floor in _pairs(floors)},
+        {Epoch(int(epoch)): tuple(map(int, left)) for epoch, left in dying},
     )  # fmt: skip
 
 

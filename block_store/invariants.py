@@ -54,6 +54,7 @@ def _accounting(now: Inspection) -> list[str]:
 def _references(now: Inspection) -> list[str]:
     found: list[str] = []
     holder_side = {(holder.epoch, ref) for holder in now.holders for ref in holder.own}
+    dying = {(epoch, BlockRef(b, now.blocks[b].generation)) for epoch, left in (now.dying or {}).items() for b in left}
     block_side = {
         (epoch, BlockRef(i, block.generation)) for i, block in enumerate(now.blocks) for epoch in block.holders
     }
@@ -61,8 +62,8 @@ def _references(now: Inspection) -> list[str]:
     for epoch, ref in holder_side:
         if now.blocks[ref.block].generation != ref.generation:
             found.append(f"I2: holder {epoch} holds {ref}, current is {now.blocks[ref.block].generation}")
-    if holder_side != block_side:
-        found.append(f"I4: sides differ by {sorted(holder_side ^ block_side)}")
+    if holder_side | dying != block_side:
+        found.append(f"I4: sides differ by {sorted((holder_side | dying) ^ block_side)}")
     for i, block in enumerate(now.blocks):
         if len(set(block.holders)) != len(block.holders):
             found.append(f"I4: block {i} names a holder twice: {block.holders}")
@@ -70,7 +71,7 @@ def _references(now: Inspection) -> list[str]:
             found.append(f"I1: block {i} is {block.state.name} with holders {block.holders}")
         if block.state is BlockState.RESERVED and block.holders != (Epoch(block.writer_epoch),):
             found.append(f"I1: block {i} is written by {block.writer_epoch} but held by {block.holders}")
-        if gone := set(block.holders) - set(live):
+        if gone := set(block.holders) - set(live) - set(now.dying or ()):
             found.append(f"I5: block {i} is held by {gone}, who are not live")
     return found
 

@@ -6,10 +6,12 @@ nothing of the arena's header but its id, nor of what the blocks contain.
 
 from __future__ import annotations
 
+import copy
 import secrets
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +30,16 @@ MAX_BATCH = 16384
 
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "lookup",
-    "reap", "inspect",
+    "reap", "inspect", "assert_held", "distrust",
 )  # fmt: skip
+
+
+class Standing(Enum):
+    """What became of an asserted reference."""
+
+    SEALED = "S"
+    UNSEALED = "R"
+    LOST = "L"
 
 
 class Lane(NamedTuple):
@@ -48,7 +58,11 @@ class ReapReport:
     postponed: bool
     """The last sweep is too long ago or in the future: every lease was renewed instead."""
     waiting_slots: tuple[int, ...]
-    """Writer slots whose blocks are in quarantine."""
+    """Writer slots whose blocks are in quarantine, or that have not asserted what they hold since a rebuild."""
+    more: bool
+    """Ended holders still hold blocks: the next sweep lets go of more."""
+    tick: int
+    """The ledger's clock, for the next sweep."""
 
 
 class Ledger:
@@ -59,32 +73,19 @@ class Ledger:
         self.dataset = dataset
         self.client = client
         self.tag = f"{{looseleaf:{arena_id}}}:"
-        prelude = _source("prelude")
-        self._scripts = {name: client.register_script(prelude + _source(name)) for name in _OPERATIONS}
-
-    @classmethod
-    def initialise(cls, client: redis.Redis, arena: Arena) -> Ledger:
-        """The ledger named in the arena's header, or a new one with all blocks FREE if Redis has none.
-
-        Errors: ArenaBusy (a new ledger, but old writers live), LedgerError (Redis holds another ledger of this arena).
-        """
-        fixed, meta = arena.fixed, f"{{looseleaf:{arena.arena_id}}}:meta"
-        if not client.exists(meta) and (alive := arena.live_writers()):
-            raise errors.ArenaBusy(f"Redis has no ledger, but writer slots {alive} are held; stop these workers first")
-        run_id, dataset, rebuild = server_run_id(client), secrets.token_hex(8), fixed.rebuild_count + 1
-        script = client.register_script(_source("initialise"))
-        reply = _text(script(keys=[meta], args=[dataset, run_id, arena.num_blocks, rebuild, fixed.dataset]))
-        if reply.startswith("-"):
-            raise errors.LedgerError(f"Redis has another ledger of arena {arena.arena_id}: {reply[1:]}")
-        if reply == "+KEPT":
-            return cls(client, arena.arena_id, fixed.dataset)
-        arena.enter_ledger(run_id, dataset, rebuild)
-        return cls(client, arena.arena_id, dataset)
+        prelude = source("prelude")
+        self._scripts = {name: client.register_script(prelude + source(name)) for name in _OPERATIONS}
 
     @classmethod
     def attach(cls, client: redis.Redis, arena: Arena) -> Ledger:
-        """The ledger that the arena's header names."""
+        """The ledger that the arena's header names; `rebuild.open_ledger` makes it."""
         return cls(client, arena.arena_id, arena.fixed.dataset)
+
+    def under(self, dataset: str) -> Ledger:
+        """The same arena's ledger under another dataset generation."""
+        other = copy.copy(self)
+        other.dataset = dataset
+        return other
 
     def register(
         self, name: str, *, writer_slot: int, floor: int = 0, lease_s: float = LEASE_S, token: str | None = None
@@ -93,9 +94,12 @@ class Ledger:
         reply = self._call("register", name, writer_slot, floor, _ms(lease_s), token or secrets.token_hex(8))
         return Epoch(int(reply))
 
-    def beat(self, epoch: Epoch, lease_s: float = LEASE_S) -> int:
-        """Extends the lease; returns how many blocks the holder could still allocate. Fenced."""
-        return int(self._call("beat", epoch, _ms(lease_s)))
+    def beat(self, epoch: Epoch, lease_s: float = LEASE_S, number: int = 0) -> int:
+        """Extends the lease; returns how many blocks the holder could still allocate. Fenced.
+
+        `number`: of its last answered call; a ledger that does not know it is an older one: StaleDataset for everybody.
+        """
+        return int(self._call("beat", epoch, _ms(lease_s), number))
 
     def alloc(self, lane: Lane, num_blocks: int) -> list[BlockRef]:
         """`num_blocks` RESERVED blocks. Fenced, Exhausted."""
@@ -132,6 +136,19 @@ class Ledger:
         _bounded(len(refs))
         return int(self._call("release", *lane, codec.pack_refs(refs)))
 
+    def assert_held(self, lane: Lane, refs: Sequence[BlockRef], is_last: bool) -> list[Standing]:
+        """After a rebuild and `register`: references on what the holder says it holds, as far as it still can be had.
+
+        `is_last`: that was all, so what else its writer slot was writing becomes FREE. Fenced.
+        """
+        _bounded(len(refs))
+        reply = self._call("assert_held", *lane, codec.pack_refs(refs), int(is_last))
+        return [Standing(letter) for letter in reply.decode()]
+
+    def distrust(self) -> None:
+        """Asks for a rebuild: the header knows better than the ledger. Every call from now on is a StaleDataset."""
+        self._call("distrust")
+
     def unregister(self, epoch: Epoch) -> None:
         """Releases everything and ends the holder. Refuses nothing."""
         self._call("unregister", epoch)
@@ -146,21 +163,28 @@ class Ledger:
         return int(self._call("lookup", codec.pack_hashes(hashes_by_group)))
 
     def reap(
-        self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S
+        self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S, tick: int = 0
     ) -> ReapReport:
-        """One sweep. `free_slots`: writer slots whose locks were found free just now. The store's business only."""
+        """One sweep. `free_slots`: writer slots whose locks were found free just now; `tick`: the last report's, an
+        older ledger is refused as StaleDataset. The store's business only.
+        """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
-        reaped, freed, postponed, waiting = self._call("reap", _ms(lease_s), _ms(gap_s), slots).decode().split(" ")
+        reply = self._call("reap", _ms(lease_s), _ms(gap_s), slots, tick).decode()
+        reaped, freed, postponed, more, now, waiting = reply.split(" ")
         epochs = tuple(Epoch(int(epoch)) for epoch in reaped.split(",") if epoch)
-        return ReapReport(epochs, int(freed), postponed == "1", tuple(int(float(s)) for s in waiting.split(",") if s))
+        slots_left = tuple(sorted(int(float(slot)) for slot in waiting.split(",") if slot))
+        return ReapReport(epochs, int(freed), postponed == "1", slots_left, more == "1", int(now))
 
     def forget(self) -> None:
         """Removes the ledger's keys, for the end of the arena's life. Calls that come later are refused as
-        StaleDataset.
+        StaleDataset. LedgerUnavailable.
         """
-        self.client.delete(self.tag + "meta")
-        for key in list(self.client.scan_iter(f"{self.tag}*", count=1000)):
-            self.client.delete(key)
+        try:
+            self.client.delete(self.tag + "meta")
+            for key in list(self.client.scan_iter(f"{self.tag}*", count=1000)):
+                self.client.delete(key)
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise errors.LedgerUnavailable(f"forget: {error}") from error
 
     def inspect_raw(self, with_blocks: bool) -> list[Any]:
         """The reply of `inspect.lua`; `inspection` decodes it."""
@@ -180,6 +204,8 @@ class Ledger:
             return self._scripts[name](keys=[self.tag + "meta"], args=[self.dataset, *args])
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise errors.LedgerUnavailable(f"{name}: {error}") from error
+        except redis.ResponseError as error:
+            raise errors.LedgerDamaged(f"{name}: {error}") from error
 
 
 def server_run_id(client: redis.Redis) -> str:
@@ -188,16 +214,12 @@ def server_run_id(client: redis.Redis) -> str:
     return str(info["run_id"])
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
 
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
-
-
-def _text(reply: Any) -> str:
-    return reply.decode() if isinstance(reply, bytes) else str(reply)
 
 
 def _bounded(num_blocks: int) -> int:

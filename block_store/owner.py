@@ -14,13 +14,14 @@ from pathlib import Path
 
 from block_store.arena import FILE_NAME, Arena
 from block_store.cuda import Cuda, CudaDevice
-from block_store.errors import ArenaError
+from block_store.errors import ArenaError, LedgerUnavailable
 from block_store.header import Memory
 from block_store.ledger import Ledger
 from block_store.placing import create_on_device, has_live_memory, place_name
 from block_store.reaper import Reaper
+from block_store.rebuild import open_ledger
 from block_store.redis_server import RedisHandle
-from block_store.registry import StoreRecord, WorkerRegistry
+from block_store.registry import StoreRecord
 from block_store.settings import BlockStoreSettings
 from block_store.sizing import Limits, WorkerNeeds, device_limits, node_limits, size_arena
 from common.errors import StartupError
@@ -100,12 +101,12 @@ class ArenaOwner:
             self._lose(self.arena)
 
     def _begin(self, arena: Arena) -> None:
-        ledger = Ledger.initialise(self._redis.client, arena)
+        ledger = open_ledger(self._redis.client, arena)
         record = StoreRecord(
             arena.arena_id, self._address, ledger.dataset, self._redis.run_id, str(arena.directory), arena.num_blocks,
             arena.layout.block_size,
         )  # fmt: skip
-        self._reaper = Reaper(ledger, arena, WorkerRegistry(self._redis.client), record)
+        self._reaper = Reaper(ledger, arena, self._redis, record)
         self._reaper.start()
         self.arena, self.ledger = arena, ledger
 
@@ -113,7 +114,10 @@ class ArenaOwner:
         """The end of an arena: nobody who has it mapped may use it any more, and its ledger refuses everything."""
         _LOG.info("arena %s is over: its blocks, its ledger and its files are given up", arena.arena_id)
         arena.declare_lost()
-        Ledger.attach(self._redis.client, arena).forget()
+        try:
+            Ledger.attach(self._redis.client, arena).forget()
+        except LedgerUnavailable as error:
+            _LOG.warning("keys of arena %s may stay behind in Redis: %s", arena.arena_id, error)
         arena.remove()
 
     def _stop_reaper(self) -> None:

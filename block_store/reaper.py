@@ -1,45 +1,55 @@
-"""The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead.
+"""The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead; and when
+Redis has lost the ledger, or is another Redis, it has it built anew.
 
-A thread of the store, the only caller of `reap`. Knows nothing of gRPC.
+A thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Knows nothing of gRPC.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
+
+import redis
 
 from block_store.arena import Arena
-from block_store.errors import LedgerUnavailable, StaleDataset
+from block_store.errors import LedgerDamaged, LedgerUnavailable, StaleDataset
 from block_store.ledger import Ledger, ReapReport
+from block_store.rebuild import rebuild
+from block_store.redis_server import RedisHandle
 from block_store.registry import StoreRecord, WorkerRegistry
 
 _LOG = logging.getLogger(__name__)
 SWEEP_S = 0.5
 
 
-def sweep(ledger: Ledger, arena: Arena, waiting_slots: tuple[int, ...]) -> ReapReport:
-    """One sweep. `waiting_slots`: those of the last report; their locks are looked at before the call, as `reap` asks.
+def sweep(ledger: Ledger, arena: Arena, waiting_slots: tuple[int, ...], tick: int = 0) -> ReapReport:
+    """One sweep. `waiting_slots`, `tick`: those of the last report; the slots' locks are looked at before the call, as
+    `reap` asks.
 
     What enters quarantine from a process that is dead already is freed at once by a second call.
     """
-    report = ledger.reap([slot for slot in waiting_slots if not arena.is_writer_alive(slot)])
+    report = ledger.reap([slot for slot in waiting_slots if not arena.is_writer_alive(slot)], tick=tick)
     if report.reaped and (dead := [slot for slot in report.waiting_slots if not arena.is_writer_alive(slot)]):
-        again = ledger.reap(dead)
+        again = ledger.reap(dead, tick=report.tick)
         freed = report.num_unquarantined + again.num_unquarantined
-        return ReapReport(report.reaped + again.reaped, freed, again.postponed, again.waiting_slots)
+        return replace(again, reaped=report.reaped + again.reaped, num_unquarantined=freed)
     return report
 
 
 class Reaper:
     """Sweeps, and publishes the store's record, until stopped."""
 
-    def __init__(self, ledger: Ledger, arena: Arena, registry: WorkerRegistry, record: StoreRecord) -> None:
+    def __init__(self, ledger: Ledger, arena: Arena, redis: RedisHandle, record: StoreRecord) -> None:
         self._ledger = ledger
         self._arena = arena
-        self._registry = registry
+        self._redis = redis
+        self._registry = WorkerRegistry(redis.client)
         self._record = record
         self._stop = threading.Event()
         self._waiting: tuple[int, ...] = ()
+        self._tick = 0
+        self._is_silent = False
         self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
 
     def start(self) -> None:
@@ -55,21 +65,53 @@ class Reaper:
             _LOG.warning("the store's record could not be withdrawn: %s", error)
 
     def _run(self) -> None:
-        while True:
+        while not self._stop.is_set():
+            more = False
             try:
-                self._registry.publish_store(self._record)
-                self._note(sweep(self._ledger, self._arena, self._waiting))
-            except LedgerUnavailable as error:
-                _LOG.warning("no sweep: %s", error)
-            except StaleDataset:
-                _LOG.error("Redis has lost the ledger of arena %s; restart the services", self._record.arena_id)
+                more = self._sweep()
             except Exception:
                 _LOG.exception("the sweep failed; the next one comes")
-            if self._stop.wait(SWEEP_S):
-                return
+            if not more:
+                self._stop.wait(SWEEP_S)
+
+    def _sweep(self) -> bool:
+        """Returns whether the next sweep should come at once."""
+        try:
+            self._registry.publish_store(self._record)
+            report = sweep(self._ledger, self._arena, self._waiting, self._tick)
+        except LedgerUnavailable as error:
+            return self._look_for_another(error)
+        except (StaleDataset, LedgerDamaged) as error:
+            _LOG.error("the ledger of arena %s is void (%s): it is built anew", self._record.arena_id, error)
+            return self._rebuild()
+        self._note(report)
+        return report.more
+
+    def _look_for_another(self, error: LedgerUnavailable) -> bool:
+        try:
+            if self._redis.follow() or self._redis.run_id != self._arena.fixed.run_id:
+                _LOG.error("another Redis answers: the ledger of arena %s is built anew", self._record.arena_id)
+                return self._rebuild()
+        except (redis.ConnectionError, redis.TimeoutError):
+            pass
+        if not self._is_silent:
+            self._is_silent = True
+            _LOG.warning("no sweep: %s (said once)", error)
+        return False
+
+    def _rebuild(self) -> bool:
+        try:
+            self._redis.follow()
+            self._ledger.dataset = rebuild(self._redis.client, self._arena)
+        except (redis.ConnectionError, redis.TimeoutError, StaleDataset) as error:
+            _LOG.warning("the ledger could not be built, the next sweep tries again: %s", error)
+            return False
+        self._record = replace(self._record, dataset=self._ledger.dataset, run_id=self._redis.run_id)
+        self._waiting, self._tick, self._is_silent = (), 0, False
+        return True
 
     def _note(self, report: ReapReport) -> None:
-        self._waiting = report.waiting_slots
+        self._waiting, self._tick, self._is_silent = report.waiting_slots, report.tick, False
         if report.postponed:
             _LOG.warning("the last sweep was too long ago: every lease is renewed, nobody is reaped")
         if report.reaped or report.num_unquarantined:

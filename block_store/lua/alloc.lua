@@ -3,6 +3,7 @@ local epoch, number, n = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local early = lane(epoch, number)
 if early then return early end
 local room = room_for(epoch)
+if awaiting() then room = math.min(room, call('LLEN', FREE_LIST)) end
 if n > room then return answer(epoch, number, '-EXHAUSTED ' .. text(n) .. ' ' .. text(math.max(0, room))) end
 
 local blocks, num_free = {}, math.min(n, call('LLEN', FREE_LIST))

@@ -11,7 +11,9 @@ end
 local counts = { call('LLEN', FREE_LIST), count('reserved'), count('sealed'), call('ZCARD', CACHED_SET),
   call('ZCARD', QUARANTINE_SET), count('num_blocks') }
 if ARGV[2] ~= '1' then return { text(now_ms()), counts, holders } end
+local dying = {}
+for i, epoch in ipairs(call('ZRANGE', DYING, 0, -1)) do dying[i] = { epoch, call('LRANGE', dying_key(epoch), 0, -1) } end
 return { text(now_ms()), counts, holders, call('GET', BLOCKS), call('HGETALL', REFS), call('HGETALL', INDEX),
   call('LRANGE', FREE_LIST, 0, -1), call('ZRANGE', CACHED_SET, 0, -1),
   call('ZRANGE', QUARANTINE_SET, 0, -1, 'WITHSCORES'),
-  call('HGETALL', FLOORS), call('HVALS', TOKENS) }
+  call('HGETALL', FLOORS), dying }

@@ -1,14 +1,16 @@
 -- Put before every operation's script. KEYS[1] is '{looseleaf:<arena>}:meta'; the other keys share its hash tag.
 -- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
 --
--- Keys: meta (hash: dataset, run_id, num_blocks, rebuild, epoch, tick, reserved, sealed, last_reap)
+-- Keys: meta (hash: dataset, run_id, num_blocks, rebuild, epoch, tick, reserved, sealed, last_reap, grace_until)
 --   blocks (string, RECORD bytes each: state u8, hashed u8, u16, writer slot u32, generation u64, writer epoch u64,
 --           hash[32])
 --   refs   (hash: block -> its holders' epochs, u64 each)          the block side
 --   own:<epoch>    (hash: block -> generation u64, order u64)      the holder side
 --   holder:<epoch> (hash: kind, name, slot, floor, token, number, reply)
 --   index  (hash: prefix hash -> block)
---   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot)
+--   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot; 0: see `awaiting`)
+--   dying (zset: epoch -> was it reaped)     dying:<epoch> (list: what it still holds, head first)
+--   awaited (set: writer slots that were locked when the ledger was built and have not asserted what they hold)
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
 -- Generations are passed on as 8 opaque bytes: a Lua number holds only 53 bits.
 local call = redis.call
@@ -17,14 +19,17 @@ local TAG = string.sub(META, 1, -5)
 local BLOCKS, REFS, INDEX = TAG .. 'blocks', TAG .. 'refs', TAG .. 'index'
 local FREE_LIST, CACHED_SET, QUARANTINE_SET = TAG .. 'free', TAG .. 'cached', TAG .. 'quarantine'
 local LEASES, FLOORS, TOKENS = TAG .. 'leases', TAG .. 'floors', TAG .. 'tokens'
+local DYING, AWAITED = TAG .. 'dying', TAG .. 'awaited'
 local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
 local RECORD = 56
 local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
+local BURIAL = 2000 -- blocks that one call lets go of for holders that have ended: a script blocks the server
 
 if call('HGET', META, 'dataset') ~= ARGV[1] then return '-STALE_DATASET' end
 
 local function own_key(epoch) return TAG .. 'own:' .. epoch end
 local function holder_key(epoch) return TAG .. 'holder:' .. epoch end
+local function dying_key(epoch) return TAG .. 'dying:' .. epoch end
 local function u64(number) return struct.pack('<I8', tonumber(number)) end
 local function live(epoch) return call('ZSCORE', LEASES, epoch) end
 
@@ -123,6 +128,20 @@ local function room_for(epoch)
   return call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) - floors_of_others(epoch)
 end
 
+-- After a rebuild: whether somebody who may hold blocks that look cached has yet to assert them. Bounded by a lease.
+local function awaiting()
+  return call('SCARD', AWAITED) > 0 and now_ms() < tonumber(call('HGET', META, 'grace_until'))
+end
+
+-- Quarantined blocks of a writer slot become FREE. Returns how many.
+local function unquarantine(slot)
+  local blocks = call('ZRANGEBYSCORE', QUARANTINE_SET, slot, slot)
+  for _, block in ipairs(blocks) do set_state(block, FREE, 0) end
+  send('ZREM', QUARANTINE_SET, blocks)
+  send('LPUSH', FREE_LIST, blocks)
+  return #blocks
+end
+
 -- A reference of `epoch` on a sealed block, once. Returns the block's generation.
 local function pin(epoch, epoch8, block, order)
   local record = read(block)
@@ -191,15 +210,32 @@ local function owned(epoch)
   return blocks, generations
 end
 
--- Ends a holder, fence first.
+-- Ends a holder, fence first; `bury` lets go of what it holds.
 local function end_holder(epoch, reaped)
   call('ZREM', LEASES, epoch)
-  local blocks = owned(epoch)
-  let_go(epoch, blocks, reaped)
   local token = call('HGET', holder_key(epoch), 'token')
   if token then call('HDEL', TOKENS, token) end
   call('HDEL', FLOORS, epoch)
+  local blocks = owned(epoch)
+  send('RPUSH', dying_key(epoch), blocks)
+  call('ZADD', DYING, reaped and 1 or 0, epoch)
   call('DEL', own_key(epoch), holder_key(epoch))
+end
+
+-- Lets go of up to BURIAL blocks of holders that have ended, tails first. Returns whether some are left.
+local function bury()
+  local room, dying = BURIAL, call('ZRANGE', DYING, 0, -1, 'WITHSCORES')
+  for i = 1, #dying, 2 do
+    local epoch, key = dying[i], dying_key(dying[i])
+    local blocks = call('LRANGE', key, 0 - room, -1)
+    let_go(epoch, blocks, dying[i + 1] == '1')
+    call('LTRIM', key, 0, -1 - #blocks)
+    if call('LLEN', key) > 0 then return true end
+    call('ZREM', DYING, epoch)
+    room = room - #blocks
+    if room == 0 then break end
+  end
+  return call('ZCARD', DYING) > 0
 end
 
 -- Hashes as passed: number of groups u32, then per group a count u32 and the hashes. Returns the length of the longest

@@ -1,16 +1,16 @@
--- reap(lease ms, gap ms, free writer slots u32[]): first frees what waited for these slots, then ends holders whose
--- lease is past. In this order, since the caller looked at the locks before the call: what enters quarantine now was
--- not yet looked at.
-local lease_ms, gap_ms, slots = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+-- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees what waited for these slots, then ends holders
+-- whose lease is past. In this order, since the caller looked at the locks before the call: what enters quarantine now
+-- was not yet looked at.
+local lease_ms, gap_ms, slots, seen = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+-- The clock of the ledger went back: an older snapshot was restored.
+if tonumber(call('HGET', META, 'tick')) < seen then return '-STALE_DATASET' end
 local freed = 0
 for at = 1, #slots, 4 do
-  local slot = struct.unpack('<I4', slots, at)
-  local blocks = call('ZRANGEBYSCORE', QUARANTINE_SET, slot, slot)
-  for _, block in ipairs(blocks) do set_state(block, FREE, 0) end
-  send('ZREM', QUARANTINE_SET, blocks)
-  send('LPUSH', FREE_LIST, blocks)
-  freed = freed + #blocks
+  local slot = text((struct.unpack('<I4', slots, at)))
+  call('SREM', AWAITED, slot)
+  freed = freed + unquarantine(slot)
 end
+if not awaiting() then freed = freed + unquarantine('0') end
 
 -- After a freeze or a step of the clock everybody looks dead: a new lease for all.
 local now, last = now_ms(), tonumber(call('HGET', META, 'last_reap'))
@@ -27,13 +27,16 @@ else
   reaped = call('ZRANGEBYSCORE', LEASES, '-inf', now)
   for _, epoch in ipairs(reaped) do end_holder(epoch, true) end
 end
+local more = bury() and '1' or '0'
 
-local waiting, slot_list, known = call('ZRANGE', QUARANTINE_SET, 0, -1, 'WITHSCORES'), {}, {}
-for i = 2, #waiting, 2 do
-  if not known[waiting[i]] then
-    known[waiting[i]] = true
-    slot_list[#slot_list + 1] = waiting[i]
+local waiting, slot_list, known = call('ZRANGE', QUARANTINE_SET, 0, -1, 'WITHSCORES'), {}, { ['0'] = true }
+local function look_at(slot)
+  if not known[slot] then
+    known[slot] = true
+    slot_list[#slot_list + 1] = slot
   end
 end
-local flag = postponed and '1' or '0'
-return '+' .. table.concat({ table.concat(reaped, ','), text(freed), flag, table.concat(slot_list, ',') }, ' ')
+for i = 2, #waiting, 2 do look_at(waiting[i]) end
+for _, slot in ipairs(call('SMEMBERS', AWAITED)) do look_at(slot) end
+return '+' .. table.concat({ table.concat(reaped, ','), text(freed), postponed and '1' or '0', more,
+  call('HGET', META, 'tick'), table.concat(slot_list, ',') }, ' ')

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from block_store.ledger import _source
+from block_store.ledger import source as lua
 from block_store.redis_server import RedisHandle
 from block_store.testing import TestStore
 from block_store.walk import LedgerWalk
@@ -189,7 +189,7 @@ def found_after(redis: RedisHandle, directory: Path, mutant: tuple[str, str, str
         store = TestStore(redis.client, directory / str(seed))
         if mutant is not None:
             operation, right, wrong = mutant
-            source = _source("prelude") + _source(operation)
+            source = lua("prelude") + lua(operation)
             assert right in source, "the mutant does not apply any more"
             store.ledger._scripts[operation] = redis.client.register_script(source.replace(right, wrong))
         try:

@@ -1,0 +1,54 @@
+"""Whether Redis may be asked: a circuit breaker, and the budget of a worker's ledger call (DESIGN section 5, "Without
+Redis").
+
+One call that got no answer within its budget opens it; from then on calls fail at once, so that a step never waits,
+until a beat got through again (`holder.Holder`'s thread probes). Knows nothing of what is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+_LOG = logging.getLogger(__name__)
+BUDGET_S = 3.0
+BUDGET_PER_BLOCK_S = 20e-6
+"""More time for calls over very many blocks, whose scripts take long: 64 blocks 1 ms, 16,384 a third of a second."""
+PROBE_S = 0.1
+"""How often an open breaker is tried."""
+
+
+class Breaker:
+    """Thread-safe. Counts how often it opened and how many calls it refused."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._closed = threading.Event()
+        self._closed.set()
+        self._opened_at = 0.0
+        self.num_opened = 0
+        self.num_refused = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed.is_set()
+
+    def refuses(self) -> bool:
+        """`is_open`, asked before a call: counted."""
+        self.num_refused += self.is_open
+        return self.is_open
+
+    def open(self, reason: object) -> None:
+        """Redis gave no answer, or one that voids the ledger."""
+        if not self.is_open:
+            self._closed.clear()
+            self._opened_at = time.monotonic()
+            self.num_opened += 1
+            _LOG.warning("%s goes on without the ledger: %s", self._name, reason)
+
+    def close(self) -> None:
+        """The ledger answers."""
+        if self.is_open:
+            self._closed.set()
+            _LOG.warning("%s has the ledger again after %.1f s", self._name, time.monotonic() - self._opened_at)

@@ -1,0 +1,149 @@
+"""Builds the ledger of an arena in Redis from the arena's header: the first one, and every one after Redis has lost it.
+
+DESIGN section 5, "Rebuild". Sealed full blocks are indexed again; what a living process may be writing waits for its
+writer slot; the rest is free. Workers then register again and assert what they hold (`held.HeldBlocks.rejoin`), so
+that their requests go on.
+
+Why nothing is handed out twice and nobody writes into another's block. A writer enters the header (generation, slot,
+state), then reads the rebuild count, and writes into the block only if it is still that of its ledger. Here the count
+is raised first, then the header is read; a full fence stands between on both sides. So either this scan sees the
+writer, and the block waits for its slot; or the writer sees the new count, and writes nothing. Generations of the new
+ledger have the count as their upper half, above every one in the header.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import redis
+
+from block_store.arena import Arena
+from block_store.errors import LedgerUnavailable, StaleDataset
+from block_store.header import HeaderState
+from block_store.inspection import BlockState
+from block_store.ledger import LEASE_S, Ledger, server_run_id, source
+
+_LOG = logging.getLogger(__name__)
+_CHUNK = 4096
+"""Blocks per command."""
+_RECORD = np.dtype(
+    [("state", "u1"), ("hashed", "u1"), ("unused", "<u2"), ("slot", "<u4"), ("generation", "<u8"), ("writer", "<u8"),
+     ("hash", "S32")]
+)  # fmt: skip
+"""`inspection.RECORD`, for whole arenas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What the header says of every block, as the ledger's records, and who is to be awaited."""
+
+    records: npt.NDArray[np.void]
+    awaited: tuple[int, ...]
+    """Writer slots that are locked."""
+
+    def blocks(self, state: BlockState) -> npt.NDArray[np.int64]:
+        """Numbers of the blocks in `state`, ascending."""
+        return np.flatnonzero(self.records["state"] == state)
+
+
+def open_ledger(client: redis.Redis, arena: Arena) -> Ledger:
+    """The ledger that the arena's header names if this very Redis has it, else a new one. Errors: LedgerUnavailable,
+    StaleDataset (Redis was flushed meanwhile: try again).
+    """
+    ledger = Ledger.attach(client, arena)
+    try:
+        found = client.hmget(ledger.tag + "meta", "dataset", "run_id")
+        fixed = arena.fixed
+        named = [fixed.dataset.encode(), fixed.run_id.encode()]
+        if fixed.dataset and found == named and server_run_id(client) == fixed.run_id:
+            return ledger
+        ledger.dataset = rebuild(client, arena)
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise LedgerUnavailable(f"rebuild: {error}") from error
+    return ledger
+
+
+def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
+    """Builds the ledger anew; returns its dataset generation. The store's business only.
+
+    For `grace_s` at most, cached blocks are not evicted while somebody who may hold them has yet to assert them.
+    Errors: those of redis, StaleDataset (Redis was flushed meanwhile: try again).
+    """
+    tag = f"{{looseleaf:{arena.arena_id}}}:"
+    run_id, dataset = server_run_id(client), secrets.token_hex(8)
+    # First the old ledger is void, so that nothing is granted any more, then the header says so.
+    client.delete(tag + "meta")
+    highest = int(arena.generations.max()) >> 32
+    count = max(arena.rebuild_count, highest) + 1
+    arena.enter_ledger(run_id, dataset, count)
+    census = take_census(arena)
+    for key in list(client.scan_iter(f"{tag}*", count=1000)):
+        client.delete(key)
+    _write(client, tag, census)
+    args: list[str | int] = [dataset, run_id, arena.num_blocks, count, round(grace_s * 1000)]
+    reply = client.register_script(source("open"))(keys=[tag + "meta"], args=args)
+    if reply != b"+":
+        raise StaleDataset("Redis was flushed while the ledger was built")
+    counts = {state.name: len(census.blocks(state)) for state in BlockState}
+    _LOG.info("ledger of arena %s built, number %d: %s, awaiting %s", arena.arena_id, count, counts, census.awaited)
+    return dataset
+
+
+def take_census(arena: Arena) -> Census:
+    """Reads the header. Only after the rebuild count was raised."""
+    alive = arena.live_writers()
+    states, hashes = arena.states.copy(), arena.hashes.copy()
+    slots = arena.writer_slots.copy()
+    records = np.zeros(arena.num_blocks, _RECORD)
+    records["state"] = BlockState.FREE
+    records["generation"] = arena.generations
+    writing = (states == HeaderState.WRITING) & np.isin(slots, alive)
+    records["state"][writing] = BlockState.QUARANTINE
+    records["slot"][writing] = slots[writing]
+    sealed = states == HeaderState.SEALED
+    # Not to be found by a hash: partial blocks and doubles. Whoever holds one asserts it soon, or nobody does.
+    records["state"][sealed] = BlockState.QUARANTINE if alive else BlockState.FREE
+    indexed = _first_of_each_hash(sealed, hashes)
+    records["state"][indexed] = BlockState.CACHED
+    records["hashed"][indexed] = 1
+    records["hash"][indexed] = hashes[indexed].view("S32").ravel()
+    return Census(records, tuple(alive))
+
+
+def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Numbers of the sealed full blocks, of each hash the first: the index names one block."""
+    full = np.flatnonzero(sealed & hashes.any(axis=1))
+    whole = np.ascontiguousarray(hashes[full]).view("S32").ravel()
+    return full[np.unique(whole, return_index=True)[1]]
+
+
+def _write(client: redis.Redis, tag: str, census: Census) -> None:
+    """Everything but `meta`, without which nobody touches it."""
+    packed = census.records.tobytes()
+    size = _RECORD.itemsize * _CHUNK
+    for first in range(0, len(packed), size):
+        client.append(tag + "blocks", packed[first : first + size])  # type: ignore[arg-type]
+    free, cached = census.blocks(BlockState.FREE), census.blocks(BlockState.CACHED)
+    waiting = census.blocks(BlockState.QUARANTINE)
+    for part in _parts(free.tolist()):
+        client.rpush(tag + "free", *part)
+    # Coldest first. Chains are mostly allocated upwards, so downwards their tails go first.
+    for part in _parts(list(enumerate(cached[::-1].tolist(), 1))):
+        client.zadd(tag + "cached", {str(block): score for score, block in part})
+    for part in _parts(cached.tolist()):
+        client.hset(tag + "index", mapping={census.records["hash"][b].ljust(32, b"\0"): b for b in part})
+    for part in _parts(waiting.tolist()):
+        client.zadd(tag + "quarantine", {str(b): int(census.records["slot"][b]) for b in part})
+    if census.awaited:
+        client.sadd(tag + "awaited", *census.awaited)
+
+
+def _parts(items: list[Any]) -> Iterator[list[Any]]:
+    for first in range(0, len(items), _CHUNK):
+        yield items[first : first + _CHUNK]
