@@ -73,10 +73,16 @@ def test_buckets_share_buffers_without_seeing_each_other(tmp_path: Path) -> None
         runner.step(lay_out([Chunk(sequences[-1], sequences[-1].num_tokens - 1)], 16).batch)
         sequences[-1].num_computed = sequences[-1].num_tokens - 1
     graphs = padded(runner, 8, bucket_sizes(8))
+    arena = runner.bound_arena.clone()
     for chosen in ([7], [0, 1, 2, 3, 4, 5, 6, 7], [3], [6, 2, 5], [1, 0], [7, 6, 5, 4, 3], [2]):
+        runner.bound_arena.copy_(arena)
         batch = lay_out([Chunk(sequences[i], 1) for i in chosen], 16).batch
         expected = runner.step(batch).clone()
+        others = [ref.block for i, s in enumerate(sequences) if i not in chosen for ref in s.table]
+        runner.bound_arena[others] = 0xFF
+        kept = runner.bound_arena.clone()
         assert torch.equal(graphs.run(batch), expected)
+        assert torch.equal(runner.bound_arena, kept)  # rows of another step are not written again
 
 
 @torch.inference_mode()
