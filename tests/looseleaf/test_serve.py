@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from looseleaf.device import why_no_gpu
 from looseleaf.model_source import cache_directory, tiny_checkpoint
 from looseleaf.shm import ROOT as SHM
 from looseleaf.shm import sweep
@@ -168,6 +169,12 @@ def test_no_shared_memory(tmp_path: Path) -> None:
 def test_an_unreachable_redis() -> None:
     errors = refused("--redis-url", "redis://127.0.0.1:1/0")
     assert "redis" in errors.lower() and "127.0.0.1:1" in errors
+
+
+def test_roles_that_cannot_be_paired_and_a_gpu_that_is_not_there() -> None:
+    assert "--prefill 1 and --decode 2 must be equal" in refused("--roles", "both", "--decode", "2")
+    if why_no_gpu() is not None:
+        assert f"--device cuda: {why_no_gpu()}" in refused("--device", "cuda")
 
 
 def test_two_models_and_mistyped_settings(tmp_path: Path) -> None:

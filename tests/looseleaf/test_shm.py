@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import StartupError
 from looseleaf.shm import SharedDirectory, sweep
+from looseleaf.testing import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,11 +47,7 @@ os.kill(os.getpid(), 9)
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
     assert sweep(tmp_path) == 0 and len(list(tmp_path.iterdir())) == 1
     subprocess.run(["kill", "-9", done.stdout.strip()], check=True)
-    swept = 0
-    for _ in range(100):
-        swept += sweep(tmp_path)
-        if swept:
-            break
+    swept = wait_for(lambda: sweep(tmp_path), bool, 10.0, "the lock outlives its last holder")
     assert swept == 1 and list(tmp_path.iterdir()) == []
 
 
