@@ -78,6 +78,8 @@ class Attached:
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
+        self.on_fenced: Callable[[], object] = lambda: None
+        """Called, in any thread, when the incarnation learns that it is fenced; an idle worker hears of it so."""
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
@@ -99,11 +101,17 @@ class Attached:
                 self._needs.worker_id,
                 writer_slot=slot.number,
                 floor=self._needs.floor_blocks,
+                on_fenced=lambda: self.on_fenced(),
             )
         except BaseException:
             slot.close()
             raise
         return HeldBlocks(holder, self.arena, slot, reserve=self._needs.reserve_blocks)
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the incarnation is over; `renew` then."""
+        return self.held.holder.fenced.is_set()
 
     def renew(self) -> None:
         """Give up everything held and come back as a new incarnation; for a worker that learnt it is fenced.

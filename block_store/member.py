@@ -71,6 +71,7 @@ class Member:
         """`turns`: those of the roles of a process that step one at a time; None: in its own time."""
         self.thread = StepThread(step, turns)
         self._attached = attached
+        attached.on_fenced = lambda: self.thread.post(lambda: None)  # wakes it: the next step begins anew
         self._record = record
         self._load = load
         self._on_failure: Callable[[], object] = lambda: None

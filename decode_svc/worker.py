@@ -166,6 +166,8 @@ class DecodeWorker:
         """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
         ran = False
         try:
+            if self._attached.is_fenced:
+                raise Fenced("while idle, or between two steps")
             for group in self._scheduler.expired(time.monotonic_ns()):
                 self._reject(group, Rejection.DEADLINE)
             self._scheduler.admit(self._fits)

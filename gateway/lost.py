@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import grpc
+import grpc.aio
+
 from common.errors import (
     DeadlineExceeded,
     Internal,
@@ -46,6 +49,11 @@ class WorkerLost(Exception):
 def incarnation(worker: WorkerRecord) -> str:
     """Names one life of a worker: its successor has another address."""
     return f"{worker.worker_id}@{worker.address}"
+
+
+def is_death(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer's process ended, as far as can be told: not where keepalive gave up, it may be frozen."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "timeout" not in (error.details() or "")
 
 
 def queue_full(role: str) -> WorkerLost:

@@ -15,7 +15,7 @@ from common import convert
 from common.errors import DeadlineExceeded
 from common.rpc import error_of, open_channel
 from common.types import WorkerLoad, WorkerRecord
-from gateway.lost import WorkerLost, incarnation, internal, queue_full
+from gateway.lost import WorkerLost, incarnation, internal, is_death, queue_full
 from gateway.silence import Silence
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc
@@ -110,7 +110,7 @@ def _translated(error: grpc.aio.AioRpcError, accepted: bool, worker: WorkerRecor
     if code is grpc.StatusCode.UNAVAILABLE and not accepted:
         return WorkerLost("prefill_unreachable", counted=False, unreachable=True)
     if code is grpc.StatusCode.UNAVAILABLE:
-        return WorkerLost("prefill_unavailable", death=incarnation(worker))
+        return WorkerLost("prefill_unavailable", death=incarnation(worker) if is_death(error) else None)
     if code in _LOST:
         return WorkerLost(f"prefill_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

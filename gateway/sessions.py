@@ -18,7 +18,7 @@ import grpc.aio
 from common import convert
 from common.rpc import open_channel
 from common.types import WorkerLoad, WorkerRecord
-from gateway.lost import WorkerLost, incarnation
+from gateway.lost import WorkerLost, incarnation, is_death
 from gateway.silence import Silence
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
@@ -162,7 +162,7 @@ class DecodeSession:
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "no connection"
             logger.warning("session with decode worker %s ended: %s", self.record.worker_id, code)
-            if self.connected and code == "UNAVAILABLE":
+            if self.connected and isinstance(error, grpc.aio.AioRpcError) and is_death(error):
                 self._death = incarnation(self.record)
         finally:
             self.connected = False

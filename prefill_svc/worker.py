@@ -95,6 +95,8 @@ class PrefillWorker:
         """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
         plan: list[tuple[Job, Chunk]] = []
         try:
+            if self._attached.is_fenced:
+                raise Fenced("while idle, or between two steps")
             plan = self._scheduler.plan(self._admit)
             if plan:
                 self._run_guarded(plan)

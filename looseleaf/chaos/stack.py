@@ -116,9 +116,9 @@ class Stack:
     def inspect(self) -> Inspection:
         return inspect(self.ledger(), with_blocks=True)
 
-    def holder(self, name: str) -> HolderView:
+    def holder(self, name: str, *, with_blocks: bool = False) -> HolderView:
         """The newest incarnation of a worker. KeyError: it holds no lease."""
-        found = [holder for holder in inspect(self.ledger()).holders if holder.name == name]
+        found = [holder for holder in inspect(self.ledger(), with_blocks).holders if holder.name == name]
         if not found:
             raise KeyError(name)
         return max(found, key=lambda holder: holder.epoch)

@@ -45,12 +45,15 @@ class Answer:
 class Traffic:
     """`concurrency` clients that ask, wait for the end of the answer and ask again, until `stop`."""
 
-    def __init__(self, address: str, book: Sequence[Case], *, seed: int, concurrency: int = 16) -> None:
+    def __init__(
+        self, address: str, book: Sequence[Case], *, seed: int, concurrency: int = 16, shared: bool = True
+    ) -> None:
         self.answers: list[Answer] = []
         self._address = address
         self._book = book
         self._rng = random.Random(seed)
         self._concurrency = concurrency
+        self._share_of_own_salts = 0.25 if shared else 1.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="traffic")
 
@@ -101,7 +104,8 @@ class Traffic:
                 await asyncio.sleep(REFUSED_PAUSE_S)
 
     def _salt(self) -> str:
-        return str(self._rng.getrandbits(60) if self._rng.random() < 0.25 else self._rng.randrange(NUM_SALTS))
+        own = self._rng.random() < self._share_of_own_salts
+        return str(self._rng.getrandbits(60) if own else self._rng.randrange(NUM_SALTS))
 
 
 async def ask(client: AsyncClient, case: Case, salt: str) -> Answer:
