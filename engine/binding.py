@@ -51,10 +51,14 @@ class Binding:
 
 
 def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
-    """The arena's memory as torch sees it; nothing is copied."""
+    """The arena's memory as torch sees it; nothing is copied. Errors: ValueError for a GPU's memory on a CPU."""
     if isinstance(arena, torch.Tensor):
         return arena
-    return torch.from_numpy(arena) if isinstance(arena, np.ndarray) else torch.as_tensor(arena, device=device)
+    if isinstance(arena, np.ndarray):
+        return torch.from_numpy(arena)
+    if device.type == "cpu":
+        raise ValueError("an arena in a GPU's memory cannot be bound to a runner on cpu")
+    return torch.as_tensor(arena, device=device)
 
 
 def layer_caches(arena: torch.Tensor, layout: KvLayout) -> list[LayerCache]:

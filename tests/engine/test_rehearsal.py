@@ -129,8 +129,8 @@ def test_deterministic_mode_gives_the_same_bits_in_every_company(
 def test_an_fp8_cache_takes_half_the_bytes_and_is_read_as_what_it_holds(
     directory: Path, rehearsed: dict[str, Any]
 ) -> None:
-    """The last step again on the CPU, over the same blocks widened to bf16. The interpreter rounds to fp8 by rules of its
-    own, so what is written is not compared; the two bf16 computations alone differ by 0.04 on this model."""
+    """The last step again on the CPU, over the same blocks widened to bf16. The interpreter rounds to fp8 by rules of
+    its own, so what is written is not compared; the two bf16 computations alone differ by 0.04 on this model."""
     got = rehearsed["fp8"]
     runner = ModelRunner(RunnerSettings(directory / "llama", num_threads=1, max_model_len=32))
     assert got["block_bytes"] * 2 == runner.layout.block_bytes and "kv=float8_e4m3fn" in got["numerics"]

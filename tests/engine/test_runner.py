@@ -1,17 +1,21 @@
-"""Runner: arenas it accepts, layouts, profile and warm-up, numerics."""
+"""Runner: settings it refuses, arenas it accepts, layouts, sharing, profile and warm-up, numerics."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.settings import WorkerSettings
 from engine.binding import layer_caches
+from engine.errors import ModelError
 from engine.runner import ModelRunner, RunnerSettings
-from engine.testing import poisoned_arena
+from engine.testing import Batch, poisoned_arena
 from engine.tiny import make_checkpoint
 
 
@@ -25,6 +29,70 @@ def test_arenas_of_another_shape_are_refused(runner: ModelRunner) -> None:
     for wrong in (np.zeros((4, 8), np.uint8), np.zeros((4, runner.layout.block_bytes), np.int8), np.zeros(4, np.uint8)):
         with pytest.raises(ValueError, match="an arena is uint8"):
             runner.bind(wrong)
+
+
+def test_a_gpu_arena_cannot_be_bound_on_a_cpu(runner: ModelRunner) -> None:
+    class OnAGpu:
+        __cuda_array_interface__ = {"shape": (4, runner.layout.block_bytes), "typestr": "|u1", "data": (64, False)}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="an arena in a GPU's memory cannot be bound to a runner on cpu"):
+        runner.bind(OnAGpu())
+
+
+def test_numpy_arrays_and_tensors_are_bound_without_a_copy(runner: ModelRunner) -> None:
+    array = np.zeros((2, runner.layout.block_bytes), np.uint8)
+    for arena in (array, torch.from_numpy(array)):
+        runner.bind(arena)
+        assert runner.bound_arena.data_ptr() == array.ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"dtype": "float16", "device": "cpu"}, "dtype float16 needs a GPU; on a CPU take bfloat16 or float32"),
+        ({"kv_cache_dtype": "fp8_e4m3", "device": "cpu"}, "attention provider cpu has no fp8 cache; --kv-cache-dtype"),
+        ({"attention_backend": "fa3", "device": "cpu"}, "attention provider fa3 needs a GPU of compute capability 9.0"),
+        ({"attention_backend": "triton", "device": "cpu"}, "attention provider triton runs on a CPU only as a rehearsal"),
+    ],
+)  # fmt: skip
+def test_what_this_machine_cannot_do_is_refused_in_one_sentence(
+    settings: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ModelError, match=sentence):
+        ModelRunner(RunnerSettings(tmp_path, **settings))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ModelError, match="device cuda was asked for, but torch sees no GPU"):
+        ModelRunner(RunnerSettings(tmp_path, device="cuda"))
+
+
+def test_a_workers_flags_reach_the_runner() -> None:
+    flags = {"model": "m", "dtype": "float16", "block_size": 32, "seed": 3, "device": "cuda", "enforce_eager": True}
+    more = {
+        "attention_backend": "fa3",
+        "attention_library": "x.so",
+        "deterministic": True,
+        "kv_cache_dtype": "fp8_e4m3",
+    }
+    settings = RunnerSettings.of(WorkerSettings(**flags, **more))
+    assert {name: getattr(settings, name) for name in flags | more} == flags | more
+
+
+def test_two_runners_share_weights_and_nothing_else(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine")
+    expected = Batch.of(runner, [[5, 6, 7], [8] * 20], 6).run()
+    other = ModelRunner.sharing(runner)
+    assert other.weights_bytes == 0 < runner.weights_bytes and "loading" not in caplog.text
+    assert other.numerics == runner.numerics and other.model_fingerprint == runner.model_fingerprint
+    ours, theirs = Batch.of(runner, [[5, 6, 7], [8] * 20], 6), Batch.of(other, [[5, 6, 7], [8] * 20], 6, budget=9)
+    assert other.attention is not runner.attention and other.bound_arena is not runner.bound_arena
+    assert theirs.run() == expected  # over its own arena: the first batch has not computed anything there
+    assert bool((runner.bound_arena == 0xFF).all()) and ours.run() == expected
 
 
 @pytest.mark.parametrize("order", ["heads_first", "slots_first"])
@@ -55,6 +123,7 @@ def test_profile_grows_with_the_batch_and_leaves_the_arena_alone(tmp_path: Path)
 
 def test_numerics_tell_dtype_isa_and_determinism(runner: ModelRunner, tmp_path: Path) -> None:
     fields = dict(part.split("=") for part in runner.numerics.split())
+    assert fields["kv"] == "bfloat16" and fields["attention"] == f"cpu/{runner.attention.version}"
     assert fields["dtype"] == "bfloat16" and fields["isa"] and fields["deterministic"] in ("True", "False")
     other = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1))
     assert other.numerics != runner.numerics and other.model_fingerprint != runner.model_fingerprint
