@@ -78,7 +78,7 @@ class Attached:
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
-        self.on_fenced: Callable[[], object] = lambda: None
+        self.on_fenced: Callable[[], None] = lambda: None
         """Called, in any thread, when the incarnation learns that it is fenced; an idle worker hears of it so."""
         self.held = self._register_patiently(PREDECESSOR_S)
 
