@@ -11,7 +11,7 @@ import kernels
 from kernels.cpu.loader import current
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
-from kernels.providers.base import HALF_TYPES, AttentionBatch, AttentionSpec, Unavailable
+from kernels.providers.base import AttentionBatch, AttentionSpec, Unavailable
 
 OLDEST_COMPUTE_CAPABILITY = (8, 0)
 FP8_COMPUTE_CAPABILITY = (8, 9)
@@ -86,8 +86,6 @@ class TritonAttention:
             return f"needs compute capability 8.9 for an fp8 cache, this GPU has {capability[0]}.{capability[1]}"
         if spec.head_dim > 256:
             return f"takes head dimensions up to 256, not {spec.head_dim}"
-        if spec.device.type == "cuda" and spec.dtype not in HALF_TYPES:
-            return "takes bfloat16 and float16 on a GPU, not float32"
         return None
 
     def prepare(self, batch: AttentionBatch) -> None:

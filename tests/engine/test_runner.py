@@ -52,7 +52,7 @@ def test_numpy_arrays_and_tensors_are_bound_without_a_copy(runner: ModelRunner) 
         ({"dtype": "float16", "device": "cpu"}, "dtype float16 needs a GPU; on a CPU take bfloat16 or float32"),
         ({"kv_cache_dtype": "fp8_e4m3", "device": "cpu"}, "attention provider cpu has no fp8 cache; --kv-cache-dtype"),
         ({"attention_backend": "fa3", "device": "cpu"}, "attention provider fa3 needs a GPU of compute capability 9.0"),
-        ({"attention_backend": "triton", "device": "cpu"}, "attention provider triton runs on a CPU only as a rehearsal"),
+        ({"attention_backend": "triton", "device": "cpu"}, "provider triton runs on a CPU only as a rehearsal"),
     ],
 )  # fmt: skip
 def test_what_this_machine_cannot_do_is_refused_in_one_sentence(
@@ -72,15 +72,12 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_workers_flags_reach_the_runner() -> None:
-    flags = {"model": "m", "dtype": "float16", "block_size": 32, "seed": 3, "device": "cuda", "enforce_eager": True}
-    more = {
-        "attention_backend": "fa3",
-        "attention_library": "x.so",
-        "deterministic": True,
-        "kv_cache_dtype": "fp8_e4m3",
-    }
-    settings = RunnerSettings.of(WorkerSettings(**flags, **more))
-    assert {name: getattr(settings, name) for name in flags | more} == flags | more
+    flags: dict[str, Any] = {
+        "model": "m", "dtype": "float16", "block_size": 32, "seed": 3, "device": "cuda", "enforce_eager": True,
+        "attention_backend": "fa3", "attention_library": "x.so", "deterministic": True, "kv_cache_dtype": "fp8_e4m3",
+    }  # fmt: skip
+    settings = RunnerSettings.of(WorkerSettings(**flags))
+    assert {name: getattr(settings, name) for name in flags} == flags
 
 
 def test_two_runners_share_weights_and_nothing_else(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:
