@@ -57,9 +57,15 @@ class CpuDevice:
     def peak_bytes(self, work: Callable[[], None]) -> int:
         """The growth of the process' resident peak (VmHWM, reset through /proc/self/clear_refs) over its residency
         before. Where the kernel does not let the peak be reset the answer is an upper bound."""
+        self.release()
         before = _reset_peak_resident()
         work()
         return max(0, _status_bytes("VmHWM") - before)
+
+    def release(self) -> None:
+        """Give memory that is free, but kept for the next time, back to the system."""
+        with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)
 
     def used_bytes(self) -> int:
         """Memory that this process and others have taken of the device; 0: not asked of a CPU."""
@@ -130,18 +136,20 @@ class CudaDevice:
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
         """The growth of what torch's allocator has taken of the device: what others can no longer have."""
-        torch.cuda.empty_cache()
+        self.release()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_reserved(self.torch_device)
         work()
         self.wait()
-        peak = torch.cuda.max_memory_reserved(self.torch_device) - before
+        return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
+
+    def release(self) -> None:
+        """Give memory that torch's allocator keeps, but nothing uses, back to the device."""
         torch.cuda.empty_cache()
-        return max(0, peak)
 
     def used_bytes(self) -> int:
         """Memory that this process and others have taken of the device."""
-        torch.cuda.empty_cache()
+        self.release()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
 
@@ -165,9 +173,7 @@ def _status_bytes(field: str) -> int:
 
 
 def _reset_peak_resident() -> int:
-    """Give freed memory back, reset VmHWM to what is resident, and return that in bytes."""
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
+    """Reset VmHWM to what is resident, and return that in bytes."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:

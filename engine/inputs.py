@@ -16,6 +16,7 @@ import torch
 
 ALIGNMENT = 16
 """Bytes; kernels load indices in words of up to 16."""
+TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 Shape = tuple[np.dtype[Any], tuple[int, ...]]
 
 
@@ -52,7 +53,7 @@ class StepBuffer:
         for dtype, shape in shapes:
             size = math.prod(shape) * dtype.itemsize
             host = self._host.numpy()[at : at + size].view(dtype).reshape(shape)
-            device = self._device[at : at + size].view(torch.from_numpy(np.empty(0, dtype)).dtype).view(shape)
+            device = self._device[at : at + size].view(TORCH_DTYPES[dtype]).view(shape)
             places.append(Place(host, device))
             at += _aligned(size)
         return places

@@ -97,6 +97,7 @@ class ModelRunner:
         self.weights_bytes = 0
         """Of weights that this runner has loaded; 0 for one that shares another's."""
         self._model = model or self._load()
+        self.device.wait()  # another runner's stream may read the weights from now on
         self.numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
         self._bound: Binding | None = None
 
@@ -121,6 +122,7 @@ class ModelRunner:
 
     def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
         """Blocks of private memory on the runner's device, every byte `fill` (0xff is NaN in every dtype)."""
+        self.device.enter()  # filled in the stream that will use it
         shape = (num_blocks, self.layout.block_bytes)
         return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)
 
@@ -181,7 +183,10 @@ class ModelRunner:
             sample(logits, floats, ints, floats, floats, ints, ints, ints)
 
         peak = self.device.peak_bytes(largest_steps)
-        return peak + (self._graph_bytes(max_num_seqs) if graphs else 0)
+        if graphs:
+            peak += self._graph_bytes(max_num_seqs)
+        self.device.release()
+        return peak
 
     @contextlib.contextmanager
     def using(self, arena: Arena) -> Iterator[None]:
