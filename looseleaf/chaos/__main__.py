@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from looseleaf.chaos import cancels, freezes, kills, plain, poison, staleness
+from looseleaf.chaos import cancels, freezes, kills, outages, plain, poison, staleness
 from looseleaf.chaos.book import make_book, make_model
 from looseleaf.chaos.report import Report
 from looseleaf.chaos.run import Run
@@ -29,6 +29,10 @@ SCENARIOS = {
     "decode-kill": Scenario(kills.decode_kill, 100),
     "prefill-kill": Scenario(kills.prefill_kill, 100),
     "freeze": Scenario(freezes.freeze, 30),
+    "redis-killed": Scenario(outages.killed, 20),
+    "redis-flushed": Scenario(outages.flushed, 20),
+    "redis-frozen": Scenario(outages.frozen, 20),
+    "redis-older": Scenario(outages.older, 20),
     "poison": Scenario(poison.poison, 3),
     "staleness": Scenario(staleness.staleness, 1000),
     "cancels": Scenario(cancels.cancels, 2000),

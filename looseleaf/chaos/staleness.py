@@ -18,18 +18,18 @@ from looseleaf.chaos.report import Report
 from looseleaf.chaos.run import Run, judge
 from looseleaf.chaos.stack import Plan, Stack
 
-LEASE_S = 0.3
+LEASE_S = 0.5
 MOST_STOPPED_S = 3.0
 """By then half of the blocks of a stopped worker should live another life; if not, it is woken nevertheless."""
 RENEWED_S = 3.0
 """A woken worker that is not registered anew by then was not fenced."""
 MAX_MODEL_LEN = 432
-NUM_BLOCKS = 160
+NUM_BLOCKS = 224
 """The floors of two prefill and two decode workers are 2 x 27 + 2 x 28."""
 LONGEST_OUTPUT = 128
 """Of the requests used here: the shorter their outputs, the faster blocks change hands."""
 MOST_ATTEMPTS = 100
-CONCURRENCY = 14
+CONCURRENCY = 20
 """More than fits: every now and then a group is preempted."""
 DETECTED = r"reader rule: (\d+) "
 SENT_AWAY = r"starting over: .*; (\d+) "
@@ -82,15 +82,23 @@ def _stop_until(stack: Stack, rng: random.Random, num_victims: int) -> int:
     num_stops = 0
     while victims(stack) < num_victims:
         name = ("decode-0", "decode-1", "decode-0", "decode-1", "prefill-0", "prefill-1")[num_stops % 6]
-        stack.freeze(name)
-        before = stack.holder(name, with_blocks=True)
-        _wait_taken(stack, list(before.own))
-        stack.thaw(name)
+        _stop_one(stack, name)
         num_stops += 1
-        with contextlib.suppress(AssertionError):  # where the store itself was late it is not fenced, and goes on
-            stack.wait_registered(name, before.epoch, RENEWED_S)
         time.sleep(0.2 + 0.3 * rng.random())  # until it has something to lose again
     return num_stops
+
+
+def _stop_one(stack: Stack, name: str) -> None:
+    stack.freeze(name)
+    try:
+        before = stack.holder(name, with_blocks=True)
+        _wait_taken(stack, list(before.own))
+    except KeyError:  # it was late by itself, and is about to register anew
+        return
+    finally:
+        stack.thaw(name)
+    with contextlib.suppress(AssertionError):  # where the store itself was late it is not fenced, and goes on
+        stack.wait_registered(name, before.epoch, RENEWED_S)
 
 
 def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
