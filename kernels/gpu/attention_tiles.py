@@ -44,7 +44,7 @@ class Tiling:
     num_warps: int
     num_stages: int = 3
     programs_per_sm: int = 1
-    """How many fit on a multiprocessor at once (by registers), where splits are to fill them."""
+    """How many fit on a multiprocessor at once (by registers, without a window), where splits are to fill them."""
 
 
 # By columns a program holds, and whether K and V are fp8: these are widened in registers, and take more of them.

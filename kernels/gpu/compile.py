@@ -23,6 +23,9 @@ from typing import Any
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory one thread block may have, by compute capability (CUDA programming guide, technical specifications)."""
 
+TMEM_COLUMNS = 512
+"""Tensor memory of a multiprocessor of sm_100."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -33,6 +36,8 @@ class Resources:
     spill_bytes: int
     """Local memory and stack of a thread; above 0 registers have spilled (or an array is indexed at run time)."""
     shared_bytes: int
+    tmem_columns: int
+    """Of tensor memory; sm_100 has `TMEM_COLUMNS`, others none."""
     ptx: str
     ttgir: str
     """Triton's GPU dialect, where it says which layout each operation has."""
@@ -84,7 +89,9 @@ def compile_for(
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
     registers, spill_bytes = _usage(compiled.asm["cubin"])
-    return Resources(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["ttgir"])
+    tmem_columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    memory = (compiled.metadata.shared, tmem_columns)
+    return Resources(registers, spill_bytes, *memory, compiled.asm["ptx"], compiled.asm["ttgir"])
 
 
 def compile_cases(cases: Sequence[Case], timeout_s: float = 280.0) -> list[Resources]:

@@ -18,7 +18,7 @@ import pytest
 
 from kernels.gpu import attention_tiles as tiles
 from kernels.gpu.attention_tiles import Chip, Tiling
-from kernels.gpu.compile import SHARED_LIMIT_BYTES, Case, Resources
+from kernels.gpu.compile import SHARED_LIMIT_BYTES, TMEM_COLUMNS, Case, Resources
 
 CHIPS, HEAD_DIMS = (80, 90, 100), (64, 80, 96, 128, 256)
 KINDS = ("decode", "split", "prefill", "short", "det_decode", "det_split", "det_prefill")
@@ -111,11 +111,12 @@ def test_nothing_spills_and_everything_fits(compiled: Compiled) -> None:
     for case, used in compiled:
         assert used.spill_bytes == 0, case
         assert used.shared_bytes <= SHARED_LIMIT_BYTES[case.cc], case
+        assert used.tmem_columns <= TMEM_COLUMNS, case
         assert used.registers * case.num_warps * 32 <= REGISTERS_PER_SM, case
 
 
 def test_as_many_decode_programs_fit_as_splits_are_chosen_for(compiled: Compiled) -> None:
-    for case, used in _attention(compiled, VARLEN=False, PIECE=0):
+    for case, used in _attention(compiled, VARLEN=False, PIECE=0, WINDOWED=False):
         fp8 = "fp8" in case.signature["key_cache"]
         expected = tiles.decode_tiling(int(case.constexprs["HEAD_DIM"] or 0), GROUP, fp8).programs_per_sm
         by_registers = REGISTERS_PER_SM // (-(-used.registers // 8) * 8 * case.num_warps * 32)  # given in eights

@@ -1,0 +1,65 @@
+"""A stand-in for triton's CUDA driver: launches compile for a chip that need not be there, and are recorded, not run.
+
+What a launch really passes (alignment, integers that are 1 or divisible by 16, None) decides what is compiled, and only
+a launch shows it. Counts on triton's driver interface as 3.6 and 3.7 have it. Not in a process with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from kernels.gpu.compile import SHARED_LIMIT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    kernel: str
+    grid: tuple[int, int, int]
+    variant: str
+    """Hash of what was compiled: another one means another compilation."""
+
+
+@dataclass
+class DryDriver:
+    """`install()` it; `launches` grows with every launch after that."""
+
+    cc: int
+    launches: list[Launch] = field(default_factory=list)
+
+    def install(self) -> None:
+        driver.set_active(self)
+
+    @property
+    def utils(self) -> DryDriver:
+        return self
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        def launch(x: int, y: int, z: int, *_: Any) -> None:
+            self.launches.append(Launch(source.fn.__name__, (x, y, z), metadata.hash))
+
+        return launch
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_LIMIT_BYTES[self.cc]}
+
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        """(module, function, registers, spills, most threads): handles that nothing follows."""
+        return 1, 1, 0, 0, 1024
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.cc, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
