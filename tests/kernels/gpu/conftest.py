@@ -1,7 +1,8 @@
 """What the tests of the Triton kernels share: where they run, and the count of what was run and compiled.
 
-Without a CUDA device the kernels run under triton's interpreter. The variable that asks for it counts only before triton
-is first imported, and this file is read before any test runs; nothing in `tests` imports triton while it is collected.
+Without a CUDA device the kernels run under triton's interpreter. The variable that asks for it counts only before
+triton is first imported: this file is read before any test runs, and nothing else in `tests` imports triton while it is
+collected.
 """
 
 from __future__ import annotations
