@@ -20,15 +20,18 @@ FRESH_S = 3.0
 _PUBLISH = """
 local time = redis.call('TIME')
 local stamp = time[1] .. string.format('%03d', math.floor(time[2] / 1000))
+redis.call('HSETNX', KEYS[1], '#life', stamp .. ' ' .. ARGV[1])
 return redis.call('HSET', KEYS[1], ARGV[1], stamp .. ' ' .. ARGV[2])
 """
-# Returns the values that are fresh; those of a minute ago are removed.
+# Returns the name of the registry's life, then the values that are fresh; those of a minute ago are removed.
 _LIST = """
-local time, fresh, old, all = redis.call('TIME'), {}, {}, redis.call('HGETALL', KEYS[1])
+local time, all = redis.call('TIME'), redis.call('HGETALL', KEYS[1])
+local fresh = { redis.call('HGET', KEYS[1], '#life') or '' }
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for i = 1, #all, 2 do
   local stamp, value = string.match(all[i + 1], '^(%d+) (.*)$')
-  if now - stamp <= tonumber(ARGV[1]) then fresh[#fresh + 1] = value
+  if all[i] == '#life' then stamp = now
+  elseif now - stamp <= tonumber(ARGV[1]) then fresh[#fresh + 1] = value
   elseif now - stamp > 60000 then redis.call('HDEL', KEYS[1], all[i]) end
 end
 return fresh
@@ -58,6 +61,8 @@ class WorkerRegistry:
         self._stores = f"{namespace}:stores"
         self._publish = client.register_script(_PUBLISH)
         self._list = client.register_script(_LIST)
+        self.life = b""
+        """As of the last `list`: another one than before says that Redis has forgotten in between who was there."""
 
     def publish(self, record: WorkerRecord) -> None:
         """Enters or renews a worker; do so with every beat."""
@@ -69,7 +74,7 @@ class WorkerRegistry:
 
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:
         """Workers that published within `fresh_s`, by id."""
-        found = self._run(self._list, self._workers, round(fresh_s * 1000))
+        self.life, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
         return sorted((_worker(json.loads(text)) for text in found), key=lambda record: record.worker_id)
 
     def publish_store(self, record: StoreRecord) -> None:
@@ -80,7 +85,7 @@ class WorkerRegistry:
 
     def get_store(self, arena_id: str | None = None, fresh_s: float = FRESH_S) -> StoreRecord | None:
         """The store of `arena_id`, or any fresh one (the first by arena id); None: there is none."""
-        found = self._run(self._list, self._stores, round(fresh_s * 1000))
+        _, *found = self._run(self._list, self._stores, round(fresh_s * 1000))
         records = sorted((StoreRecord(**json.loads(text)) for text in found), key=lambda record: record.arena_id)
         return next((record for record in records if arena_id in (None, record.arena_id)), None)
 

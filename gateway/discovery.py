@@ -1,12 +1,15 @@
 """Who is there: polls the registry in Redis, tells router and sessions, and looks up cached prefixes for routing.
 
 All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to workers it knows.
+And when Redis is back it has forgotten who is there, or could not be told: nobody counts as gone until all had time to
+enter themselves again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -22,12 +25,21 @@ from common.types import WorkerRecord
 logger = logging.getLogger("discovery")
 T = TypeVar("T")
 LOOKUP_BUDGET_S = 0.05
+GRACE_S = 5.0
+"""For so long after Redis was silent, or forgot, missing workers are not taken for gone. They publish every second."""
 
 
 class Discovery:
     """The registry's list of workers, at most a poll old."""
 
-    def __init__(self, redis_url: str, poll_s: float, on_records: Callable[[list[WorkerRecord]], None]) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        poll_s: float,
+        on_records: Callable[[list[WorkerRecord]], None],
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._grace_s = grace_s
         self._client = open_client(redis_url)
         self._registry = WorkerRegistry(self._client)
         self._poll_s = poll_s
@@ -36,6 +48,10 @@ class Discovery:
         self._ledgers: dict[str, Ledger] = {}
         self.fallbacks = Fallbacks(logger)
         self._known: frozenset[tuple[str, str]] = frozenset()
+        self._records: dict[str, WorkerRecord] = {}
+        self._life = b""
+        self._complete_at = 0.0
+        """When the registry's list can be believed again."""
 
     async def run(self) -> None:
         """Poll until cancelled. While Redis is silent the last list stays in force."""
@@ -44,6 +60,7 @@ class Discovery:
                 self._take(await self._in_thread(self._registry.list))
                 self._ledgers = await self._in_thread(self._open_ledgers)
             except BlockStoreError as error:
+                self._complete_at = time.monotonic() + self._grace_s
                 self.fallbacks.note("registry", f"{error}; going on with the workers known")
             except Exception:
                 logger.exception("a poll of the registry failed")
@@ -89,7 +106,13 @@ class Discovery:
                 ledgers[arena_id] = old if same and old else Ledger(self._client, arena_id, store.dataset)
         return ledgers
 
-    def _take(self, records: list[WorkerRecord]) -> None:
+    def _take(self, found: list[WorkerRecord]) -> None:
+        if self._life and self._registry.life != self._life:
+            self._complete_at = time.monotonic() + self._grace_s
+        self._life = self._registry.life
+        before = self._records if time.monotonic() < self._complete_at else {}
+        self._records = before | {record.worker_id: record for record in found}
+        records = list(self._records.values())
         known = frozenset((record.worker_id, record.arena_id) for record in records)
         for worker_id, _ in known - self._known:
             logger.info("worker %s has come", worker_id)

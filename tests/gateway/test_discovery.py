@@ -64,6 +64,30 @@ async def test_without_redis_the_last_list_stays_and_nothing_hangs(tmp_path: Pat
         discovery.close()
 
 
+@pytest.mark.parametrize("forget", ["flush", "delete"])
+async def test_workers_are_not_gone_because_redis_forgot_them(redis_handle: RedisHandle, forget: str) -> None:
+    seen: list[list[WorkerRecord]] = []
+    discovery = Discovery(redis_handle.url, 0.02, seen.append, grace_s=1.0)
+    registry = WorkerRegistry(redis_handle.client)
+    task = asyncio.create_task(discovery.run())
+    for name in ("p0", "p1"):
+        registry.publish(make_record("prefill", name))
+    await until(lambda: seen and len(seen[-1]) == 2)
+    del seen[:]
+    if forget == "flush":
+        redis_handle.client.flushall()
+    else:
+        redis_handle.client.delete("looseleaf:workers")
+    registry.publish(make_record("prefill", "p0", address="127.0.0.1:2"))
+    await until(lambda: seen and any(r.address == "127.0.0.1:2" for r in seen[-1]))
+    assert [r.worker_id for r in seen[-1]] == ["p0", "p1"] and all(len(records) == 2 for records in seen)
+    await until(lambda: [r.worker_id for r in seen[-1]] == ["p0"])
+    registry.withdraw("p0")
+    await until(lambda: seen[-1] == [])
+    task.cancel()
+    discovery.close()
+
+
 def gateway(model: Path | str, redis_url: str, *flags: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gateway", "--model", str(model), "--redis-url", redis_url, *flags]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
