@@ -1,0 +1,148 @@
+"""The engine on a GPU: bits in every company, CUDA graphs, every provider that is there, two streams at once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from common.types import SamplingParams, StoppingParams
+from engine.config import Family
+from engine.errors import ModelError
+from engine.runner import ModelRunner, RunnerSettings
+from engine.sampler import SampleRow, sample_rows
+from engine.testing import Batch
+from engine.tiny import make_checkpoint
+from kernels.cpu import fallbacks
+from kernels.providers.choice import ProviderName
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3", "opt"]
+PROMPTS = [[5], list(range(6, 21)), list(range(7, 24)), list(range(5, 305))]
+NEW_TOKENS = 20
+ON_GPU: dict[str, Any] = {"device": "cuda", "max_model_len": 512}
+
+
+def runner_of(directory: Path, family: Family, **settings: Any) -> ModelRunner:
+    """A tiny model with heads of 64, so that every provider takes it."""
+    if not (directory / "config.json").exists():
+        sizes = {"hidden_size": 256} if family == "opt" else {"head_dim": 64}
+        make_checkpoint(directory, family, seed=11, std=0.1, **sizes)
+    return ModelRunner(RunnerSettings(directory, **(ON_GPU | settings)))
+
+
+def bits(batch: Batch) -> list[torch.Tensor]:
+    batch.run()
+    return [torch.stack(rows) for rows in batch.logits]
+
+
+def captured(runner: ModelRunner, prompts: list[list[int]], **options: Any) -> Batch:
+    """A batch whose decode steps are replayed from graphs of buckets 1, 2, 4 and 8."""
+    batch = Batch.of(runner, prompts, NEW_TOKENS, **options)
+    before = fallbacks().get("decode graph", 0)
+    runner.capture(8)
+    assert fallbacks().get("decode graph", 0) == before, "a graph could not be captured"
+    return batch
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_bits_in_every_company(family: Family, dtype: str, tmp_path: Path) -> None:
+    """Alone, batched, in chunks of any size, padded in a graph: promise 1 inside the engine."""
+    runner = runner_of(tmp_path, family, dtype=dtype, deterministic=True)
+    assert "deterministic=True" in runner.numerics
+    alone = [bits(Batch.of(runner, [p], NEW_TOKENS, budget=4096))[0] for p in PROMPTS]
+    for budget, seed in ((64, 1), (7, 2), (4096, 3)):
+        for batch in (Batch.of(runner, PROMPTS, NEW_TOKENS, budget=budget, seed=seed), captured(runner, PROMPTS)):
+            assert all(torch.equal(a, b) for a, b in zip(alone, bits(batch), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_tokens_are_those_of_the_cpu(family: Family, tmp_path: Path) -> None:
+    on_cpu = runner_of(tmp_path, family, dtype="float32", device="cpu")
+    expected = Batch.of(on_cpu, PROMPTS, NEW_TOKENS)
+    expected.run()
+    got = captured(runner_of(tmp_path, family, dtype="float32", attention_backend="triton"), PROMPTS)
+    assert got.run() == [s.output_ids for s in expected.sequences]
+    for ours, theirs in zip(got.logits, expected.logits, strict=True):
+        assert torch.allclose(torch.stack(ours).cpu(), torch.stack(theirs), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in get_args(ProviderName) if name != "cpu"])
+@pytest.mark.parametrize("window", [None, 64])
+def test_every_provider_that_is_here_is_near_the_cpu(name: str, window: int | None, tmp_path: Path) -> None:
+    """Prefill, and one decode step eagerly and from a graph, as far as the first token was the same."""
+    make_checkpoint(tmp_path, "mistral", seed=11, std=0.1, head_dim=64, sliding_window=window)
+    block_size = 256 if name == "fa2" else 16
+    on_cpu = runner_of(tmp_path, "mistral", device="cpu", block_size=block_size)
+    expected = bits(Batch.of(on_cpu, PROMPTS, 2))
+    try:
+        runner = runner_of(tmp_path, "mistral", attention_backend=name, block_size=block_size)
+    except ModelError as error:
+        pytest.skip(str(error))
+    for batch in (Batch.of(runner, PROMPTS, 2), captured(runner, PROMPTS)):
+        got = [rows.cpu() for rows in bits(batch)]
+        same = [i for i, rows in enumerate(got) if int(rows[0].argmax()) == int(expected[i][0].argmax())]
+        assert len(same) > len(PROMPTS) // 2
+        for i, rows in enumerate(got):
+            for ours, theirs in zip(rows[: 1 + (i in same)], expected[i], strict=False):
+                assert float((ours - theirs).square().mean().sqrt() / theirs.std()) < 0.05
+    assert (runner._binding.graphs is not None) == runner.attention.capturable
+
+
+def test_two_runners_step_at_once_over_one_set_of_weights(tmp_path: Path) -> None:
+    first = runner_of(tmp_path, "llama", deterministic=True)
+    expected = Batch.of(first, PROMPTS, NEW_TOKENS).run()
+    second = ModelRunner.sharing(first)
+    batches = [captured(first, PROMPTS), Batch.of(second, PROMPTS, NEW_TOKENS, budget=16)]
+    threads = [threading.Thread(target=batch.run) for batch in batches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for batch in batches:
+        assert [sequence.output_ids for sequence in batch.sequences] == expected
+
+
+def test_tokens_are_drawn_as_on_the_cpu(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((6, 1000), generator=generator) * 3
+    params = [
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=0.7, top_k=40),
+        SamplingParams(seed=3, top_p=0.8, logprobs=5),
+        SamplingParams(seed=4, min_p=0.05, repetition_penalty=1.3, presence_penalty=0.2),
+        SamplingParams(seed=5, logit_bias=((17, 4.0), (18, -100.0)), frequency_penalty=0.5),
+    ]
+    stopping = StoppingParams(min_tokens=5, stop_token_ids=(2,))
+    rows = [SampleRow(p, stopping, [1, 2, 3, 900], [17, 17, 5], 1, 3) for p in params]
+    expected, got = sample_rows(logits, rows), sample_rows(logits.cuda(), rows)
+    assert [s.token_id for s in got] == [s.token_id for s in expected]
+    for ours, theirs in zip(got, expected, strict=True):
+        if theirs.logprob is not None and ours.logprob is not None:
+            assert [t for t, _ in ours.logprob.top] == [t for t, _ in theirs.logprob.top]
+            assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-5)
+
+
+def test_profile_sees_activations_and_graphs(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", head_dim=64, vocab_size=32000)
+    runner = runner_of(tmp_path, "llama")
+    small, large, with_graphs = (
+        runner.profile(16, 8), runner.profile(512, 64), runner.profile(512, 64, graphs=True)
+    )  # fmt: skip
+    assert small < large and large >= 512 * 32000 * (2 + 4)
+    assert with_graphs >= large
+
+
+def test_an_fp8_cache_decodes(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "llama", kv_cache_dtype="fp8_e4m3", deterministic=True)
+    eager, replayed = bits(Batch.of(runner, PROMPTS, NEW_TOKENS)), bits(captured(runner, PROMPTS))
+    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+    exact = bits(Batch.of(runner_of(tmp_path, "llama", deterministic=True), PROMPTS, 1))
+    for rounded, plain in zip(eager, exact, strict=True):
+        assert float((rounded[0] - plain[0]).square().mean().sqrt() / plain[0].std()) < 0.3
