@@ -3,6 +3,8 @@
 Triton compiles a variant of a kernel for what it sees of a launch: an integer that is 1 or divisible by 16, a pointer
 aligned to 16 bytes. Another variant may reduce in another order, so nothing that varies with the batch may be seen: the
 number of rows is not specialised on (`do_not_specialize`) or not passed. Slicing rows leaves their stride as it is.
+Columns of a batch (slots, seeds, ids) may start anywhere in a packed input, so their alignment is not looked at either:
+a second variant would be compiled in the middle of a request.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def sample(
     best = torch.empty((batch, tiles), dtype=torch.int64, device=device)
     count = torch.empty((batch, tiles), dtype=torch.int32, device=device)
     mass = torch.empty((batch, tiles), dtype=torch.float64, device=device)
-    x, weight = torch.empty((2, batch, vocab), dtype=torch.float32, device=device)
+    x, weight = (torch.empty((batch, vocab), dtype=torch.float32, device=device) for _ in range(2))
     shape = {"TILE": tile, "TILES": power_of_2(tiles), **OPTIONS}
     if batch:
         row = logits.stride(0)

@@ -81,7 +81,7 @@ def top_of(best, heat):
     return top, (heat > 0.0) & (tl.abs(top) < float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "min_p_ptr"])
 def weigh_kernel(
     x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, logits_ptr, temperature_ptr, min_p_ptr, vocab, logits_row,
     TILE: tl.constexpr, TILES: tl.constexpr,
@@ -185,7 +185,7 @@ def narrow(x_ptr, weight_ptr, vocab, top, last, limit, target, total, count, BY_
     return low, limit
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
 def filter_kernel(
     x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr,
@@ -232,7 +232,7 @@ def uniform(seed, sample, position):
     return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "samples_ptr", "positions_ptr"])
 def draw_kernel(
     out_ptr, weight_ptr, mass_ptr, best_ptr, temperature_ptr, seeds_ptr, samples_ptr, positions_ptr, vocab, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr,
@@ -260,7 +260,7 @@ def draw_kernel(
     tl.store(out_ptr + row, token)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["token_ids_ptr", "ids_ptr", "top_ptr"])
 def log_softmax_top_kernel(
     chosen_ptr, rank_ptr, ids_ptr, top_ptr, logits_ptr, token_ids_ptr, vocab, logits_row, k, TILE: tl.constexpr
 ):

@@ -69,7 +69,7 @@ def _rotate(
         _copy(dst, src, head_mask, scale, 2 * HALF, DIM, REST_COLS, SCALED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def write_blocks_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, key_ptr, value_ptr, cos_sin_ptr,
     num_heads, num_kv_heads, num_slots, block_size, max_pos, k_scale, v_scale,

@@ -80,8 +80,8 @@ def _sampling(cc: int) -> list[Case]:
         ("draw_kernel", f"{sums} out_ptr=*i64:16 {columns}", both),
         ("log_softmax_top_kernel", f"{results} {row}", tiles),
     ]
-    warps = sampling.OPTIONS["num_warps"]
-    return [_case(f"sampling_kernels:{n}", types, constants, cc, num_warps=warps) for n, types, constants in kernels]
+    options = {"num_warps": sampling.OPTIONS["num_warps"], "fp_fusion": sampling.OPTIONS["enable_fp_fusion"]}
+    return [_case(f"sampling_kernels:{n}", types, constants, cc, **options) for n, types, constants in kernels]
 
 
 def _cases(cc: int) -> list[Case]:
@@ -97,24 +97,15 @@ def _cases(cc: int) -> list[Case]:
         _write_blocks(32, 128, 128, "fp16", "fp16", cc),
         *([_write_blocks(32, 128, 128, "bf16", "fp8e4nv", cc)] if cc >= 90 else []),  # sm_89 is the first to have it
         *(_copy_blocks(*copy, cc) for copy in copies),
+        *_sampling(cc),
     ]
 
 
 @pytest.fixture(scope="module")
-def layer(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> Compiled:
-    """Every case of every chip, compiled in one process."""
+def compiled(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> Compiled:
+    """Every case of every chip."""
     cases = [case for cc in CHIPS for case in _cases(cc)]
     return list(zip(cases, compile_cases(cases), strict=True))
-
-
-@pytest.fixture(scope="module")
-def samplers(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> Compiled:
-    """The kernels of sampling, without fusing what is not written as one operation, as their launches ask for."""
-    assert sampling.OPTIONS["enable_fp_fusion"] is False
-    cases = [case for cc in CHIPS for case in _sampling(cc)]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_DEFAULT_FP_FUSION", "0")
-        return list(zip(cases, compile_cases(cases), strict=True))
 
 
 def _of(compiled: Compiled, *kernels: str) -> Compiled:
@@ -123,15 +114,15 @@ def _of(compiled: Compiled, *kernels: str) -> Compiled:
     return found
 
 
-def test_nothing_spills_and_everything_fits(layer: Compiled, samplers: Compiled) -> None:
-    for case, used in (*layer, *samplers):
+def test_nothing_spills_and_everything_fits(compiled: Compiled) -> None:
+    for case, used in compiled:
         assert used.spill_bytes == 0, case
         assert used.shared_bytes <= SHARED_LIMIT_BYTES[case.cc], case
         assert used.registers * case.num_warps * 32 <= 65_536, case  # of a multiprocessor
 
 
-def test_blocks_are_copied_in_16_byte_words(layer: Compiled) -> None:
-    for case, used in _of(layer, "copy_blocks_kernel"):
+def test_blocks_are_copied_in_16_byte_words(compiled: Compiled) -> None:
+    for case, used in _of(compiled, "copy_blocks_kernel"):
         for what in ("ld", "st"):
             data = [kind for kind in re.findall(rf"{what}\.global(\S*)", used.ptx) if not kind.endswith("b64")]  # ids
             wide = [kind for kind in data if kind.endswith(".v4.b32")]
@@ -139,9 +130,9 @@ def test_blocks_are_copied_in_16_byte_words(layer: Compiled) -> None:
             assert len(data) == len(wide) or case.constexprs["UNIT"] == 1, case
 
 
-def test_rows_are_read_and_written_in_16_byte_words(layer: Compiled, samplers: Compiled) -> None:
-    rows = _of(layer, "rms_norm_kernel", "silu_mul_kernel", "write_blocks_kernel")
-    for case, used in rows + _of(samplers, "weigh_kernel", "filter_kernel"):
+def test_rows_are_read_and_written_in_16_byte_words(compiled: Compiled) -> None:
+    kernels = ("rms_norm_kernel", "silu_mul_kernel", "write_blocks_kernel", "weigh_kernel", "filter_kernel")
+    for case, used in _of(compiled, *kernels):
         assert re.search(r"ld\.global\S*\.v4\.b32", used.ptx), case
         if "fp8" in str(case.signature):  # eight of whose elements make 8 bytes
             continue
@@ -150,16 +141,16 @@ def test_rows_are_read_and_written_in_16_byte_words(layer: Compiled, samplers: C
             assert not re.search(r"(ld|st)\.global\S*\.(v2\.b32|b16|v2\.b16|v4\.b16)", used.ptx), case
 
 
-def test_linear_streams_its_tiles_into_the_tensor_cores(layer: Compiled) -> None:
+def test_linear_streams_its_tiles_into_the_tensor_cores(compiled: Compiled) -> None:
     instruction = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-    for case, used in _of(layer, "linear_kernel"):
+    for case, used in _of(compiled, "linear_kernel"):
         assert instruction[case.cc] in used.ptx, case
         assert re.search(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", used.ptx), case
 
 
-def test_sampling_fuses_only_what_is_written_so(samplers: Compiled) -> None:
+def test_sampling_fuses_only_what_is_written_so(compiled: Compiled) -> None:
     """2^x has six fused steps, one or two tokens each; its argument stays a product, as on the CPU."""
-    for case, used in _of(samplers, "weigh_kernel", "log_softmax_top_kernel"):
+    for case, used in _of(compiled, "weigh_kernel", "log_softmax_top_kernel"):
         pairs = len(re.findall(r"fma\.rn\.f32x2", used.ptx))
         singles = len(re.findall(r"fma\.rn\.f32\s", used.ptx))
         assert 2 * pairs + singles == 6 * case.constexprs["TILE"] // (32 * case.num_warps), case

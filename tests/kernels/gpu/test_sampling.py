@@ -31,9 +31,13 @@ def _draw(logits: Tensor, heat: float = 1.0, k: int = 0, p: float = 1.0, floor: 
     return _sample(logits, [(heat, k, p, floor, 0, 0, i) for i in range(len(logits))])
 
 
+def _build(device: str) -> cpu.Isa:
+    """The CPU build that rounds as the device does."""
+    return next(isa for isa in cpu.supported_isas() if device == "cuda" or isa == "portable")
+
+
 def _as_the_cpu(logits: Tensor, rows: Rows) -> list[int]:
-    fused = next(isa for isa in cpu.supported_isas() if logits.is_cuda or isa == "portable")
-    with cpu.using(fused):
+    with cpu.using(_build(logits.device.type)):
         return on_cpu.sample(logits.cpu(), *map(list, zip(*rows, strict=True))).tolist()
 
 
@@ -41,7 +45,7 @@ def _random(rows: int, vocab: int, device: str, spread: float = 3.0) -> Tensor:
     return (spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))).to(device)
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 1000])
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 20_000])
 def test_equal_weights_show_the_uniform_number(device: str, vocab: int) -> None:
     """Over equal logits the token is floor(u * vocab): pins Philox, its counter and key."""
     inputs = [(0, 0, 0), (1, 3, 2**40), (2**63 + 5, 2**33, 17), (2**64 - 1, 1, 9)]
@@ -95,6 +99,7 @@ def test_nothing_or_one_certainty_to_draw_from(device: str) -> None:
 def test_top_k_breaks_ties_by_id(device: str, k: int) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, -1.0]], device=device).repeat(16, 1)
     assert set(_draw(logits, k=k)) == set(range(1, 1 + k))
+    assert set(_draw(logits, k=k, p=0.999)) == set(range(1, 1 + k))  # needs all that top_k left, and no more
 
 
 def test_ties_across_tiles(device: str) -> None:
@@ -146,3 +151,13 @@ def test_log_softmax_top(device: str, vocab: int) -> None:
     assert log_softmax_top(logits, ids, 0).top_ids.shape == (3, 0)
     outside = log_softmax_top(logits, torch.tensor([-1, vocab, 0], device=device), 1)
     assert outside.chosen.isnan().tolist() == [True, True, False]
+
+
+def test_log_probabilities_have_the_cpus_bits(device: str) -> None:
+    """Two logits apart by anything up to 12: 2^x to the last bit."""
+    logits = torch.stack((torch.zeros(24), torch.linspace(-12, 0, 24).sin() * 6 - 6), 1).to(device)
+    ids = torch.arange(24, device=device) % 2
+    got = log_softmax_top(logits, ids, 2)
+    with cpu.using(_build(device)):
+        want = on_cpu.log_softmax_top(logits.cpu(), ids.cpu(), 2)
+    assert torch.equal(got.chosen.cpu(), want.chosen) and torch.equal(got.top.cpu(), want.top)
