@@ -82,6 +82,9 @@ PREFILL = {
     (256, True): Tiling(64, 32, 8),
 }
 
+# fp32 has no tensor cores to itself: every product is a multiply-add, and more rows would spill. In all modes.
+FP32 = {(64, False): Tiling(16, 32, 8, 2), (128, False): Tiling(16, 32, 8, 2), (256, False): Tiling(16, 16, 8, 2)}
+
 
 def width_of(head_dim: int) -> int:
     """Columns a program holds: 80 and 96 take 128 in registers, and load only the real ones."""
@@ -100,6 +103,11 @@ def decode_tiling(head_dim: int, group: int, fp8: bool) -> Tiling:
 
 def deterministic_tiling(head_dim: int, group: int, fp8: bool) -> Tiling:
     return _pick(DETERMINISTIC, head_dim, group, fp8)
+
+
+def fp32_tiling(head_dim: int, group: int) -> Tiling:
+    """For queries in fp32 (on a chip; the interpreter takes the others, which it is to test)."""
+    return _pick(FP32, head_dim, group, False)
 
 
 def prefill_tiling(head_dim: int, group: int, fp8: bool, chip: Chip, max_q_len: int | None) -> Tiling:

@@ -41,7 +41,9 @@ def _types(dtype: str, cache: str) -> dict[str, str]:
     }
 
 
-def _tiling(kind: str, head_dim: int, fp8: bool, cc: int) -> Tiling:
+def _tiling(kind: str, head_dim: int, fp8: bool, cc: int, dtype: str) -> Tiling:
+    if dtype == "fp32":
+        return tiles.fp32_tiling(head_dim, GROUP)
     if kind.startswith("det"):
         return tiles.deterministic_tiling(head_dim, GROUP, fp8)
     if kind in ("decode", "split"):
@@ -51,7 +53,7 @@ def _tiling(kind: str, head_dim: int, fp8: bool, cc: int) -> Tiling:
 
 def attention_case(kind: str, head_dim: int, dtype: str, cache: str, windowed: bool, cc: int) -> Case:
     """The variant that a launch of this kind takes."""
-    tiling = _tiling(kind, head_dim, cache != dtype, cc)
+    tiling = _tiling(kind, head_dim, cache != dtype, cc, dtype)
     varlen, direct = kind.endswith(("prefill", "short")), not kind.endswith("split")
     constexprs: dict[str, Any] = {
         "GROUP": GROUP, "HEAD_DIM": head_dim, "WIDTH": tiles.width_of(head_dim), "BLOCK_SIZE": 16,
@@ -160,7 +162,18 @@ def test_decode_and_prefill_compute_alike_in_deterministic_mode(compiled: Compil
     for case, used in _attention(compiled, PIECE=tiles.PIECE, WIDE=False):
         key = (case.cc, case.signature["key_cache"], case.constexprs["HEAD_DIM"], case.constexprs["WINDOWED"])
         alike[key][bool(case.constexprs["VARLEN"])] = _arithmetic(used)
+    for case, used in _attention(compiled, PIECE=tiles.PIECE):
+        assert not re.search(r"\bfma\.", used.ptx), case  # a * b + c is rounded twice, everywhere
     both = {key: found for key, found in alike.items() if len(found) == 2}
     assert len(both) >= len(CHIPS)
     for key, found in both.items():
         assert found[False] == found[True] != [], key
+
+
+def test_fp32_does_not_spill_and_computes_alike(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> None:
+    """On no tensor cores: for comparisons with other implementations, not for speed."""
+    cases = [attention_case(kind, 128, "fp32", "fp32", False, 90) for kind in ("det_split", "det_prefill")]
+    decode, prefill = compile_cases(cases)
+    assert decode.spill_bytes == prefill.spill_bytes == 0
+    assert _arithmetic(decode) == _arithmetic(prefill) != []
+    assert "mma" not in decode.ptx
