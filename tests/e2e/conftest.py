@@ -23,12 +23,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
     """One prefill and one decode worker."""
-    with LLM(str(checkpoint), num_blocks=4096, max_model_len=8192) as running:
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=8192, roles="split") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def two_by_two(checkpoint: Path) -> Iterator[LLM]:
     """Two prefill and two decode workers."""
-    with LLM(str(checkpoint), num_blocks=4096, max_model_len=2048, prefill=2, decode=2) as running:
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=2048, roles="split", prefill=2, decode=2) as running:
         yield running

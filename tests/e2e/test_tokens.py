@@ -24,7 +24,8 @@ SEEDED: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, list[tuple[int, ...]]]:
     """What one process with a batch of one and no cache says."""
-    oracle = Oracle(ModelRunner(RunnerSettings(model=str(checkpoint), max_model_len=8192, num_threads=1)))
+    settings = RunnerSettings(model=str(checkpoint), max_model_len=8192, num_threads=1, deterministic=True)
+    oracle = Oracle(ModelRunner(settings))
     greedy = SamplingParams(temperature=0.0)
     seeded = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, repetition_penalty=1.1, presence_penalty=0.2)
     stopping = StoppingParams(max_tokens=24)

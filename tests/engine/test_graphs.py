@@ -38,7 +38,7 @@ def padded(runner: ModelRunner, max_num_seqs: int, sizes: tuple[int, ...]) -> De
 @torch.inference_mode()
 def test_padding_changes_no_bit_and_writes_nothing(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, seed=2, std=0.1)  # type: ignore[arg-type]
-    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=96))
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=96, deterministic=True))
     prompts = [list(range(5, 5 + n)) for n in (3, 16, 17, 40, 9)]
     plain = Batch.of(runner, prompts, 12, budget=4096)
     expected = plain.run()
@@ -63,7 +63,7 @@ def test_padding_changes_no_bit_and_writes_nothing(family: str, tmp_path: Path) 
 def test_buckets_share_buffers_without_seeing_each_other(tmp_path: Path) -> None:
     """Steps of changing size, so that every bucket finds what another one left in the buffers."""
     make_checkpoint(tmp_path, "llama", seed=2, std=0.1)
-    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=96))
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=96, deterministic=True))
     runner.bind(poisoned_arena(runner, 40))
     sequences = []
     for number in range(8):
@@ -150,7 +150,7 @@ def test_what_cannot_be_captured_is_counted_and_computed_eagerly(
 
 def test_on_a_cpu_nothing_is_captured(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=64))
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=64, device="cpu"))
     runner.bind(poisoned_arena(runner, 4))
     runner.capture(8)
     assert runner._binding.graphs is None

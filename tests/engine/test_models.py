@@ -94,14 +94,14 @@ def assert_greedy(reference: torch.Tensor, prompt_len: int, outputs: list[int]) 
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[name]
     make_checkpoint(tmp_path, family, seed=3, **overrides)
-    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1))
+    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, deterministic=True))
     outputs = Batch.of(runner, [prompt(n) for n in PROMPT_LENS], NEW_TOKENS, budget=64).run()
     model = reference_model(tmp_path)
     for length, output in zip(PROMPT_LENS, outputs, strict=True):
         assert len(output) == NEW_TOKENS
         reference = one_pass(model, prompt(length) + output)
         assert_greedy(reference, length, output)
-        ours = Oracle(runner).logits(prompt(length) + output)
+        ours = Oracle(runner).logits(prompt(length) + output).cpu()
         assert (ours - reference).abs().max() < FP32_TOLERANCE
 
 
@@ -110,7 +110,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
 def test_transformers_generate_gives_the_same_tokens(family: Family, tmp_path: Path) -> None:
     """The literal comparison, with transformers' own loop and cache."""
     make_checkpoint(tmp_path, family, seed=4)
-    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1))
+    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, deterministic=True))
     ids = prompt(17)
     outputs = Batch.of(runner, [ids], 64).run()[0]
     generated = reference_model(tmp_path).generate(
@@ -125,7 +125,7 @@ def test_dynamic_rope_gives_the_tokens_of_transformers_cached_decoding(tmp_path:
     """Prompts within the trained length, decoding past it: transformers grows the base with every token."""
     rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
     make_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=64, rope_parameters=rope)
-    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1))
+    runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, deterministic=True))
     prompts = [prompt(17), prompt(60)]
     outputs = Batch.of(runner, prompts, 100).run()
     model = reference_model(tmp_path)
@@ -148,7 +148,7 @@ def test_bf16_logits_are_near_transformers_fp32(family: Family, tmp_path: Path) 
     make_checkpoint(tmp_path, family, seed=5, std=0.1, dtype=torch.bfloat16)
     tokens = prompt(300)
     reference = one_pass(reference_model(tmp_path), tokens)
-    logits = Oracle(ModelRunner(RunnerSettings(tmp_path, dtype="bfloat16", num_threads=1))).logits(tokens, chunk=64)
-    difference = (logits - reference) / reference.std()
+    runner = ModelRunner(RunnerSettings(tmp_path, dtype="bfloat16", num_threads=1))
+    difference = (Oracle(runner).logits(tokens, chunk=64).cpu() - reference) / reference.std()
     assert difference.square().mean().sqrt() < BF16_RMS_TOLERANCE
     assert difference.abs().max() < BF16_MAX_TOLERANCE

@@ -22,7 +22,7 @@ from engine.tiny import make_checkpoint
 @pytest.fixture
 def runner(tmp_path: Path) -> ModelRunner:
     make_checkpoint(tmp_path, "llama")
-    return ModelRunner(RunnerSettings(tmp_path, num_threads=1))
+    return ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu"))
 
 
 def test_arenas_of_another_shape_are_refused(runner: ModelRunner) -> None:
@@ -108,7 +108,7 @@ def test_layer_views_lie_as_the_layout_says(runner: ModelRunner, order: str) -> 
 def test_profile_grows_with_the_batch_and_leaves_the_arena_alone(tmp_path: Path) -> None:
     """Against a bound from shapes: logits alone, bf16 and fp32 of every row."""
     make_checkpoint(tmp_path, "llama", vocab_size=32000)
-    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1))
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu"))
     arena = poisoned_arena(runner, 2)
     runner.bind(arena)
     small, large = runner.profile(64, 8), runner.profile(2048, 8)
@@ -122,5 +122,5 @@ def test_numerics_tell_dtype_isa_and_determinism(runner: ModelRunner, tmp_path: 
     fields = dict(part.split("=") for part in runner.numerics.split())
     assert fields["kv"] == "bfloat16" and fields["attention"] == f"cpu/{runner.attention.version}"
     assert fields["dtype"] == "bfloat16" and fields["isa"] and fields["deterministic"] in ("True", "False")
-    other = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1))
+    other = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, device="cpu"))
     assert other.numerics != runner.numerics and other.model_fingerprint != runner.model_fingerprint
