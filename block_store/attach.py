@@ -19,6 +19,7 @@ from typing import Any, cast
 import grpc
 
 from block_store.arena import Arena
+from block_store.breaker import BUDGET_S
 from block_store.cuda import LIBRARY, Cuda
 from block_store.errors import ArenaBusy, ArenaLost, BlockStoreError, FloorsExceedArena, LedgerUnavailable, StaleDataset
 from block_store.header import Memory
@@ -73,7 +74,7 @@ class Attached:
     def __init__(self, arena: Arena, redis_url: str, needs: Needs) -> None:
         self.arena = arena
         self._needs = needs
-        self._client = open_client(redis_url, lambda: arena.fixed.run_id)
+        self._client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
         self._registry = WorkerRegistry(self._client)
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None

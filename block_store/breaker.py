@@ -12,7 +12,7 @@ import threading
 import time
 
 _LOG = logging.getLogger(__name__)
-BUDGET_S = 3.0
+BUDGET_S = 0.05
 BUDGET_PER_BLOCK_S = 20e-6
 """More time for calls over very many blocks, whose scripts take long: 64 blocks 1 ms, 16,384 a third of a second."""
 PROBE_S = 0.1

@@ -15,67 +15,21 @@ wait (LedgerUnavailable: nothing has changed, try again).
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from block_store.arena import Arena
 from block_store.codec import SealItem
-from block_store.errors import (
-    ArenaLost,
-    Exhausted,
-    Fenced,
-    HeaderAheadError,
-    LedgerUnavailable,
-    NotHolder,
-    Stale,
-    StaleDataset,
-)
-from block_store.header import FixedHeader
-from block_store.holder import Holder
-from block_store.ledger import MAX_BATCH, Standing
-from block_store.writer_slots import WriterSlot
-from common.telemetry import Fallbacks
+from block_store.errors import Exhausted, LedgerError, LedgerUnavailable, NotHolder, Stale
+from block_store.link import LedgerLink, locked
 from common.types import BlockRef, Epoch, Ticket
 
 _LOG = logging.getLogger(__name__)
 Tables = Sequence[Sequence[Sequence[BlockRef]]]
 """tables[branch][group] is a block table."""
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
-def _locked(method: Callable[Concatenate[HeldBlocks, P], T]) -> Callable[Concatenate[HeldBlocks, P], T]:
-    """For whatever must not come between the two halves of a rejoining, nor it between theirs."""
-
-    @wraps(method)
-    def run(self: HeldBlocks, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-class HeldBlocks:
+class HeldBlocks(LedgerLink):
     """The blocks of one worker in one arena."""
-
-    def __init__(self, holder: Holder, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
-        self.holder = holder
-        self.arena = arena
-        self.writer_slot = writer_slot
-        self.fallbacks = Fallbacks(_LOG)
-        """What was done without the ledger, counted by kind."""
-        self._lock = threading.RLock()
-        self._rebuild_count = arena.rebuild_count
-        self._late_seals: list[list[SealItem]] = []
-        """Sealed in the header, not yet in the ledger."""
-        holder.on_stale = self.rejoin
-        self._reserve_target = reserve
-        self._reserve: deque[BlockRef] = deque()
-        self._counts: Counter[BlockRef] = Counter()
-        self._unsure = False
 
     @property
     def epoch(self) -> Epoch:
@@ -100,7 +54,7 @@ class HeldBlocks:
         """How many sequences here share `ref`."""
         return self._counts.get(ref, 0)
 
-    @_locked
+    @locked
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """Blocks to write into, header raised (writer rule). Exhausted, LedgerUnavailable: none taken."""
         if num_blocks > len(self._reserve):
@@ -110,7 +64,7 @@ class HeldBlocks:
         self._counts.update(refs)
         return refs
 
-    @_locked
+    @locked
     def top_up(self) -> None:
         """Fills the reserve, as far as blocks can be had; for a moment when nobody waits."""
         try:
@@ -118,14 +72,14 @@ class HeldBlocks:
         except (Exhausted, LedgerUnavailable):
             return
 
-    @_locked
+    @locked
     def give_up_reserve(self) -> None:
         """Returns the reserve to everybody."""
         refs = list(self._reserve)
         self._reserve.clear()
         self._release_all(refs)
 
-    @_locked
+    @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """The longest cached prefix, per group; every block of it counts one more sequence. Without the ledger none."""
         try:
@@ -141,7 +95,7 @@ class HeldBlocks:
             return [[] for _ in hashes_by_group]
         return refs_by_group
 
-    @_locked
+    @locked
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
         """Publishes blocks whose content is final; returns the reference to put into the block table for each.
 
@@ -164,7 +118,7 @@ class HeldBlocks:
         self._release_all([own for own, _ in doubles])
         return final
 
-    @_locked
+    @locked
     def share(self, refs: Iterable[BlockRef]) -> None:
         """One more sequence uses each of `refs` (a fork). No call."""
         refs = list(refs)
@@ -175,20 +129,20 @@ class HeldBlocks:
         """One sequence gives up its block table (head first)."""
         self.release_many([refs])
 
-    @_locked
+    @locked
     def release_many(self, tables: Iterable[Sequence[BlockRef]]) -> None:
         """`release` for several block tables with one call."""
         self._check_fence()
         self._release_all(self._uncount(tables)[0])
 
-    @_locked
+    @locked
     def hand_over(self, tables: Tables) -> Epoch:
         """A ticket for these block tables, every block sealed; each table's sequence gives its blocks up.
 
         Blocks that other sequences here share stay held too. Errors: Stale, NotHolder, LedgerUnavailable (try again
         with the same tables); then nothing has changed.
         """
-        self._check_fence()
+        self._call(lambda: None)  # reconcile with what is held still counted
         flat = [table for branch in tables for table in branch]
         before = self._counts.copy()
         moved, kept = self._uncount(flat)
@@ -198,12 +152,14 @@ class HeldBlocks:
             self._counts = before
             raise
 
-    @_locked
+    @locked
     def claim(self, ticket: Ticket) -> Tables:
-        """Takes over the ticket's block tables. Gone: claimed already or expired. Stale: it holds less than it says."""
+        """Takes over the ticket's block tables. Gone: claimed already or expired. Stale: it holds less than it says.
+        LedgerUnavailable: claim it again, or `decline` it.
+        """
         if ticket.arena_id != self.arena.arena_id:
             raise ValueError(f"the ticket is for arena {ticket.arena_id}, this one is {self.arena.arena_id}")
-        claimed = self._call(lambda: self.holder.claim(Epoch(ticket.epoch)))
+        claimed = self._claim(Epoch(ticket.epoch))
         named = [ref for branch in ticket.tables for table in branch for ref in table]
         if not set(named) <= set(claimed):
             self._release_all([ref for ref in claimed if ref not in self._counts])
@@ -211,6 +167,27 @@ class HeldBlocks:
         self._counts.update(named)
         self._release_all([ref for ref in claimed if ref not in self._counts])
         return ticket.tables
+
+    @locked
+    def decline(self, ticket: Ticket) -> None:
+        """Lets a ticket's blocks go now rather than at the end of its lease, if the ledger answers."""
+        try:
+            self._release_all(self._claim(Epoch(ticket.epoch)))
+        except LedgerError as error:
+            _LOG.info("ticket %d is left to its lease: %s", ticket.epoch, error)
+        self._wanted.discard(Epoch(ticket.epoch))
+
+    def _claim(self, epoch: Epoch) -> list[BlockRef]:
+        self._wanted.add(epoch)
+        try:
+            claimed = self._call(lambda: self.holder.claim(epoch))
+        except LedgerUnavailable:
+            raise
+        except LedgerError:
+            self._wanted.discard(epoch)
+            raise
+        self._wanted.discard(epoch)
+        return claimed
 
     def assert_idle(self) -> None:
         """AssertionError unless nothing is held but the reserve, here and in the ledger."""
@@ -224,77 +201,6 @@ class HeldBlocks:
         self._counts.clear()
         self._reserve.clear()
         self.writer_slot.close()
-
-    def rejoin(self) -> bool:
-        """Asserts what is held here in the ledger that the header names, if that is another one than before.
-
-        False: there is none yet, or (then the holder is fenced) there will be none. Errors: LedgerError; try again. In
-        the beat thread, while a step may run: what it writes into is among what is asserted.
-        """
-        fixed = self._settled_page()
-        if fixed.is_lost:
-            self.holder.fence()
-            return False
-        if fixed.dataset == self.holder.ledger.dataset:
-            return False
-        with self._lock:
-            refs = [*self._counts, *self._reserve]
-            standings = self.holder.rejoin(fixed.dataset, refs)
-            self._rebuild_count = fixed.rebuild_count
-            self._settle_standings(dict(zip(refs, standings, strict=True)))
-            self._unsure = True  # late seals
-        return True
-
-    def _settled_page(self) -> FixedHeader:
-        """The header's fixed page, not while it is being written."""
-        while (page := self.arena.fixed) != self.arena.fixed:
-            continue
-        return page
-
-    def _settle_standings(self, standings: dict[BlockRef, Standing]) -> None:
-        """What was lost can still be read, by the reader rule, until its header changes; nobody writes into it."""
-        self._reserve = deque(ref for ref in self._reserve if standings[ref] is Standing.UNSEALED)
-        late = [[item for item in items if standings.get(item.ref) is Standing.UNSEALED] for items in self._late_seals]
-        self._late_seals = [items for items in late if items]
-        if lost := sum(standing is Standing.LOST for standing in standings.values()):
-            self.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
-
-    def _refill(self, num_blocks: int) -> None:
-        """At least `num_blocks` in the reserve, the target beyond them if it can be had."""
-        self._check_fence()
-        missing = num_blocks - len(self._reserve)
-        wanted = missing + self._reserve_target
-        if wanted <= 0:
-            return
-        try:
-            self._take(min(wanted, max(missing, MAX_BATCH)))
-        except Exhausted:
-            if missing <= 0 or missing == wanted:
-                raise
-            self._take(missing)
-
-    def _take(self, num_blocks: int) -> None:
-        """Blocks of the ledger into the reserve, entered in the header at once: a rebuild must see whose they are."""
-        refs = self._call(lambda: self.holder.alloc(num_blocks))
-        if self.arena.rebuild_count != self._rebuild_count:
-            raise LedgerUnavailable("the ledger is built anew")
-        try:
-            self.arena.raise_generations(refs, self.writer_slot.number)
-        except HeaderAheadError as error:
-            if self.arena.is_lost:
-                raise ArenaLost(f"arena {self.arena.arena_id} is lost") from error
-            self._contradicted(str(error))
-            raise LedgerUnavailable(str(error)) from error
-        # Whoever began a rebuild since then may not have seen us in the header (`rebuild`): these are not ours.
-        if self.arena.rebuild_count != self._rebuild_count:
-            raise LedgerUnavailable("the ledger is built anew")
-        self._reserve.extend(refs)
-
-    def _contradicted(self, reason: str) -> None:
-        """The header is ahead of the ledger, so that this is an older one: write nothing, ask for a rebuild."""
-        self.fallbacks.note("rebuild asked for", reason)
-        self._unsure = True
-        self.holder.distrust(reason)
 
     def _uncount(self, tables: Iterable[Sequence[BlockRef]]) -> tuple[list[BlockRef], list[BlockRef]]:
         """One sequence less per table. Returns (no sequence left, some left), each in order of first appearance.
@@ -315,48 +221,8 @@ class HeldBlocks:
             del self._counts[ref]
         return gone, kept
 
-    def _release_all(self, refs: Sequence[BlockRef]) -> None:
-        for end in range(len(refs), 0, -MAX_BATCH):  # tails first
-            part = refs[max(0, end - MAX_BATCH) : end]
-            try:
-                self._call(lambda part=part: self.holder.release(part))  # type: ignore[misc]
-            except LedgerUnavailable as error:  # `_reconcile` makes up for it
-                self.fallbacks.note("release not acknowledged", str(error))
-                return
-
-    def _call(self, operation: Callable[[], T]) -> T:
-        """One ledger call. After an unanswered one the two sides may differ: the ledger's surplus is released first."""
-        self._check_fence()
-        try:
-            if self._unsure:
-                self._reconcile()
-            return operation()
-        except StaleDataset as error:
-            self._unsure = True
-            raise LedgerUnavailable(f"the ledger is built anew: {error}") from error
-        except LedgerUnavailable:
-            self._unsure = True
-            raise
-
-    def _reconcile(self) -> None:
-        """Seals made up for first: blocks that no sequence has any more may still serve others."""
-        while self._late_seals:
-            try:
-                self.holder.seal(self._late_seals[0])
-            except Stale as error:
-                self.fallbacks.note("late seal refused", str(error))
-            self._late_seals.pop(0)
-        surplus = [ref for ref in self.holder.holdings() if ref not in self._counts and ref not in self._reserve]
-        for first in range(0, len(surplus), MAX_BATCH):
-            self.holder.release(surplus[first : first + MAX_BATCH])
-        self._unsure = False
-
     def _expect(self, refs: Iterable[BlockRef]) -> None:
         self._check_fence()
         for ref in refs:
             if ref not in self._counts:
                 raise NotHolder(f"block {ref.block} (generation {ref.generation}) is not held here")
-
-    def _check_fence(self) -> None:
-        if self.holder.fenced.is_set():
-            raise Fenced(f"holder {self.holder.name} is fenced or closed")

@@ -44,6 +44,8 @@ class Holder:
         self.fenced = threading.Event()
         self.breaker = Breaker(name)
         self.on_stale: Callable[[], bool] = lambda: False
+        self.on_answer: Callable[[], object] = lambda: None
+        """Runs in the beat thread after every beat that was answered."""
         self.num_available = 0
         """Blocks that could still be allocated, as of the last beat."""
         self._writer_slot = writer_slot
@@ -114,8 +116,13 @@ class Holder:
         return self._in_lane(operation, len(moved) + len(kept), key)
 
     def claim(self, ticket: Epoch) -> list[BlockRef]:
-        """Everything the ticket holds. Fenced, Gone."""
-        return self._in_lane(lambda lane: self.ledger.claim(lane, ticket), MAX_BATCH // 16)
+        """Everything the ticket holds. Fenced, Gone. May be made again after LedgerUnavailable, like `hand_over`."""
+        return self._in_lane(lambda lane: self.ledger.claim(lane, ticket), MAX_BATCH // 16, ("claim", ticket))
+
+    def unfetched(self, ticket: Epoch) -> list[BlockRef]:
+        """What an unanswered claim of `ticket` got, as a later call found out; until it is claimed again."""
+        key, answer = self._settled or (None, [])
+        return cast(list[BlockRef], answer) if key == ("claim", ticket) else []
 
     def release(self, refs: Sequence[BlockRef]) -> None:
         """Gives up `refs` (chains head first). Says that writes into them are complete. No refusal, not even when
@@ -128,7 +135,7 @@ class Holder:
 
     def holdings(self) -> list[BlockRef]:
         """What the ledger says is held here, after a call that is still unanswered was repeated. Fenced."""
-        return self._in_lane(lambda lane: self.ledger.holdings(lane.epoch), MAX_BATCH // 16)
+        return self._in_lane(lambda lane: self.ledger.holdings(lane.epoch), MAX_BATCH // 16, changes=False)
 
     def distrust(self, reason: object) -> None:
         """The ledger is not to be believed: has it built anew, and goes on without it until it is."""
@@ -184,7 +191,10 @@ class Holder:
             _LOG.warning("holder %s could not unregister, its lease will run out: %s", self.name, error)
         self.fenced.set()
 
-    def _in_lane(self, operation: Callable[[Lane], T], num_blocks: int, key: Key | None = None) -> T:
+    def _in_lane(
+        self, operation: Callable[[Lane], T], num_blocks: int, key: Key | None = None, changes: bool = True
+    ) -> T:
+        """`changes` False: a reading, which takes no number."""
         budget_s = self._budget_s + num_blocks * BUDGET_PER_BLOCK_S
         with self._lock:
             if self.fenced.is_set():
@@ -196,7 +206,7 @@ class Holder:
             if self._settled is not None and self._settled[0] == key:
                 answer, self._settled = self._settled[1], None
                 return cast(T, answer)
-            self._number += 1
+            self._number += changes
             self._pending = (key, operation)
             return self._until_answered(operation, budget_s)
 
@@ -211,7 +221,8 @@ class Holder:
         except LedgerError as refusal:
             _LOG.info("the repeated call was refused: %s", refusal)
         else:
-            self._settled = None if key is None else (key, answer)
+            if key is not None:
+                self._settled = (key, answer)
 
     def _until_answered(self, operation: Callable[[Lane], T], budget_s: float) -> T:
         deadline = time.monotonic() + budget_s
@@ -253,6 +264,7 @@ class Holder:
         try:
             self.beat()
             self.breaker.close()
+            self.on_answer()
         except StaleDataset as error:
             self.breaker.open(error)
             self._rejoin()

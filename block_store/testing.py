@@ -38,6 +38,10 @@ from protos.v1 import block_store_pb2_grpc
 LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="bfloat16"),))
 
 
+LONG_S = 3600.0
+"""Of leases that only `TestStore.expire` ends, however slow the machine."""
+
+
 def chain(name: str, length: int) -> list[bytes]:
     """Prefix hashes of a made-up chain; chains whose names share a first letter share their first block."""
     return [hashlib.sha256(f"{name[: i + 1] if i == 0 else name}/{i}".encode()).digest() for i in range(length)]
@@ -74,7 +78,8 @@ class TestStore:
 
     def caller(self, floor: int = 0) -> Caller:
         slot = self.arena.acquire_writer_slot()
-        return Caller(self.ledger, self.ledger.register("caller", writer_slot=slot.number, floor=floor), slot)
+        epoch = self.ledger.register("caller", writer_slot=slot.number, floor=floor, lease_s=LONG_S)
+        return Caller(self.ledger, epoch, slot)
 
     def held(self, name: str = "worker", floor: int = 0, reserve: int = 0, beat_s: float | None = None) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()

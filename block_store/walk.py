@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from block_store import errors
 from block_store.codec import SealItem
 from block_store.inspection import BlockState
-from block_store.ledger import Lane, Ledger
-from block_store.testing import Caller, TestStore, chain, content
+from block_store.ledger import Lane, Ledger, ReapReport
+from block_store.testing import LONG_S, Caller, TestStore, chain, content
 from common.types import BlockRef, Epoch
 
 
@@ -51,6 +51,9 @@ class LedgerWalk:
     @property
     def ledger(self) -> Ledger:
         return self.store.ledger
+
+    def _reap(self, free_slots: Iterable[int] = ()) -> ReapReport:
+        return self.ledger.reap(free_slots, gap_s=LONG_S)
 
     def _mine(self, who: int) -> Mine:
         return self.holders[who % len(self.holders)]
@@ -123,7 +126,7 @@ class LedgerWalk:
         moved = refs[len(kept) :]
         if not refs:
             return
-        answer = self._once("hand_over", mine, lambda lane: self.ledger.hand_over(lane, moved, kept))
+        answer = self._once("hand_over", mine, lambda lane: self.ledger.hand_over(lane, moved, kept, LONG_S))
         assert isinstance(answer, int), answer
         self.tickets.append(Paper(Epoch(answer), {ref: mine.held[ref] for ref in refs}))
         for ref in moved:
@@ -162,7 +165,7 @@ class LedgerWalk:
         mine = self.holders.pop(who % len(self.holders))
         self.store.expire(mine.caller.epoch)
         before = self.store.moment()
-        assert mine.caller.epoch in self.ledger.reap().reaped
+        assert mine.caller.epoch in self._reap().reaped
         self.store.check(before)
         waiting = {block for block, slot in self.store.moment().quarantine if slot == mine.caller.slot.number}
         assert waiting == {ref.block for ref in mine.unsealed}, "unsealed blocks belong into quarantine"
@@ -174,7 +177,7 @@ class LedgerWalk:
             paper = self.tickets.pop(which % len(self.tickets))
             self.store.expire(paper.epoch)
             before = self.store.moment()
-            self.ledger.reap()
+            self._reap()
             self.store.check(before)
             self.successes["ticket_reap"] += 1
             answer = self._once("-", self.holders[0], lambda lane: self.ledger.claim(lane, paper.epoch))
@@ -205,7 +208,7 @@ class LedgerWalk:
         mine = self.zombies.pop()
         mine.caller.slot.close()
         before = self.store.moment()
-        report = self.ledger.reap([mine.caller.slot.number])
+        report = self._reap([mine.caller.slot.number])
         self.store.check(before)
         assert report.num_unquarantined == len(mine.unsealed)
         self.holders.append(Mine(self.store.caller()))
@@ -230,11 +233,11 @@ class LedgerWalk:
     def finish(self) -> None:
         """I9: with everybody gone, FREE + CACHED is everything."""
         self.store.expire(*(mine.caller.epoch for mine in self.holders), *(paper.epoch for paper in self.tickets))
-        self.ledger.reap()
+        self._reap()
         gone = [*self.zombies, *self.holders]
         for mine in gone:
             mine.caller.slot.close()
-        self.ledger.reap([mine.caller.slot.number for mine in gone])
+        self._reap([mine.caller.slot.number for mine in gone])
         self.store.check()
         counts = self.store.moment().counts
         assert counts.free + counts.cached == counts.total, f"I9: {counts}"

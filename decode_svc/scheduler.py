@@ -7,7 +7,7 @@ blocks. The oldest group of the highest priority is never a victim: with the flo
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.types import WorkerLoad
@@ -45,10 +45,9 @@ class DecodeScheduler:
         self.running: list[Group] = []
         self._arrivals = 0
 
-    @property
-    def full(self) -> bool:
-        """Whether the queue holds all it may."""
-        return len(self._waiting) >= self._max_queue + max(0, self._max_num_seqs - self._num_running)
+    def is_full(self, num_unclaimed: int = 0) -> bool:
+        """Whether the queue, with groups that are still to be claimed, holds all it may."""
+        return len(self._waiting) + num_unclaimed >= self._max_queue + max(0, self._max_num_seqs - self._num_running)
 
     def add(self, group: Group) -> None:
         """Queue a claimed group."""
@@ -77,9 +76,9 @@ class DecodeScheduler:
             if group in groups:
                 groups.remove(group)
 
-    def expired(self, now_ns: int) -> list[Group]:
-        """Groups whose deadline has passed."""
-        return [g for g in self.groups() if g.deadline_ns is not None and g.deadline_ns <= now_ns]
+    def expired(self, now_ns: int, others: Iterable[Group] = ()) -> list[Group]:
+        """Groups, of these and `others`, whose deadline has passed."""
+        return [g for g in (*self.groups(), *others) if g.deadline_ns is not None and g.deadline_ns <= now_ns]
 
     def groups(self) -> list[Group]:
         return [*self.running, *self._waiting]

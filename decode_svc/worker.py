@@ -9,12 +9,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from block_store.attach import Attached
 from block_store.codec import SealItem
-from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable, StaleDataset
+from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
 from block_store.hashing import chain_start, next_hash
 from common.types import BlockRef, FinishReason, Ticket, Timings, TokenLogprob, WorkerLoad
 from decode_svc.scheduler import DecodeScheduler, Group
@@ -81,6 +81,8 @@ class DecodeWorker:
         self._block_size = runner.layout.block_size
         self._sessions: dict[Group, Session] = {}
         self._touched: set[Session] = set()
+        self._unclaimed: dict[Group, tuple[Ticket, bytes]] = {}
+        """Groups that wait for the ledger to answer, with ticket and the parent of their first hash."""
         self._draining = False
         self._told_at = 0.0
         self.load = WorkerLoad()
@@ -94,13 +96,16 @@ class DecodeWorker:
             self._reject_new(session, group, rejection)
             self._decline(ticket)
         else:
-            self._claim(session, group, ticket, chain_start(self._domain, salt))
+            session.groups[group.handle] = group
+            self._sessions[group] = session
+            self._unclaimed[group] = (ticket, chain_start(self._domain, salt))
+            self._claim_all()
         self._flush()
 
     def _objection(self, group: Group, ticket: Ticket) -> Rejection | None:
         if self._draining:
             return Rejection.DRAINING
-        if self._scheduler.full:
+        if self._scheduler.is_full(len(self._unclaimed)):
             return Rejection.QUEUE_FULL
         if not self._consistent(group, ticket):
             return Rejection.INTERNAL
@@ -111,12 +116,9 @@ class DecodeWorker:
         return None
 
     def _decline(self, ticket: Ticket) -> None:
-        """Let a rejected ticket's blocks go now rather than at the end of its lease."""
-        if ticket.arena_id != self._attached.arena.arena_id:
-            return
-        with suppress(LedgerError):
-            tables = self._attached.held.claim(ticket)
-            self._attached.held.release_many(table for branch in tables for table in branch)
+        if ticket.arena_id == self._attached.arena.arena_id:
+            with suppress(Fenced):
+                self._attached.held.decline(ticket)
 
     def _consistent(self, group: Group, ticket: Ticket) -> bool:
         """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked."""
@@ -129,15 +131,26 @@ class DecodeWorker:
     def _longest(self, group: Group) -> int:
         return max(min(len(s.prompt_ids) + s.stopping.max_tokens, self._runner.max_model_len) for s in group.sequences)
 
-    def _claim(self, session: Session, group: Group, ticket: Ticket, start: bytes) -> None:
-        try:
-            self._attached.held.claim(ticket)
-        except LedgerError as error:
-            logger.info("ticket %d cannot be claimed: %s", ticket.epoch, error)
-            self._reject_new(session, group, Rejection.LOST)
-            if isinstance(error, Fenced):
+    def _claim_all(self) -> None:
+        """Claim what is to be claimed, in order of arrival, while the ledger answers."""
+        for group, (ticket, start) in list(self._unclaimed.items()):
+            try:
+                self._attached.held.claim(ticket)
+            except LedgerUnavailable:
+                return
+            except Fenced:
                 self._start_over("the worker's lease was over")
-            return
+                return
+            except LedgerError as error:
+                logger.info("ticket %d cannot be claimed: %s", ticket.epoch, error)
+                del self._unclaimed[group]
+                self._reject(group, Rejection.LOST)
+            else:
+                del self._unclaimed[group]
+                self._enter(group, ticket, start)
+
+    def _enter(self, group: Group, ticket: Ticket, start: bytes) -> None:
+        """Queue a group whose blocks are ours."""
         for sequence, groups in zip(group.sequences, ticket.tables, strict=True):
             sequence.table = BlockTable(groups[0])
             sequence.num_computed = ticket.num_tokens
@@ -146,8 +159,6 @@ class DecodeWorker:
             sequence.hashes = [start]
         group.live = list(group.sequences)
         group.claimed_ns = time.monotonic_ns()
-        session.groups[group.handle] = group
-        self._sessions[group] = session
         self._scheduler.add(group)
 
     def cancel(self, session: Session, handle: int) -> None:
@@ -168,7 +179,8 @@ class DecodeWorker:
         try:
             if self._attached.is_fenced:
                 raise Fenced("while idle, or between two steps")
-            for group in self._scheduler.expired(time.monotonic_ns()):
+            self._claim_all()
+            for group in self._scheduler.expired(time.monotonic_ns(), self._unclaimed):
                 self._reject(group, Rejection.DEADLINE)
             self._scheduler.admit(self._fits)
             if plan := self._reserve():
@@ -176,14 +188,23 @@ class DecodeWorker:
                 self._run_guarded(plan)
         except Fenced:
             self._start_over("the worker's lease was over")
+        except LedgerUnavailable as error:  # nothing is lost; `HeldBlocks` goes on without the ledger as far as it can
+            logger.warning("a step ended early: %s", error)
         except (LedgerError, ArenaError) as error:
             logger.error("the ledger refused: %s", error)
             self._start_over("the ledger refused an operation")
-        self.load = self._scheduler.load()
+        self.load = self._load()
         self._flush()
-        if self._scheduler.idle:
+        if self._scheduler.idle and not self._unclaimed:
             return None
         return 0.0 if ran else RETRY_ALLOC_S
+
+    def _load(self) -> WorkerLoad:
+        load = self._scheduler.load()
+        return replace(load, num_waiting=load.num_waiting + sum(len(g.sequences) for g in self._unclaimed))
+
+    def _groups(self) -> list[Group]:
+        return [*self._scheduler.groups(), *self._unclaimed]
 
     def _run_guarded(self, plan: list[tuple[Group, Chunk]]) -> None:
         """A step that fails for a reason of its own costs its groups, not the worker."""
@@ -232,6 +253,8 @@ class DecodeWorker:
         while True:
             try:
                 return self._attached.held.alloc(1)[0]
+            except LedgerUnavailable:
+                return None
             except Exhausted:
                 victim = self._scheduler.victim()
                 if victim is None or victim is group:
@@ -322,6 +345,8 @@ class DecodeWorker:
     def _drop(self, group: Group) -> None:
         """Forget a group and release what it still holds."""
         self._scheduler.remove(group)
+        if (claim := self._unclaimed.pop(group, None)) is not None:
+            self._decline(claim[0])
         session = self._sessions.pop(group)
         session.groups.pop(group.handle, None)
         for sequence in group.live:
@@ -331,8 +356,7 @@ class DecodeWorker:
         source = [] if sequence.copy_from is None else [sequence.copy_from]
         refs = [*sequence.table, *source]
         sequence.table, sequence.copy_from = BlockTable(), None
-        # Fenced: they were taken back already. Redis silent: the ledger is reconciled before the next call.
-        with suppress(Fenced, StaleDataset, LedgerUnavailable):
+        with suppress(Fenced):  # they were taken back already
             self._attached.held.release(refs)
 
     def _reject(self, group: Group, rejection: Rejection) -> None:
@@ -349,13 +373,13 @@ class DecodeWorker:
 
     def reject_all(self, rejection: Rejection) -> None:
         """Send every group away; their gateways prefill them again elsewhere."""
-        for group in self._scheduler.groups():
+        for group in self._groups():
             self._reject(group, rejection)
         self._flush()
 
     def _start_over(self, reason: str) -> None:
         """Fenced: nothing that we hold is ours any more. Send everything away and register anew."""
-        groups = self._scheduler.groups()
+        groups = self._groups()
         logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
         for group in groups:
             for sequence in group.live:  # renewing gives everything back at once

@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from block_store.attach import Attached
 from block_store.codec import SealItem
-from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable, StaleDataset
+from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable, NotHolder, Stale
 from block_store.hashing import chain_start, next_hash
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
@@ -65,6 +65,8 @@ class PrefillWorker:
         self._domain = domain
         self._block_size = runner.layout.block_size
         self._emits: dict[Job, Emit] = {}
+        self._parked: dict[Job, Callable[[], None]] = {}
+        """Prompts that are computed and wait for the ledger to take them over, with what is left to do."""
         self.load = WorkerLoad()
         """As of the last step; other threads may read it."""
 
@@ -86,8 +88,7 @@ class PrefillWorker:
 
     def cancel(self, job: Job) -> None:
         """Drop a job, whatever it is doing, and release its blocks."""
-        if self._scheduler.remove(job):
-            self._release(job.sequence)
+        self._forget(job)
         self._emits.pop(job, None)
         self.load = self._scheduler.load()
 
@@ -97,16 +98,20 @@ class PrefillWorker:
         try:
             if self._attached.is_fenced:
                 raise Fenced("while idle, or between two steps")
+            for conclude in list(self._parked.values()):
+                conclude()
             plan = self._scheduler.plan(self._admit)
             if plan:
                 self._run_guarded(plan)
         except Fenced:
             self._start_over("the worker's lease was over")
+        except LedgerUnavailable as error:  # nothing is lost; `HeldBlocks` goes on without the ledger as far as it can
+            logger.warning("a step ended early: %s", error)
         except (LedgerError, ArenaError) as error:
             logger.error("the ledger refused: %s", error)
             self._start_over("the ledger refused an operation")
         self.load = self._scheduler.load()
-        if self._scheduler.idle:
+        if self._scheduler.idle and not self._parked:
             return None
         return 0.0 if plan else RETRY_ALLOC_S
 
@@ -132,7 +137,7 @@ class PrefillWorker:
         [cached] = held.acquire([sequence.hashes[1 : reusable + 1]]) if reusable else [[]]
         try:
             fresh = held.alloc(self._blocks_of(sequence.num_tokens) - len(cached))
-        except Exhausted:
+        except (Exhausted, LedgerUnavailable):
             held.release(cached)
             return False
         sequence.table = BlockTable([*cached, *fresh])
@@ -219,30 +224,42 @@ class PrefillWorker:
         """Draw each job's next token and hand its blocks to a ticket."""
         samples = sample_rows(logits, [SampleRow.of(job.sequence) for job in jobs])
         for job, sample in zip(jobs, samples, strict=True):
-            self._scheduler.remove(job)
             sequence = job.sequence
             num_tokens = sequence.num_tokens
             sequence.output_ids.append(sample.token_id)
             reason = sequence.finish_reason(self._runner.max_model_len)
-            ticket = None if reason is not None else self._hand_over(sequence.table, num_tokens)
-            if ticket is None:
-                self._release(sequence)
-            now = time.monotonic_ns()
-            timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=now - job.started_ns)
-            emit = self._emits.pop(job)
-            emit(
-                Done(
-                    ticket,
-                    sequence.sample_index,
-                    sample.token_id,
-                    sample.logprob,
-                    reason,
-                    sequence.sources(),
-                    timings,
-                    tuple(sequence.prompt_logprobs),
-                    self._scheduler.load(),
-                )
+            timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)
+            self._scheduler.remove(job)
+            done = Done(
+                None,
+                sequence.sample_index,
+                sample.token_id,
+                sample.logprob,
+                reason,
+                sequence.sources(),
+                timings,
+                tuple(sequence.prompt_logprobs),
+                self._scheduler.load(),
             )
+            self._conclude(job, done, num_tokens)
+
+    def _conclude(self, job: Job, done: Done, num_tokens: int) -> None:
+        """Tell the job's caller, with a ticket if the sequence goes on; later if the ledger does not answer."""
+        self._parked.pop(job, None)
+        ticket: Ticket | None = None
+        if done.finish_reason is not None:
+            self._release(job.sequence)
+        else:
+            try:
+                ticket = self._hand_over(job.sequence.table, num_tokens)
+            except LedgerUnavailable:
+                self._parked[job] = lambda: self._conclude(job, done, num_tokens)
+                return
+            except (Stale, NotHolder):  # a block was lost in a rebuild
+                self._release(job.sequence)
+                self._fail(job, Aborted("a block of the prompt was reclaimed"))
+                return
+        self._emits.pop(job)(replace(done, ticket=ticket))
 
     def _hand_over(self, table: BlockTable, num_tokens: int) -> Ticket:
         epoch = self._attached.held.hand_over([[table]])
@@ -252,13 +269,16 @@ class PrefillWorker:
 
     def _release(self, sequence: Sequence) -> None:
         refs, sequence.table = list(sequence.table), BlockTable()
-        # Fenced: they were taken back already. Redis silent: the ledger is reconciled before the next call.
-        with suppress(Fenced, StaleDataset, LedgerUnavailable):
+        with suppress(Fenced):  # they were taken back already
             self._attached.held.release(refs)
 
-    def _fail(self, job: Job, error: LooseleafError) -> None:
-        if self._scheduler.remove(job):
+    def _forget(self, job: Job) -> None:
+        """Take a job out, whatever it is doing, and release its blocks."""
+        if self._scheduler.remove(job) or self._parked.pop(job, None) is not None:
             self._release(job.sequence)
+
+    def _fail(self, job: Job, error: LooseleafError) -> None:
+        self._forget(job)
         if (emit := self._emits.pop(job, None)) is not None:
             emit(error)
 
@@ -266,6 +286,7 @@ class PrefillWorker:
         """Fenced: nothing that we hold is ours any more. Fail everything as retryable and register anew."""
         logger.warning("starting over: %s; %d prompts are sent away", reason, len(self._emits))
         self._scheduler.drop_all()
+        self._parked.clear()
         emits, self._emits = self._emits, {}
         for emit in emits.values():
             emit(Aborted(reason))

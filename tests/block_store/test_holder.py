@@ -143,6 +143,14 @@ def test_an_unanswered_call_is_repeated_and_happens_once(store: TestStore, lost:
     assert holder.holdings() == refs and store.moment().counts.reserved == 3
 
 
+def test_readings_between_beats_do_not_look_like_an_older_ledger(store: TestStore) -> None:
+    held = store.held()
+    held.alloc(1)
+    for _ in range(3):
+        held.holder.holdings()
+        held.holder.beat()
+
+
 def test_a_call_given_up_is_settled_before_the_next(store: TestStore) -> None:
     """Its caller has gone; what it got in the ledger is not leaked."""
     ledger = forgetful(store)

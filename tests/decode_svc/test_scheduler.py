@@ -71,10 +71,10 @@ def test_deadlines() -> None:
 def test_the_queue_is_bounded() -> None:
     target = scheduler(max_num_seqs=2, max_queue=1)
     for handle in range(3):
-        assert not target.full
+        assert not target.is_full()
         target.add(group(handle))
-    assert target.full
+    assert target.is_full()
     target.admit(lambda _: True)
-    assert target.full
+    assert target.is_full()
     target.remove(target.running[0])
-    assert not target.full
+    assert not target.is_full()

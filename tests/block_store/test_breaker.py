@@ -1,0 +1,203 @@
+"""A worker whose Redis is silent: it lives from its reserve, shares nothing, and makes up for everything later."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from block_store import redis_server
+from block_store.breaker import BUDGET_S
+from block_store.codec import SealItem
+from block_store.errors import LedgerUnavailable
+from block_store.held import HeldBlocks
+from block_store.holder import Holder
+from block_store.ledger import Ledger
+from block_store.rebuild import rebuild
+from block_store.redis_server import RedisHandle
+from block_store.testing import TestStore, chain, content, wait_until
+from common.types import BlockRef, Ticket
+
+
+@dataclass
+class Silenceable:
+    """A store in a Redis of its own that can fall silent."""
+
+    handle: RedisHandle
+    store: TestStore
+
+    def worker(self, reserve: int = 0) -> HeldBlocks:
+        arena = self.store.arena
+        slot, client = arena.acquire_writer_slot(), self.client()
+        holder = Holder.register(Ledger.attach(client, arena), "worker", writer_slot=slot.number, beat_s=None)
+        return HeldBlocks(holder, arena, slot, reserve)
+
+    def client(self) -> redis_server.redis.Redis:
+        return redis_server.open_client(self.handle.url, lambda: self.store.arena.fixed.run_id, BUDGET_S)
+
+    def freeze(self) -> None:
+        assert self.handle.process is not None
+        os.kill(self.handle.process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        assert self.handle.process is not None
+        os.kill(self.handle.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        assert self.handle.process is not None
+        old = self.handle.process
+        old.kill()
+        wait_until(lambda: self.handle.process is not old, 15)
+
+    def build_anew(self) -> None:
+        assert self.handle.follow()
+        self.store.ledger = self.store.ledger.under(rebuild(self.handle.client, self.store.arena))
+
+
+@pytest.fixture
+def silenceable(shm: Path) -> Iterator[Silenceable]:
+    directory = Path(tempfile.mkdtemp(prefix="ll-redis-"))
+    handle = redis_server.connect(None, directory)
+    yield Silenceable(handle, TestStore(handle.client, shm / "arena", num_blocks=24))
+    handle.close()
+    shutil.rmtree(directory)
+
+
+def items(held: HeldBlocks, refs: list[BlockRef], name: str) -> list[SealItem]:
+    """`refs` written, and what to seal them as."""
+    hashes = chain(name, len(refs))
+    for ref, prefix_hash in zip(refs, hashes, strict=True):
+        held.arena.data[ref.block] = content(prefix_hash)
+    return [SealItem(*pair) for pair in zip(refs, hashes, strict=True)]
+
+
+def tables_of(refs: list[BlockRef]) -> tuple[tuple[tuple[BlockRef, ...], ...], ...]:
+    return ((tuple(refs),),)
+
+
+def reconnect(*workers: HeldBlocks) -> None:
+    for held in workers:
+        wait_until(lambda held=held: held.holder.probe() or not held.holder.breaker.is_open, 15)  # type: ignore[misc]
+
+
+def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silenceable) -> None:
+    held, decode, store = silenceable.worker(reserve=4), silenceable.worker(), silenceable.store
+    old = held.seal(items(held, held.alloc(2), "old"))
+    [waiting] = held.alloc(1)
+    ticket = Ticket(store.arena.arena_id, held.hand_over(tables_of(held.seal([SealItem(waiting)]))), (), 16)
+    held.top_up()
+    silenceable.freeze()
+    new = held.alloc(3)
+    assert held.num_reserved == 1 and not held.holder.breaker.is_open, "from the reserve, without a call"
+    assert held.seal(items(held, new, "new")) == new and held.holder.breaker.is_open
+    assert held.acquire([chain("old", 2)]) == [[]]
+    held.share(new[:2])
+    held.release([*new[:2], new[2]])
+    held.release(old[1:])
+    assert held.num_held == 3 and held.num_free_hint == 1
+    with pytest.raises(LedgerUnavailable):
+        held.alloc(2)
+    last = held.alloc(1)
+    assert held.arena.check_refs([*new, *last])
+    with pytest.raises(LedgerUnavailable):
+        held.hand_over(tables_of([old[0], *new[:2]]))
+    with pytest.raises(LedgerUnavailable):
+        decode.claim(ticket)
+    assert held.num_held == 4 and held.holder.breaker.num_refused >= 4
+    assert held.fallbacks.counts == {
+        "seal not acknowledged": 1, "no prefix looked up": 1, "release not acknowledged": 2,
+    }  # fmt: skip
+
+    silenceable.wake()
+    reconnect(held, decode)
+    epoch = held.hand_over(tables_of([old[0], *new[:2]]))
+    assert store.ledger.lookup([chain("new", 3)]) == 3, "sealed late, the released tail too"
+    assert decode.claim(Ticket(store.arena.arena_id, epoch, tables_of([old[0], *new[:2]]), 48))
+    decode.claim(ticket)
+    held.release(last)
+    held.assert_idle()
+    store.check()
+    assert store.moment().counts.reserved == held.num_reserved
+
+
+def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silenceable) -> None:
+    """The header knows of the seals; the ledger that is built from it gets the rest."""
+    held, store = silenceable.worker(reserve=6), silenceable.store
+    kept = held.seal(items(held, held.alloc(2), "kept"))
+    gone = held.seal(items(held, held.alloc(2), "gone"))
+    held.top_up()
+    silenceable.kill()
+    late = held.seal(items(held, held.alloc(2), "late"))
+    [partial, writing] = held.alloc(2)
+    held.seal([SealItem(partial)])
+    held.release(gone)
+    silenceable.build_anew()
+    too_late = items(held, [writing], "writing")
+    assert held.seal(too_late) == [writing], "sealed after the ledger was built, before this worker is in it"
+    reconnect(held)
+    held.top_up()
+    assert set(held.holder.holdings()) == {*kept, *late, partial, writing, *held._reserve}
+    for name, length in (("kept", 2), ("gone", 2), ("late", 2), ("writing", 1)):
+        assert store.ledger.lookup([chain(name, 9)]) == length, name
+    store.check()
+    held.hand_over(tables_of([*kept, *late, writing, partial]))
+    held.assert_idle()
+
+
+def test_a_hand_over_whose_answer_is_lost_is_one_hand_over(silenceable: Silenceable) -> None:
+    held, store = silenceable.worker(), silenceable.store
+    refs = held.seal(items(held, held.alloc(3), "a"))
+    execute = Ledger._execute
+
+    def unheard(self: Ledger, name: str, *args: bytes | str | int) -> object:
+        answer = execute(self, name, *args)
+        if name == "hand_over":
+            raise LedgerUnavailable("the answer was lost")
+        return answer
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Ledger, "_execute", unheard)
+        with pytest.raises(LedgerUnavailable):
+            held.hand_over(tables_of(refs))
+    assert held.num_held == 3 and held.holder.breaker.is_open
+    held.holder.probe()
+    assert held.alloc(1), "other calls may come in between"
+    epoch = held.hand_over(tables_of(refs))
+    tickets = [holder for holder in store.moment().holders if holder.kind == "ticket"]
+    assert [ticket.epoch for ticket in tickets] == [epoch] and tickets[0].num_references == 3
+    assert held.num_held == 1
+    store.check()
+
+
+def test_a_late_seal_of_what_another_has_sealed_meanwhile(silenceable: Silenceable) -> None:
+    held, other, store = silenceable.worker(reserve=2), silenceable.worker(), silenceable.store
+    held.top_up()
+    mine = held.alloc(2)
+    held.holder.breaker.open("a test")
+    assert held.seal(items(held, mine, "a")) == mine
+    theirs = other.seal(items(other, other.alloc(2), "a"))
+    held.holder.probe()
+    held.release([])
+    held.top_up()
+    assert set(held.holder.holdings()) == {*mine, *held._reserve}, "their blocks are not wanted any more"
+    assert store.ledger.lookup([chain("a", 2)]) == 2
+    held.release(mine)
+    held.assert_idle()
+    other.release(theirs)
+    other.assert_idle()
+    store.check()
+
+
+def test_a_call_over_many_blocks_has_more_time(silenceable: Silenceable) -> None:
+    """Its script runs to the end although the client hung up; repeated, it gives the stored answer."""
+    held = silenceable.worker()
+    held.holder.ledger.client.connection_pool.connection_kwargs["socket_timeout"] = 0.0001
+    refs = held.holder._in_lane(lambda lane: held.holder.ledger.alloc(lane, 12), num_blocks=100_000)
+    held.holder.ledger.client.connection_pool.connection_kwargs["socket_timeout"] = 1.0
+    assert len(refs) == 12 and silenceable.store.moment().counts.reserved == 12
