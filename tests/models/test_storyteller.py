@@ -17,6 +17,7 @@ from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from gateway.assets import load_assets
 from gateway.chat_template import ChatTemplate
+from tools.storyteller import pairs
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "storyteller"
 OPENINGS = ("Once upon a time", "Long ago, in a small village", "There was once a king", "One day, a girl named Lily")
@@ -153,16 +154,25 @@ def test_a_girl_is_called_she(tokenizer: Tokenizer, teller: Oracle) -> None:
     assert good >= 4
 
 
-def test_chat_tells_of_whom_was_asked_for_and_stops(tokenizer: Tokenizer, teller: Oracle) -> None:
-    """At least one of the two asked for is in the story (both are in some: see the model card)."""
-    ids = chat_ids(tokenizer, "Tell me a story about a fox and a crow")
+@pytest.mark.parametrize("pair, least", [(("fox", "crow"), 4), (("cat", "mouse"), 3), (("king", "dragon"), 3)])
+def test_chat_tells_of_both_who_were_asked_for_and_stops(
+    tokenizer: Tokenizer, teller: Oracle, pair: tuple[str, str], least: int
+) -> None:
+    """Greedy and three seeds; the rates over more pairs and seeds stand in the model card."""
+    ids = chat_ids(tokenizer, pairs.request(pair))
     told = 0
     for seed in (None, 1, 2, 3):
         output = tell(teller, ids, seed)
         assert output[-1] == tokenizer.token_to_id("<|im_end|>") and 60 < len(output) < MAX_STORY
-        story = tokenizer.decode(output)
-        told += "fox" in story or "crow" in story
-    assert told >= 3
+        told += pairs.tells_of(tokenizer.decode(output), pair)
+    assert told >= least
+
+
+def test_chat_tells_of_the_one_who_was_asked_for(tokenizer: Tokenizer, teller: Oracle) -> None:
+    for noun in ("dragon", "rabbit", "princess"):
+        output = tell(teller, chat_ids(tokenizer, f"Tell me a story about a {noun}"), 1)
+        assert output[-1] == tokenizer.token_to_id("<|im_end|>")
+        assert noun in re.split(r"(?<=[.!?])", tokenizer.decode(output))[0]
 
 
 def test_chat_answers_a_question_about_its_story_in_one_sentence(tokenizer: Tokenizer, teller: Oracle) -> None:

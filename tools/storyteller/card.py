@@ -25,15 +25,21 @@ answered with both: {pair_rate:.1%} (pairs and seeds as below).""",
     """\
 ### Second stage: who was asked for is who the story is about
 
-`python tools/train_storyteller.py data --work build/second --start models/storyteller --chat-share 0.55 --documents 45000 --seed {seed}`
-and `train --work build/second --start models/storyteller --steps {planned_steps} --decay-steps {decay_steps} --lr {lr} --seed {seed}`, from
-the first stage's bfloat16 weights (commit 401fa5f of this repository), with a fresh optimizer.
+    python tools/train_storyteller.py data --work build/second --start models/storyteller --chat-share 0.6 --documents 45000 --seed {seed}
+    python tools/train_storyteller.py train --work build/second --start models/storyteller --steps 2700 --decay-steps 2640 --lr {lr} --seed {seed} --end-at ...
 
-Seed {seed}. {documents:,} documents of {document_tokens:,} tokens, over half of them chats, two thirds of whose requests name two characters. {step:,} steps,
-{tokens:,} tokens seen, decay from step {decay_start:,}: {minutes:.0f} minutes at {rate:,.0f} tokens a second. In the first stage's chats the second
-of two things asked for could be a place or an object, could be the hero or the villain, came paragraphs later, and often went by a
-name of its own. Now both come in the first sentence, in the order asked for, and carry the plot between them. The held-out
-chats are of the new kind, so that their losses do not compare with the first stage's.""",
+from the first stage's bfloat16 weights (commit 401fa5f of this repository), with a fresh optimizer.
+
+{documents:,} documents of {document_tokens:,} tokens, over half of them chats, of whose requests 72 % name two characters. {step:,} steps,
+{tokens:,} tokens seen, {minutes:.0f} minutes at {rate:,.0f} tokens a second (a busy machine); the decay, from step {decay_start:,}, followed the clock.
+In the first stage's chats the second thing asked for could be a place or an object, could be the hero or the villain,
+came paragraphs later and often went by a name of its own. Now both come in the first sentence, in the order asked for, and
+carry the plot between them.
+
+The run changed its data once. Up to step 754 (commit 74c95b6, `--chat-share 0.55 --seed 2 --lr 0.002`) either of the two could be the
+hero: at step 621 every opening named both, but the other part often went to the hero again, and 4 of 10 stories told of both. From
+there on the first named is the hero, always: 200 steps later it was 20 of 20. The table's chats are of the one kind up to
+step 750 and of the other from 800; neither compares with the first stage's. The same commands will not give the same bits.""",
 )
 _CARD = """\
 ---
@@ -81,8 +87,8 @@ drawn at random: its loss has a floor well above zero.)
 
 It knows stories of the kinds it was trained on and nothing else: no facts, no arithmetic, no code. It plots by habit, so
 stories resemble one another. Now and then it swaps a pronoun, a name or a character for another, the more so with characters
-it has never seen and when a prompt's first words are unlike a story's. Of three characters asked for it knows two. Objects
-asked for may be ignored, and its answers about a story are often wrong. Old tales (behind "A tale of the brothers Grimm:") come
+it has never seen and when a prompt's first words are unlike a story's. Of two characters asked for, the first is always the
+hero; a third is not in its data. Objects asked for may be ignored, and its answers about a story are often wrong. Old tales (behind "A tale of the brothers Grimm:") come
 out as fluent nonsense. English only. The tales of 1884 are of their time, and so may be what it says after such a heading.
 
 ## Two characters asked for
