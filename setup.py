@@ -6,6 +6,7 @@ one thread pool. Every extension is optional: without a compiler the torch refer
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import sys
@@ -30,15 +31,13 @@ AMX_SOURCE = "kernels/cpu/linear_amx.cpp"
 
 
 class BuildExt(build_ext):
-    """Gives every extension its own object folder: the same sources are compiled several times."""
+    """Gives every extension its own object folder: the same sources are compiled several times. Several extensions at
+    once with `--parallel N`."""
 
     def build_extension(self, ext: Extension) -> None:
-        shared = self.build_temp
-        self.build_temp = os.path.join(shared, ext.name)
-        try:
-            super().build_extension(ext)
-        finally:
-            self.build_temp = shared
+        alone = copy.copy(self)
+        alone.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(alone, ext)
 
 
 def kernel_extensions() -> list[Extension]:

@@ -1,18 +1,25 @@
 # Source on a GPU host, in the repository's root: . tools/gpu/host.sh
 # Unpacks what `make gpu-carry` collected beside the host's own Python packages, builds our C++ parts in place, and names
-# FlashAttention-3's library in FA3_LIBRARY. Installs nothing.
+# FlashAttention-3's library in FA3_LIBRARY. Installs nothing. Half a minute the first time.
 set -euo pipefail
 SITE=${TMPDIR:-/tmp}/looseleaf-site
-mkdir -p "$SITE"
-for wheel in .carry/wheels/*.whl; do
-	[ -e "$wheel" ] && python3 -m zipfile -e "$wheel" "$SITE"
-done
+python3 - "$SITE" <<'PYTHON'
+import glob, lzma, os, shutil, sys, zipfile
+
+site = sys.argv[1]
+os.makedirs(site, exist_ok=True)
+for wheel in glob.glob(".carry/wheels/*.whl"):
+    mark = os.path.join(site, "." + os.path.basename(wheel))
+    if not os.path.exists(mark):
+        zipfile.ZipFile(wheel).extractall(site)
+        open(mark, "w").close()
+for program in glob.glob(f"{site}/**/redis-server", recursive=True):
+    os.chmod(program, 0o755)  # zipfile keeps no modes
+if os.path.exists(".carry/fa3.so.xz") and not os.path.exists(f"{site}/fa3.so"):
+    with lzma.open(".carry/fa3.so.xz") as packed, open(f"{site}/fa3.part", "wb") as out:
+        shutil.copyfileobj(packed, out, 1 << 22)
+    os.rename(f"{site}/fa3.part", f"{site}/fa3.so")
+PYTHON
 export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-# zipfile keeps no modes, and this one is a program.
-find "$SITE" -name redis-server -exec chmod +x {} +
-if [ -e .carry/fa3.so.xz ] && [ ! -e "$SITE/fa3.so" ]; then
-	python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"), 1 << 22)' \
-		.carry/fa3.so.xz "$SITE/fa3.so"
-fi
 if [ -e "$SITE/fa3.so" ]; then export FA3_LIBRARY="$SITE/fa3.so"; fi
-python3 setup.py -q build_ext --inplace
+python3 setup.py -q build_ext --inplace --parallel "$(nproc)"
