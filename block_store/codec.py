@@ -48,6 +48,13 @@ def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
     return b"".join(parts)
 
 
+def unpack_report(packed: bytes) -> tuple[list[BlockRef], list[BlockRef]]:
+    """What `report` keeps: u32 count of the first list, then the references of both."""
+    (num_missing,) = struct.unpack_from("<I", packed)
+    refs = unpack_refs(packed[4:])
+    return refs[:num_missing], refs[num_missing:]
+
+
 def unpack_prefix(packed: bytes, num_groups: int) -> list[list[BlockRef]]:
     """The reply of `acquire`: u32 length, then `length` references per group."""
     (length,) = struct.unpack_from("<I", packed)

@@ -48,6 +48,8 @@ class Holder:
         """Runs in the beat thread after every beat that was answered."""
         self.num_available = 0
         """Blocks that could still be allocated, as of the last beat."""
+        self.census = ""
+        """The census that the last beat heard of; empty: none."""
         self._writer_slot = writer_slot
         self._floor = floor
         self._lease_s = lease_s
@@ -84,7 +86,7 @@ class Holder:
     def beat(self) -> None:
         """Extends the lease now."""
         try:
-            self.num_available = self.ledger.beat(self.epoch, self._lease_s, self._answered)
+            self.num_available, self.census = self.ledger.beat(self.epoch, self._lease_s, self._answered)
         except Fenced:
             self.fence()
             raise

@@ -30,7 +30,7 @@ MAX_BATCH = 16384
 
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "lookup",
-    "reap", "inspect", "assert_held", "distrust",
+    "reap", "inspect", "assert_held", "distrust", "report",
 )  # fmt: skip
 
 
@@ -94,12 +94,14 @@ class Ledger:
         reply = self._call("register", name, writer_slot, floor, _ms(lease_s), token or secrets.token_hex(8))
         return Epoch(int(reply))
 
-    def beat(self, epoch: Epoch, lease_s: float = LEASE_S, number: int = 0) -> int:
-        """Extends the lease; returns how many blocks the holder could still allocate. Fenced.
+    def beat(self, epoch: Epoch, lease_s: float = LEASE_S, number: int = 0) -> tuple[int, str]:
+        """Extends the lease; returns how many blocks the holder could still allocate, and the census under way, if any
+        (`report`). Fenced.
 
         `number`: of its last answered call; a ledger that does not know it is an older one: StaleDataset for everybody.
         """
-        return int(self._call("beat", epoch, _ms(lease_s), number))
+        room, census = self._call("beat", epoch, _ms(lease_s), number).decode().split(" ")
+        return int(room), census
 
     def alloc(self, lane: Lane, num_blocks: int) -> list[BlockRef]:
         """`num_blocks` RESERVED blocks. Fenced, Exhausted."""
@@ -144,6 +146,25 @@ class Ledger:
         _bounded(len(refs))
         reply = self._call("assert_held", *lane, codec.pack_refs(refs), int(is_last))
         return [Standing(letter) for letter in reply.decode()]
+
+    def ask_all(self, census: str) -> None:
+        """Asks every worker, with its next beat, for a `report` under this name. LedgerUnavailable."""
+        try:
+            self.client.set(self.tag + "census", census, ex=10)
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise errors.LedgerUnavailable(f"census: {error}") from error
+
+    def report(self, epoch: Epoch, census: str, refs: Sequence[BlockRef]) -> None:
+        """Compares `refs`, all that the holder believes to hold, with the ledger; no call may be under way. Fenced."""
+        self._call("report", epoch, census, codec.pack_refs(refs))
+
+    def reports(self, census: str) -> dict[Epoch, tuple[list[BlockRef], list[BlockRef]]]:
+        """By holder that has reported: what the ledger lacks, what the holder knows nothing of. LedgerUnavailable."""
+        try:
+            found: dict[bytes, bytes] = self.client.hgetall(f"{self.tag}census:{census}")  # type: ignore[assignment]
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise errors.LedgerUnavailable(f"census: {error}") from error
+        return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
 
     def distrust(self) -> None:
         """Asks for a rebuild: the header knows better than the ledger. Every call from now on is a StaleDataset."""

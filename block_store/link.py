@@ -97,10 +97,13 @@ class LedgerLink:
             self.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
 
     def settle_up(self) -> None:
-        """Makes up for what the ledger has not heard; in the beat thread, for a worker that has nothing else to ask."""
-        if self._unsure and not self.holder.fenced.is_set():
-            with self._lock:
-                self._call(lambda: None)
+        """Makes up for what the ledger has not heard, and reports to `fsck`; in the beat thread, between two calls."""
+        if self.holder.fenced.is_set() or not (self._unsure or self.holder.census):
+            return
+        with self._lock:
+            self._call(lambda: None)
+            if self.holder.census:
+                self.holder.ledger.report(self.holder.epoch, self.holder.census, [*self._counts, *self._reserve])
 
     def _refill(self, num_blocks: int) -> None:
         """At least `num_blocks` in the reserve, the target beyond them if it can be had."""

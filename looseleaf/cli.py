@@ -1,10 +1,12 @@
-"""The command `looseleaf`: serve, complete, chat, health, doctor. Each command loads only what it needs.
+"""The command `looseleaf`: serve, complete, chat, health, doctor, blocks, fsck. Each command loads only what it needs.
 
     looseleaf serve [MODEL]             start everything on this machine
     looseleaf complete "Once upon"      stream a continuation
     looseleaf chat ["message"]          talk; without a message, turn by turn
     looseleaf health [ADDRESS]          exit status 0 if the service there is ready
     looseleaf doctor [MODEL]            check this machine
+    looseleaf blocks [ADDRESS]          who holds which KV block
+    looseleaf fsck DIRECTORY REDIS_URL  compare ledger, arena and workers
 
 Exit status: 0 fine, 1 refused or failed (one sentence on stderr), 2 a mistake in flags or variables, 130 interrupted.
 """
@@ -22,6 +24,8 @@ _COMMANDS = {
     "chat": "looseleaf.commands.chat",
     "health": "looseleaf.commands.health",
     "doctor": "looseleaf.commands.doctor",
+    "blocks": "looseleaf.commands.blocks",
+    "fsck": "looseleaf.commands.fsck",
 }
 
 

@@ -1,0 +1,170 @@
+"""Compares ledger in Redis, header of the arena, and what workers say they hold: `python -m block_store.fsck DIR URL`.
+
+Prints every difference. A running store is looked at twice, since two of the three change while one is read: what is
+different both times is a difference. Repair is a rebuild (`rebuild`): the ledger from the header, then every worker
+asserts what it holds. Knows nothing of gRPC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from block_store import invariants
+from block_store.arena import Arena
+from block_store.errors import BlockStoreError
+from block_store.header import HeaderState, Memory
+from block_store.inspection import BlockState, BlockView, Inspection, inspect
+from block_store.ledger import Ledger
+from block_store.redis_server import open_client
+
+REPORT_WAIT_S = 3.0
+"""Workers report with a beat, once a second."""
+_SETTLE_S = 0.3
+_READABLE = (BlockState.SEALED, BlockState.CACHED)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What fsck found."""
+
+    differences: tuple[str, ...]
+    silent: tuple[str, ...]
+    """Workers with a lease that did not report."""
+
+
+def fsck(arena: Arena, ledger: Ledger, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
+    """Every difference; with `digests` the blocks' bytes are compared with their digests too (on the host).
+
+    Errors: LedgerUnavailable, StaleDataset (it is being built anew: try again), LedgerDamaged.
+    """
+    workers, silent = _ask_workers(ledger, wait_s)
+    first = _look(arena, ledger)
+    time.sleep(_SETTLE_S)
+    lasting = [difference for difference in _look(arena, ledger) if difference in first]
+    return Findings((*lasting, *workers, *(_digests(arena) if digests else ())), silent)
+
+
+def repair(arena: Arena, ledger: Ledger, timeout_s: float = 15.0) -> bool:
+    """Has the store build the ledger anew; whether it did in time. Errors: LedgerUnavailable, StaleDataset."""
+    before = arena.rebuild_count
+    ledger.distrust()
+    deadline = time.monotonic() + timeout_s
+    while arena.rebuild_count == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return arena.rebuild_count != before
+
+
+def _look(arena: Arena, ledger: Ledger) -> list[str]:
+    moment = inspect(ledger, with_blocks=True)
+    return [*invariants.check(ledger), *_pages(arena, ledger, moment), *_headers(arena, moment)]
+
+
+def _pages(arena: Arena, ledger: Ledger, moment: Inspection) -> list[str]:
+    fixed = arena.fixed
+    found = [f"the header names dataset {fixed.dataset}, asked was {ledger.dataset}"] * (
+        fixed.dataset != ledger.dataset
+    )
+    if moment.counts.total != arena.num_blocks:
+        found.append(f"the ledger has {moment.counts.total} blocks, the arena {arena.num_blocks}")
+    return found
+
+
+def _headers(arena: Arena, moment: Inspection) -> list[str]:
+    found: list[str] = []
+    for block, view in enumerate(moment.blocks[: arena.num_blocks]):
+        found += [f"block {block} ({view.state.name}): {what}" for what in _header(arena, block, view)]
+    return found
+
+
+def _header(arena: Arena, block: int, view: BlockView) -> list[str]:
+    """How one block's header contradicts the ledger. A block that nobody reads may lie behind in the header: it was
+    given and never entered there.
+    """
+    generation, state = int(arena.generations[block]), int(arena.states[block])
+    if view.state not in _READABLE:
+        ahead = f"the header is ahead: generation {generation}, the ledger's is {view.generation}"
+        return [ahead] if generation > view.generation else []
+    if generation != view.generation:
+        return [f"the header has generation {generation}, the ledger {view.generation}"]
+    if state != HeaderState.SEALED:
+        return [f"the header says {HeaderState(state).name}"]
+    stored = arena.hashes[block].tobytes()
+    if view.prefix_hash is not None and stored != view.prefix_hash:
+        return [f"the header has hash {stored.hex()[:16]}, the ledger {view.prefix_hash.hex()[:16]}"]
+    return []
+
+
+def _digests(arena: Arena) -> list[str]:
+    """Sealed blocks whose bytes are not what was sealed. Blocks on a GPU have no digest."""
+    found: list[str] = []
+    if arena.placement.memory is not Memory.HOST:
+        return found
+    for block in (arena.states == HeaderState.SEALED).nonzero()[0].tolist():
+        generation, digest = int(arena.generations[block]), int(arena.digests[block])
+        differs = arena.digest(block) != digest
+        if differs and (int(arena.generations[block]), int(arena.states[block])) == (generation, HeaderState.SEALED):
+            found.append(f"block {block} (generation {generation}): its bytes are not what was sealed")
+    return found
+
+
+def _ask_workers(ledger: Ledger, wait_s: float) -> tuple[list[str], tuple[str, ...]]:
+    """What workers miss or do not know of, and which of them said nothing."""
+    census = secrets.token_hex(8)
+    ledger.ask_all(census)
+    deadline = time.monotonic() + wait_s
+    while True:
+        workers = {h.epoch: h.name for h in inspect(ledger).holders if h.kind == "worker"}
+        reports = ledger.reports(census)
+        silent = tuple(name for epoch, name in workers.items() if epoch not in reports)
+        if not silent or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    found: list[str] = []
+    for epoch, (missing, surplus) in reports.items():
+        name = workers.get(epoch, f"epoch {epoch}")
+        found += [f"{name} believes to hold block {ref.block}, generation {ref.generation}" for ref in missing]
+        found += [f"{name} does not know that it holds block {r.block}, generation {r.generation}" for r in surplus]
+    return found, silent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0: nothing found (or repaired), 1: differences, 2: it could not be looked at."""
+    parser = argparse.ArgumentParser(prog="block_store.fsck", description="compare Redis, arena header and workers")
+    parser.add_argument("directory", type=Path, help="of the arena")
+    parser.add_argument("redis_url")
+    parser.add_argument("--digests", action="store_true", help="compare the bytes of sealed blocks too")
+    parser.add_argument("--repair", action="store_true", help="have the ledger built anew if there are differences")
+    options = parser.parse_args(argv)
+    try:
+        return check(options.directory, options.redis_url, digests=options.digests, and_repair=options.repair)
+    except BlockStoreError as error:
+        print(f"fsck: {error}", file=sys.stderr)
+        return 2
+
+
+def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -> int:
+    """Prints what is found; the exit status as of `main`. Errors: BlockStoreError."""
+    arena = Arena.open(directory)
+    ledger = Ledger.attach(open_client(redis_url, lambda: arena.fixed.run_id), arena)
+    findings = fsck(arena, ledger, digests=digests)
+    for line in findings.differences:
+        print(line)
+    for name in findings.silent:
+        print(f"{name} has a lease but did not report")
+    print(f"arena {arena.arena_id}: {arena.num_blocks} blocks, {len(findings.differences)} differences")
+    if not findings.differences:
+        return 0
+    if and_repair and repair(arena, ledger):
+        print("the ledger was built anew")
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

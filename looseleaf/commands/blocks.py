@@ -1,0 +1,73 @@
+"""`looseleaf blocks [ADDRESS]`: the block map of a running block store: who holds what.
+
+A prefix hash says nothing of its tenant (the tenant's salt is in it, one way), so none is shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import grpc
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from common.errors import Unavailable
+from common.rpc import error_of
+from common.settings import Settings, settings_config
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+
+_HASH_CHARS = 12
+_STATES = pb.BlockState
+
+
+class BlocksSettings(Settings):
+    """Prints one line a block, then the holders; free blocks only with --all."""
+
+    model_config = settings_config("LOOSELEAF_BLOCKS_", "looseleaf blocks")
+
+    address: CliPositionalArg[str] = Field("127.0.0.1:50054", description="host:port of the block store's gRPC")
+    all: bool = Field(False, description="free blocks too")
+    timeout: float = Field(10.0, gt=0, description="seconds to wait for the answer")
+
+
+def run(argv: Sequence[str]) -> int:
+    settings = BlocksSettings.load(argv)
+    for line in lines(ask(settings.address, settings.timeout), settings.all):
+        print(line)
+    return 0
+
+
+def ask(address: str, timeout_s: float) -> pb.InspectResponse:
+    """The store's map of blocks. Unavailable, or what the store says."""
+    with grpc.insecure_channel(address) as channel:
+        stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
+        try:
+            reply: pb.InspectResponse = stub.Inspect(pb.InspectRequest(include_blocks=True), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise Unavailable(f"the block store at {address}: {error_of(error).message}") from None
+    return reply
+
+
+def lines(map_: pb.InspectResponse, with_free: bool) -> Iterator[str]:
+    """The table. One reference per holder and block: how many sequences share it, its worker knows."""
+    if not map_.arena_id:
+        yield "no arena yet: no worker has attached"
+        return
+    names = {holder.epoch: holder.name for holder in map_.holders}
+    yield f"{'block':>8} {'state':<10} {'generation':>20} {'hash':<{_HASH_CHARS}} holders"
+    for block in map_.blocks:
+        if with_free or block.state != pb.BLOCK_STATE_FREE:
+            held_by = ", ".join(names.get(epoch, f"epoch {epoch}") for epoch in block.holders)
+            state = _STATES.Name(block.state).removeprefix("BLOCK_STATE_")
+            prefix = block.prefix_hash.hex()[:_HASH_CHARS] or "-"
+            yield f"{block.block:>8} {state:<10} {block.generation:>20} {prefix:<{_HASH_CHARS}} {held_by or '-'}"
+    counts = Counter({name: getattr(map_, name) for name in ("free", "reserved", "sealed", "cached", "quarantine")})
+    yield f"arena {map_.arena_id}: " + ", ".join(f"{n} {name}" for name, n in counts.items()) + f" of {map_.num_blocks}"
+    for holder in map_.holders:
+        yield (
+            f"{holder.name} (epoch {holder.epoch}): {holder.num_references} blocks, floor {holder.floor_blocks}, "
+            f"lease {holder.lease_ms / 1000:.1f} s"
+        )

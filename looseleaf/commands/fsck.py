@@ -1,0 +1,33 @@
+"""`looseleaf fsck DIRECTORY REDIS_URL`: compare the ledger in Redis, the arena's header and what workers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from block_store.errors import BlockStoreError
+from block_store.fsck import check
+from common.errors import StartupError
+from common.settings import Settings, settings_config
+
+
+class FsckSettings(Settings):
+    """Prints every difference. Exit status 0 if there is none or all were repaired."""
+
+    model_config = settings_config("LOOSELEAF_FSCK_", "looseleaf fsck")
+
+    directory: CliPositionalArg[str] = Field(description="the block store's directory on shared memory")
+    redis_url: CliPositionalArg[str] = Field(description="Redis of the ledger; the block store logs it")
+    digests: bool = Field(False, description="compare the bytes of sealed blocks with their digests too")
+    repair: bool = Field(False, description="have the ledger built anew if there are differences; requests go on")
+
+
+def run(argv: Sequence[str]) -> int:
+    settings = FsckSettings.load(argv)
+    try:
+        return check(Path(settings.directory), settings.redis_url, digests=settings.digests, and_repair=settings.repair)
+    except BlockStoreError as error:
+        raise StartupError(str(error)) from error
