@@ -91,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--max-model-len", type=int, help="longest sequence; default: the model's")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--num-threads", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
