@@ -35,6 +35,9 @@ def _on_cpu() -> dict[str, str]:
 
 
 def _on_gpu(compute_capability: tuple[int, int], deterministic: bool) -> dict[str, str]:
-    """cuBLAS' algorithms go with torch's build of CUDA; other kernels are the package's own."""
-    own, cublas = f"triton/{kernels.__version__}", f"cublas/{torch.__version__}/{torch.version.cuda}"
+    """cuBLAS' algorithms go with torch's build of CUDA; other kernels are our own, as triton compiles them."""
+    import triton
+
+    own = f"triton/{kernels.__version__}+triton-{triton.__version__}"
+    cublas = f"cublas/{torch.__version__}/{torch.version.cuda}"
     return {"cc": "{}.{}".format(*compute_capability), "kernels": own, "linear": own if deterministic else cublas}
