@@ -29,7 +29,6 @@ MAX_VIOLATIONS = 16
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
@@ -158,9 +157,11 @@ async def _abort(context: Context, error: Exception) -> None:
 class RpcServer:
     """A grpc.aio server with health (`Watch` included) and reflection. `port` is known after `bind`."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, reuse_port: bool = False) -> None:
+        """`reuse_port`: others that say so too may listen on the same port, so that a successor can take over."""
         self._address = f"{host}:{port}"
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[ErrorInterceptor()])
+        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
+        self._server = grpc.aio.server(options=options, interceptors=[ErrorInterceptor()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]

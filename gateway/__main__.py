@@ -31,8 +31,8 @@ logger = logging.getLogger("gateway")
 
 async def main(settings: GatewaySettings) -> None:
     raise_file_limit()
-    http_socket = bind_http(settings.host, settings.port)
-    grpc_server = RpcServer(settings.host, settings.grpc_port)
+    http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
+    grpc_server = RpcServer(settings.host, settings.grpc_port, reuse_port=settings.reuse_port)
     bind_grpc(grpc_server, settings.grpc_port)
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)

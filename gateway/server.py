@@ -61,11 +61,15 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-def bind_http(host: str, port: int) -> socket.socket:
-    """A bound socket. StartupError when the port is occupied or the address is not ours."""
+def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A bound socket, with `reuse_port` beside others that do so too. StartupError when the port is occupied or the
+    address is not ours.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
         sock.listen(BACKLOG)

@@ -16,6 +16,9 @@ class GatewaySettings(ServerSettings):
     served_model_name: str | None = Field(None, description="the model's name for clients; default: the directory's")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
+    reuse_port: bool = Field(
+        False, description="share both ports with a gateway that says so too: start the new one, then end the old one"
+    )
     redis_url: str = Field(description="the Redis in which workers register")
     block_store: str | None = Field(None, description="host:port of a block store, to show block states in /metrics")
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the workers'")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from looseleaf.chaos import cancels, freezes, kills, outages, plain, poison, staleness
+from looseleaf.chaos import cancels, freezes, kills, outages, plain, poison, rolling, staleness
 from looseleaf.chaos.book import make_book, make_model
 from looseleaf.chaos.report import Report
 from looseleaf.chaos.run import Run
@@ -33,6 +33,7 @@ SCENARIOS = {
     "redis-flushed": Scenario(outages.flushed, 20),
     "redis-frozen": Scenario(outages.frozen, 20),
     "redis-older": Scenario(outages.older, 20),
+    "rolling": Scenario(rolling.rolling, 5),
     "poison": Scenario(poison.poison, 3),
     "staleness": Scenario(staleness.staleness, 1000),
     "cancels": Scenario(cancels.cancels, 2000),

@@ -26,16 +26,20 @@ BACK = r"a sequence of (\d+) tokens came back: (\d+) computed again"
 
 def decode_kill(run: Run) -> Report:
     """Decode workers, in turn, killed in mid-stream."""
-    report, rng = run.report("decode-kill"), run.rng
     with run.stack() as stack:
-        held = HeldAfter(stack)
-        with run.traffic(stack) as traffic:
-            traffic.wait_for(run.concurrency, timeout_s=60)
-            kills = [kill_one(stack, f"decode-{trial % 2}", rng, held) for trial in range(run.trials)]
-            answers = traffic.stop()
-        judge(report, stack, answers)
-        _tell_recovery(report, stack, answers, kills)
-        held.tell(report)
+        return decode_kill_on(run, stack)
+
+
+def decode_kill_on(run: Run, stack: Stack) -> Report:
+    """The same on a stack that is there."""
+    report, rng, held = run.report("decode-kill"), run.rng, HeldAfter(stack)
+    with run.traffic(stack) as traffic:
+        traffic.wait_for(run.concurrency, timeout_s=60)
+        kills = [kill_one(stack, f"decode-{trial % 2}", rng, held) for trial in range(run.trials)]
+        answers = traffic.stop()
+    judge(report, stack, answers)
+    _tell_recovery(report, stack, answers, kills)
+    held.tell(report)
     return report
 
 

@@ -33,7 +33,11 @@ def killed(run: Run) -> Report:
 
 def flushed(run: Run) -> Report:
     """FLUSHALL."""
-    return _scenario(run, "redis-flushed", lambda stack: stack.redis.flush())
+    return _scenario(run, "redis-flushed", flush)
+
+
+def flush(stack: Stack) -> None:
+    stack.redis.flush()
 
 
 def frozen(run: Run) -> Report:
@@ -67,27 +71,30 @@ def _restore(stack: Stack) -> None:
 
 
 def _scenario(run: Run, name: str, lose: Callable[[Stack], None]) -> Report:
-    report, rng = run.report(name), run.rng
     with run.stack() as stack:
-        pids, took = stack.pids, list[float]()
-        with run.traffic(stack) as traffic:
-            traffic.wait_for(run.concurrency, timeout_s=60)
-            for _ in range(run.trials):
-                time.sleep(0.5 + rng.random())
-                lose(stack)
-                took.append(_whole_after(stack))
-                num_answers = len(traffic.answers)
-                traffic.wait_for(num_answers + run.concurrency, timeout_s=120)
-            answers = traffic.stop()
-        judge(report, stack, answers, most_failed=MOST_FAILED)
-        report.told("longest gap p50, p99", f"{_gap(answers, 0.5):.2f} s, {_gap(answers, 0.99):.2f} s")
-        ended = sum(stack.pids[service] != pid for service, pid in pids.items())
-        report.none("processes that ended", ended, run.trials * len(pids), "times")
-        report.at_most("ledger whole after, most", max(took), WHOLE_S, "s")
-        left = check(stack.ledger())
-        report.none("broken invariants at the end", len(left), 1, "looks")
-        for finding in left[:3]:
-            report.told("  namely", finding[:100])
+        return outage_on(run, stack, name, lose)
+
+
+def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) -> Report:
+    """`lose` takes Redis away and brings it back; that, `trials` times, under load."""
+    report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
+    with run.traffic(stack) as traffic:
+        traffic.wait_for(run.concurrency, timeout_s=60)
+        for _ in range(run.trials):
+            time.sleep(0.5 + rng.random())
+            lose(stack)
+            took.append(_whole_after(stack))
+            traffic.wait_for(len(traffic.answers) + run.concurrency, timeout_s=120)
+        answers = traffic.stop()
+    judge(report, stack, answers, most_failed=MOST_FAILED)
+    report.told("longest gap p50, p99", f"{_gap(answers, 0.5):.2f} s, {_gap(answers, 0.99):.2f} s")
+    ended = sum(stack.pids[service] != pid for service, pid in pids.items())
+    report.none("processes that ended", ended, run.trials * len(pids), "times")
+    report.at_most("ledger whole after, most", max(took), WHOLE_S, "s")
+    left = check(stack.ledger())
+    report.none("broken invariants at the end", len(left), 1, "looks")
+    for finding in left[:3]:
+        report.told("  namely", finding[:100])
     return report
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from looseleaf.chaos.book import Case
@@ -23,8 +23,6 @@ class Run:
     seed: int
     concurrency: int = 12
     """Requests at once."""
-    lines: list[str] = field(default_factory=list)
-    """Log lines worth a look when something is wrong."""
 
     @property
     def rng(self) -> random.Random:
@@ -53,5 +51,8 @@ def judge(report: Report, stack: Stack, answers: Sequence[Answer], *, most_faile
         report.none("requests that did not complete", len(failed), len(answers), "requests")
     for reason in sorted({str(answer.error) for answer in failed})[:5]:
         report.told("  of these", f"{sum(a.error == reason for a in failed)} x {reason}")
+    if not report.good:
+        for line, _ in stack.lines(r" ERROR |^\w*(Error|Exception)\b")[-5:]:
+            report.told("  log of " + line.service, line.text[:150])
     if stack.failure is not None:
         report.rows.append(Row("a service ended for good", stack.failure, "none", good=False))

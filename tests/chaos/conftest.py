@@ -1,0 +1,24 @@
+"""A small book, and one stack for the tests that leave it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from looseleaf.chaos.book import make_book, make_model
+from looseleaf.chaos.run import Run
+from looseleaf.chaos.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One trial of whatever it is given to."""
+    model = make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+    return Run(model, make_book(model, 12, seed=5, output_lengths=(16, 96)), trials=1, seed=5)
+
+
+@pytest.fixture(scope="module")
+def stack(run: Run) -> Iterator[Stack]:
+    with run.stack() as running:
+        yield running

@@ -1,0 +1,47 @@
+"""The chaos suite at its smallest, and that it sees what it is there to see. `make chaos` is all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from looseleaf.chaos import kills, outages
+from looseleaf.chaos.run import Run, judge
+from looseleaf.chaos.stack import Stack
+
+pytestmark = pytest.mark.chaos
+
+
+def test_without_faults_every_answer_is_the_oracles_and_a_wrong_token_would_be_seen(run: Run, stack: Stack) -> None:
+    with run.traffic(stack) as traffic:
+        traffic.wait_for(40, timeout_s=60)
+        answers = traffic.stop()
+    judge(report := run.report("none"), stack, answers)
+    assert report.good and len(answers) >= 40, report.text()
+
+    case = run.book[0]
+    wrong = replace(case, expected=(*case.expected[:-1], case.expected[-1] + 1))
+    with replace(run, book=[wrong, *run.book[1:]]).traffic(stack) as traffic:
+        traffic.wait_for(40, timeout_s=60)
+        answers = traffic.stop()
+    judge(report := run.report("none"), stack, answers)
+    assert not report.good and any(not answer.right for answer in answers)
+
+
+def test_an_idle_worker_that_is_fenced_comes_back_by_itself(stack: Stack) -> None:
+    for name in ("decode-0", "prefill-0"):
+        before, pid = stack.holder(name), stack.pids[name]
+        stack.ledger().unregister(before.epoch)
+        stack.wait_registered(name, before.epoch, timeout_s=20)
+        assert stack.pids[name] == pid
+
+
+def test_a_killed_decode_worker_costs_no_token(run: Run, stack: Stack) -> None:
+    report = kills.decode_kill_on(run, stack)
+    assert report.good, report.text()
+
+
+def test_a_flushed_redis_costs_no_request(run: Run, stack: Stack) -> None:
+    report = outages.outage_on(run, stack, "redis-flushed", outages.flush)
+    assert report.good, report.text()
