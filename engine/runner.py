@@ -152,6 +152,17 @@ class ModelRunner:
         self.device.wait()
         return logits
 
+    def settle(self, error: Exception) -> None:
+        """After a step, a copy or a draw failed with `error`: returns when nothing that was launched runs any more, so
+        that the blocks it writes to may be released.
+
+        Raises where the device is of no more use: `error` if it is a CUDA error, since each later call would fail with
+        it too, or what the device says while it is waited for. Then blocks must be kept, and the process should end.
+        """
+        if isinstance(error, torch.AcceleratorError):
+            raise error
+        self.device.wait()
+
     def copy_blocks(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
         """Copy whole blocks inside the bound arena (copy-on-write), in one call; no block may be in both lists."""
         arena = self.bound_arena
@@ -165,18 +176,19 @@ class ModelRunner:
             self._scratch_step(chunk, num_seqs, chunk)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
-        """Peak bytes of activations over the largest steps: one prompt chunk of `max_num_batched_tokens`, and
-        `max_num_seqs` decodes with every filter of sampling, both at the longest context and with logits of every row.
-        With `graphs` also what `capture(max_num_seqs)` will take.
+        """Peak bytes of activations over the largest steps: prompt chunks of `max_num_batched_tokens` (one, or as many
+        longest prompts as that is), and `max_num_seqs` decodes with every filter of sampling, both at the longest
+        context and with logits of every row. With `graphs` also what `capture(max_num_seqs)` will take.
 
         All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most
         2 Mi keys.
         """
         self.warm_up()
         chunk = min(max_num_batched_tokens, self.max_model_len)
+        num_prompts = min(max_num_seqs, max_num_batched_tokens // chunk)
 
         def largest_steps() -> None:
-            self._scratch_step(chunk, 1, min(self.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
+            self._scratch_step(chunk, num_prompts, min(self.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
             context = min(self.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
             logits = self._scratch_step(1, max_num_seqs, context)
             floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs

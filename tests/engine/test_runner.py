@@ -118,6 +118,12 @@ def test_profile_grows_with_the_batch_and_leaves_the_arena_alone(tmp_path: Path)
     assert (arena == 0xFF).all()
 
 
+def test_profile_packs_prompts_that_are_shorter_than_a_step(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", vocab_size=32000)
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu", max_model_len=256))
+    assert runner.profile(2048, 8) >= 2048 * 32000 * (2 + 4) > 4 * runner.profile(2048, 1)
+
+
 def test_numerics_tell_dtype_isa_and_determinism(runner: ModelRunner, tmp_path: Path) -> None:
     fields = dict(part.split("=") for part in runner.numerics.split())
     assert fields["kv"] == "bfloat16" and fields["attention"] == f"cpu/{runner.attention.version}"
