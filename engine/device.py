@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -90,7 +91,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.torch_device)
         self._done = torch.cuda.Event()
         self._inputs = StepBuffer(1 << 16, self.torch_device)
-        self._pool: Any = None
+        self._newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
 
     def enter(self) -> None:
         """What the calling thread launches from now on goes to the runner's stream, sampling too."""
@@ -115,18 +116,19 @@ class CudaDevice:
         self._done.synchronize()
 
     def record(self, work: Work) -> Work:
-        """Capture `work` in a CUDA graph and return its replay. All graphs of a device share one memory pool.
+        """Capture `work` in a CUDA graph and return its replay. Graphs share a memory pool with those that are there.
 
         Runs it once before, so that what is made at first use (Triton kernels, cuBLAS' workspace) is there. Errors:
         RuntimeError where it cannot be captured.
         """
         work()
         self.wait()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        newest, graph = self._newest(), torch.cuda.CUDAGraph()
+        pool = newest.pool() if newest is not None else None  # torch refuses a pool all of whose graphs are gone
         # thread_local: another runner's thread may be using the device meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             out = work()
+        self._newest = weakref.ref(graph)
 
         def replay() -> torch.Tensor:
             graph.replay()
