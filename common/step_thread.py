@@ -29,6 +29,7 @@ class StepThread:
         self._on_failure: Callable[[], object] = lambda: None
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+        self._has_failed = False
 
     def start(self, on_failure: Callable[[], object]) -> None:
         """`on_failure` is called in the thread if an exception ends it."""
@@ -40,10 +41,11 @@ class StepThread:
         self._inbox.put(command)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after the step that runs. False: it still runs, and may still write into blocks."""
+        """End the thread after the step that runs. False: something may still write into blocks, because the thread
+        still runs, or an exception ended it and left a device to what it was told."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and not self._has_failed
 
     def _run(self) -> None:
         wait: float | None = None
@@ -52,6 +54,7 @@ class StepThread:
                 with self._turns:
                     wait = self._step()
         except BaseException:
+            self._has_failed = True
             logger.exception("the step thread failed")
             self._on_failure()  # the service must learn that its model thread is gone
 

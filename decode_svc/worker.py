@@ -207,12 +207,14 @@ class DecodeWorker:
         return [*self._scheduler.groups(), *self._unclaimed]
 
     def _run_guarded(self, plan: list[tuple[Group, Chunk]]) -> None:
-        """A step that fails for a reason of its own costs its groups, not the worker."""
+        """A step that fails for a reason of its own costs its groups; one that fails with its device ends the thread,
+        and the blocks stay ours until our lease and our process are over."""
         try:
             self._run(plan)
         except (LedgerError, ArenaError):
             raise
-        except Exception:
+        except Exception as error:
+            self._runner.settle(error)
             logger.exception("a step failed")
             for group in {group: None for group, _ in plan}:
                 if group in self._sessions:
@@ -264,11 +266,11 @@ class DecodeWorker:
 
     def _run(self, plan: list[tuple[Group, Chunk]]) -> None:
         step = lay_out([chunk for _, chunk in plan], self._block_size)
+        if not self._check(plan, step):  # before anything is launched: groups that it rejects release their blocks
+            return
         copying = [chunk.sequence for _, chunk in plan if chunk.sequence.copy_from is not None]
         if copying:
             self._runner.copy_blocks([_source(s).block for s in copying], [s.table[-1].block for s in copying])
-        if not self._check(plan, step):
-            return
         logits = self._runner.step(step.batch)
         if not self._check(plan, step):
             return

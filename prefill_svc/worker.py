@@ -116,12 +116,14 @@ class PrefillWorker:
         return 0.0 if plan else RETRY_ALLOC_S
 
     def _run_guarded(self, plan: list[tuple[Job, Chunk]]) -> None:
-        """A step that fails for a reason of its own costs its jobs, not the worker."""
+        """A step that fails for a reason of its own costs its jobs; one that fails with its device ends the thread, and
+        the blocks stay ours until our lease and our process are over."""
         try:
             self._run(plan)
         except (LedgerError, ArenaError):
             raise
-        except Exception:
+        except Exception as error:
+            self._runner.settle(error)
             logger.exception("a step failed")
             for job, _ in plan:
                 self._fail(job, Internal("the step failed; the worker's log says why"))

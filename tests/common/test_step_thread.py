@@ -70,3 +70,4 @@ def test_a_step_that_fails_is_told_and_gives_its_turn_back() -> None:
     assert failed.wait(10)
     with turns:
         pass
+    assert not thread.stop(10), "what the failed step had started may still write"
