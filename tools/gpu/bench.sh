@@ -53,11 +53,11 @@ if [ "${FA3_LIBRARY:-}" ] && [ -z "${REHEARSE:-}" ]; then
 	stage step-fa3 40 "$python" "${step[@]}" --attention-backend fa3 "${library[@]}"
 fi
 stage served 80 "$python" "${serve[@]}" "${library[@]}"
-stage transformers 60 "$python" tools/gpu/transformers_batching.py --model "$model" --requests "$requests" \
+stage transformers 75 "$python" tools/gpu/transformers_batching.py --model "$model" --requests "$requests" \
 	--prompt-tokens "$prompt" --output-tokens "$output"
 stage kernels 40 ${REHEARSE:+env TRITON_INTERPRET=1} "$python" -m "${kernels[@]}" --only layer blocks sampling
 stage step-deterministic 40 "$python" "${step[@]}" --deterministic
-stage served-deterministic 70 "$python" "${serve[@]}" --deterministic true
+stage served-deterministic 70 "$python" "${serve[@]}" --deterministic
 if [ -z "${REHEARSE:-}" ]; then
 	stage step-fp8 40 "$python" "${step[@]}" --attention-backend triton --kv-cache-dtype fp8_e4m3
 fi
