@@ -39,7 +39,9 @@ carry the plot between them.
 The run changed its data once. Up to step 754 (commit 74c95b6, `--chat-share 0.55 --seed 2 --lr 0.002`) either of the two could be the
 hero: at step 621 every opening named both, but the other part often went to the hero again, and 4 of 10 stories told of both. From
 there on the first named is the hero, always: 200 steps later it was 20 of 20. The table's chats are of the one kind up to
-step 750 and of the other from 800; neither compares with the first stage's. The same commands will not give the same bits.""",
+step 750 and of the other from 800; neither compares with the first stage's, nor quite do the stories, 15 % of which are of
+two now. The same commands will not give the same bits. Another 133 steps with more objects in the requests and fewer bare stories of two
+did not mend the objects and were thrown away.""",
 )
 _CARD = """\
 ---
@@ -88,7 +90,9 @@ drawn at random: its loss has a floor well above zero.)
 It knows stories of the kinds it was trained on and nothing else: no facts, no arithmetic, no code. It plots by habit, so
 stories resemble one another. Now and then it swaps a pronoun, a name or a character for another, the more so with characters
 it has never seen and when a prompt's first words are unlike a story's. Of two characters asked for, the first is always the
-hero; a third is not in its data. Objects asked for may be ignored, and its answers about a story are often wrong. Old tales (behind "A tale of the brothers Grimm:") come
+hero; a third is not in its data. An object asked for beside a character is mostly taken for a second character and then forgotten
+(the ring below; the first stage ignored objects). Bare "There was once a king" nearly always goes on with a second character, now and then
+with the same one again. Its answers about a story are often wrong. Old tales (behind "A tale of the brothers Grimm:") come
 out as fluent nonsense. English only. The tales of 1884 are of their time, and so may be what it says after such a heading.
 
 ## Two characters asked for
