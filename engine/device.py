@@ -79,8 +79,9 @@ class CudaDevice:
     Two runners of one process have one each, so that their steps overlap. Nothing here has run on a GPU yet.
     """
 
-    def __init__(self, num_threads: int) -> None:
-        """Raises: ModelError."""
+    def __init__(self, num_threads: int, urgent: bool = False) -> None:
+        """urgent: its kernels go before those of other streams, where both wait for room (what that brings is to be
+        measured). The calling thread is ready to step. Raises: ModelError."""
         if not torch.cuda.is_available():
             raise ModelError("device cuda was asked for, but torch sees no GPU")
         self.torch_device = torch.device("cuda", 0)
@@ -88,7 +89,8 @@ class CudaDevice:
         self.compute_capability: tuple[int, int] | None = (properties.major, properties.minor)
         self.name = str(properties.name)
         self.num_threads = num_threads or len(os.sched_getaffinity(0))
-        self._stream = torch.cuda.Stream(self.torch_device)
+        self._stream = torch.cuda.Stream(self.torch_device, priority=-1 if urgent else 0)
+        self.enter()  # what is filled from now on is filled in the stream that will use it
         self._done = torch.cuda.Event()
         self._inputs = StepBuffer(1 << 16, self.torch_device)
         self._newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
@@ -119,15 +121,20 @@ class CudaDevice:
         """Capture `work` in a CUDA graph and return its replay. Graphs share a memory pool with those that are there.
 
         Runs it once before, so that what is made at first use (Triton kernels, cuBLAS' workspace) is there. Errors:
-        RuntimeError where it cannot be captured.
+        whatever `work`, Triton or CUDA raise where it cannot be captured.
         """
         work()
         self.wait()
         newest, graph = self._newest(), torch.cuda.CUDAGraph()
-        pool = newest.pool() if newest is not None else None  # torch refuses a pool all of whose graphs are gone
-        # thread_local: another runner's thread may be using the device meanwhile
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            out = work()
+        # torch refuses a pool all of whose graphs are gone
+        pool = torch.cuda.graph_pool_handle() if newest is None else newest.pool()
+        try:
+            # thread_local: another runner's thread may be using the device meanwhile
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = work()
+        except Exception:
+            self._abandon(pool)
+            raise
         self._newest = weakref.ref(graph)
 
         def replay() -> torch.Tensor:
@@ -135,6 +142,13 @@ class CudaDevice:
             return out
 
         return replay
+
+    def _abandon(self, pool: Any) -> None:
+        """After a failed capture: torch's `capture_end` raises before it stops to allocate from the pool, which would
+        hold whatever the stream asks for from now on, and be refused to every later capture."""
+        self._newest = lambda: None
+        with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended in order
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
         """The growth of what torch's allocator has taken of the device: what others can no longer have."""
@@ -159,10 +173,12 @@ class CudaDevice:
 Device = CpuDevice | CudaDevice
 
 
-def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int) -> Device:
-    """The device that settings ask for; auto: a GPU where torch sees one. Raises: ModelError."""
+def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent: bool = False) -> Device:
+    """The device that settings ask for; auto: a GPU where torch sees one. urgent: see `CudaDevice`.
+
+    Raises: ModelError."""
     if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()):
-        return CudaDevice(num_threads)
+        return CudaDevice(num_threads, urgent)
     return CpuDevice(num_threads)
 
 

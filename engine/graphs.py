@@ -65,7 +65,7 @@ class DecodeGraphs:
         return [bucket.size for bucket in self._buckets]
 
     def capture(self, size: int, forward: Forward) -> None:
-        """Add a bucket; the largest first, so that smaller ones find its memory. Errors: RuntimeError."""
+        """Add a bucket; the largest first, so that smaller ones find its memory. Errors: see `Device.record`."""
         tokens, positions, slots, lens, starts, table = (place.device for place in self._inputs)
         host = HostBatch(self._starts.host[: size + 1], self._lens.host[:size], self._table.host[:size])
         batch = AttentionBatch(starts[: size + 1], lens[:size], table[:size], host, decode_only=True, is_static=True)
@@ -76,6 +76,7 @@ class DecodeGraphs:
             return out.copy_(forward(tokens[:size], metadata))
 
         self._pad(0, size)
+        self._lens.host[:size] = 1  # block 0 is read; FlashAttention-3 divides by the keys of the whole batch
         self._send(batch)
         self._buckets.insert(bisect_left(self.sizes, size), Bucket(size, batch, self._device.record(work)))
 

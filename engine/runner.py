@@ -79,7 +79,7 @@ class RunnerSettings:
 class ModelRunner:
     """One model, ready to step over the blocks of the arena it is bound to."""
 
-    def __init__(self, settings: RunnerSettings, model: Opt | Decoder | None = None) -> None:
+    def __init__(self, settings: RunnerSettings, model: Opt | Decoder | None = None, *, urgent: bool = False) -> None:
         """Load the weights, unless a `model` of the same settings is there already (see `sharing`).
 
         Raises: ModelError, one sentence naming file, tensor or setting.
@@ -88,11 +88,11 @@ class ModelRunner:
         self.config = ModelConfig.from_directory(settings.model)
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
-        self.device = open_device(settings.device, settings.num_threads)
+        self.device = open_device(settings.device, settings.num_threads, urgent)
         kv_dtype: DType = self.dtype if settings.kv_cache_dtype == "auto" else "float8_e4m3fn"
         self.layout: KvLayout = self.config.kv_layout(settings.block_size, kv_dtype)
-        self.attention = self._choose_attention()
         self.device.enter()
+        self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
         self.weights_bytes = 0
         """Of weights that this runner has loaded; 0 for one that shares another's."""
@@ -102,9 +102,11 @@ class ModelRunner:
         self._bound: Binding | None = None
 
     @classmethod
-    def sharing(cls, other: Self) -> Self:
-        """A runner over the same weights, with a stream, buffers, graphs and a binding of its own, for a thread."""
-        return cls(other.settings, other._model)
+    def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
+        """A runner over the same weights, with a stream, buffers, graphs and a binding of its own, for a thread.
+
+        urgent: on a GPU its steps go before the other's where both wait for room."""
+        return cls(other.settings, other._model, urgent=urgent)
 
     @property
     def num_threads(self) -> int:
@@ -129,14 +131,17 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, max_num_seqs: int) -> None:
         """Record decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, so that they are
-        replayed from now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot; what fails to
-        be captured is logged, counted and computed eagerly."""
+        replayed from now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot. The first
+        that fails to be captured is the last that is tried; it is logged, counted and computed eagerly."""
         if not self._can_capture():
             return
         self.device.enter()
         bound, sizes = self._binding, bucket_sizes(max_num_seqs)
-        bound.graphs = self._new_graphs(max_num_seqs)
-        captured = sum(self._capture(bound.graphs, size, bound.caches) for size in reversed(sizes))
+        bound.graphs = graphs = self._new_graphs(max_num_seqs)
+        for size in reversed(sizes):
+            if not self._capture(graphs, size, bound.caches):
+                break
+        captured = len(graphs.sizes)
         logger.info("captured %d of %d CUDA graphs of up to %d sequences", captured, len(sizes), max_num_seqs)
 
     @torch.inference_mode()
@@ -274,11 +279,14 @@ class ModelRunner:
         return DecodeGraphs(self.device, self.attention, max_blocks, logits)
 
     def _capture(self, graphs: DecodeGraphs, size: int, caches: Sequence[LayerCache]) -> bool:
-        """Whether one bucket could be captured; if not, that is logged and counted."""
+        """Whether one bucket could be captured; if not, that is logged and counted, and no other should be tried.
+
+        Errors: what the device says where it is of no more use."""
         try:
             graphs.capture(size, lambda tokens, step: self._model.forward(tokens, step, caches, None))
-        except RuntimeError as error:
-            count_fallback("decode graph", str(error).splitlines()[0], "eagerly")
+        except Exception as error:  # torch's, CUDA's, Triton's
+            self.device.wait()
+            count_fallback("decode graph", (str(error) or repr(error)).splitlines()[0], "eagerly")
             return False
         return True
 
@@ -292,10 +300,11 @@ class ModelRunner:
         with self.using(self.new_arena(1)):
             graphs = self._new_graphs(max_num_seqs)
             for size in sizes[:2]:
-                self._capture(graphs, size, self._binding.caches)
+                if not self._capture(graphs, size, self._binding.caches):
+                    break
                 marks.append(self.device.used_bytes())
         growth = [max(0, after - before) for before, after in itertools.pairwise(marks)]
-        return growth[0] + growth[-1] * (len(sizes) - 1)
+        return growth[0] + growth[-1] * (len(sizes) - 1) if growth else 0
 
     def _scratch_step(self, chunk: int, num_seqs: int, context: int) -> torch.Tensor:
         """The last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block."""

@@ -26,7 +26,7 @@ from prefill_svc.role import needs_of as prefill_needs
 def build(settings: BothSettings) -> list[Role]:
     """Load the model, measure the largest step of each role, attach both."""
     runner = ModelRunner(RunnerSettings.of(settings))
-    sharing = ModelRunner.sharing(runner)
+    sharing = ModelRunner.sharing(runner, urgent=True)
     name = worker_name("worker", settings.worker_id)
     needs = [
         prefill_needs(runner, settings, f"{name}.prefill"),

@@ -118,7 +118,7 @@ def test_the_provider_prepares_outside_of_the_graph(tmp_path: Path) -> None:
     keep = runner.attention.prepare
     runner.attention.prepare = lambda b: seen.append((b, b.host.context_lens.tolist(), b.max_context_len)) or keep(b)  # type: ignore[func-returns-value,method-assign,assignment]
     graphs = padded(runner, 4, (2, 4))
-    assert [(len(lens), longest) for _, lens, longest in seen] == [(4, 0), (2, 0)]  # the largest first
+    assert [(len(lens), longest) for _, lens, longest in seen] == [(4, 1), (2, 1)]  # the largest first
     graphs.run(lay_out([Chunk(sequence, 1) for sequence in batch.sequences], 16).batch)
     last, lens, longest = seen[-1]
     assert len(seen) == 3 and last.is_static and lens == [4, 4, 4, 0] and longest == 4
@@ -132,20 +132,34 @@ def test_what_cannot_be_captured_is_counted_and_computed_eagerly(
     from kernels.cpu import fallbacks
 
     make_checkpoint(tmp_path, "llama")
-    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=64))
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=64, device="cpu"))
     runner.bind(poisoned_arena(runner, 4))
 
     def refuse(work: object) -> object:
         raise RuntimeError("operation not permitted when stream is capturing\nand a stack trace")
 
     runner.device.record = refuse  # type: ignore[method-assign,assignment]
+    runner.device.compute_capability, runner.attention.capturable = (9, 0), True
     before = fallbacks().get("decode graph", 0)
-    graphs = runner._new_graphs(4)
-    with torch.inference_mode():
-        assert not runner._capture(graphs, 4, runner._binding.caches)
-    assert graphs.sizes == [] and fallbacks()["decode graph"] == before + 1
+    runner.capture(4)
+    assert runner._binding.graphs is not None and runner._binding.graphs.sizes == []
+    assert fallbacks()["decode graph"] == before + 1  # buckets of 2 and 1 are not tried
+    assert runner._graph_bytes(4) == 0
     if before == 0:
         assert "decode graph runs eagerly: operation not permitted when stream is capturing" in caplog.text
+
+
+def test_a_capture_that_costs_the_device_is_not_passed_over(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=64, device="cpu"))
+    runner.bind(poisoned_arena(runner, 4))
+
+    def fail(*_: object) -> object:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    runner.device.record = runner.device.wait = fail  # type: ignore[method-assign,assignment]
+    with torch.inference_mode(), pytest.raises(torch.AcceleratorError):
+        runner._capture(runner._new_graphs(4), 4, runner._binding.caches)
 
 
 def test_on_a_cpu_nothing_is_captured(tmp_path: Path) -> None:
