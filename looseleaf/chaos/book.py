@@ -57,7 +57,8 @@ def make_book(
 ) -> list[Case]:
     """`num_cases` cases, every other one greedy. Takes about 1.5 ms per output token."""
     rng = random.Random(seed)
-    oracle = Oracle(ModelRunner(RunnerSettings(model=str(model), max_model_len=MAX_MODEL_LEN, num_threads=1)))
+    settings = RunnerSettings(model=str(model), max_model_len=MAX_MODEL_LEN, num_threads=1, deterministic=True)
+    oracle = Oracle(ModelRunner(settings))
     heads = [_ids(rng, max(PREFIX_LENGTHS)) for _ in range(3)]
     return [_case(rng, oracle, heads, number, output_lengths) for number in range(num_cases)]
 
