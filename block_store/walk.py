@@ -10,11 +10,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from block_store import errors
 from block_store.codec import SealItem
 from block_store.inspection import BlockState
-from block_store.ledger import Lane, Ledger, ReapReport
+from block_store.ledger import Lane, Ledger, ReapReport, Standing
+from block_store.rebuild import rebuild
 from block_store.testing import LONG_S, Caller, TestStore, chain, content
 from common.types import BlockRef, Epoch
 
@@ -86,6 +88,7 @@ class LedgerWalk:
         for ref in answer:
             assert ref.generation > self.seen.get(ref.block, 0), f"I11: {ref} was given before"
             self.seen[ref.block] = ref.generation
+        self.store.arena.raise_generations(answer, mine.caller.slot.number)
         mine.unsealed += answer
 
     def seal(self, who: int, which: int, n: int) -> None:
@@ -194,6 +197,7 @@ class LedgerWalk:
                 lambda c=caller, r=refs: self.ledger.seal(c.lane(), [SealItem(ref) for ref in r]),  # type: ignore[misc]
                 lambda c=caller, r=refs: self.ledger.hand_over(c.lane(), r),  # type: ignore[misc]
                 lambda c=caller: self.ledger.beat(c.epoch),  # type: ignore[misc]
+                *(lambda c=caller, p=p: self.ledger.claim(c.lane(), p.epoch) for p in self.tickets[:1]),  # type: ignore[misc]
             ]
             for attempt in attempts:
                 assert isinstance(_attempt(attempt), errors.Fenced), "I5"
@@ -229,6 +233,85 @@ class LedgerWalk:
             assert self.ledger.release(mine.caller.lane(), past) == 0
             self.successes["stale"] += 1
         assert self.store.moment() == before, "I10"
+
+    def late(self, who: int) -> None:
+        """A release that was held up on the way arrives after the acquire that followed it."""
+        mine = self._mine(who)
+        full = [(ref, prefix_hash) for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
+        if not full:
+            return
+        ref, prefix_hash = full[0]
+        self._once("release", mine, lambda lane: self.ledger.release(lane, [ref]))
+        release = mine.caller.last
+        answer = self._once("acquire", mine, lambda lane: self.ledger.acquire(lane, [[prefix_hash]]))
+        mine.held.pop(ref)
+        if not isinstance(answer, list) or not answer[0]:
+            return
+        mine.held[answer[0][0]] = prefix_hash
+        before = self.store.moment()
+        again = _attempt(lambda: self.ledger.release(release, answer[0]))
+        assert isinstance(again, errors.OutOfOrder), f"I8: a late release answered {again}"
+        assert self.store.moment() == before, "I8: a late release had an effect"
+        self.successes["late"] += 1
+
+    def gap(self) -> None:
+        """Nothing was swept for long, or the clock jumped: everybody looks dead, and nobody is."""
+        self.store.expire(*(holder.epoch for holder in self.store.moment().holders))
+        self.store.client.hset(self.ledger.tag + "meta", "last_reap", 1)
+        report = self.ledger.reap()
+        assert report.postponed and not report.reaped, "a sweep after a gap reaps the living"
+        self._lease_all()
+        self.store.check()
+        self.successes["gap"] += 1
+
+    def flushed(self) -> None:
+        """Redis loses everything; the ledger is built anew, and all who live assert what they hold."""
+        self.ledger.forget()
+        self._build_anew()
+        self.successes["rebuild"] += 1
+
+    def older(self, who: int) -> None:
+        """Redis comes back with an older snapshot of this very ledger. The first beat of whom it misses a call refuses
+        it.
+        """
+        mine, client = self._mine(who), self.store.client
+        keys = list(client.scan_iter(f"{self.ledger.tag}*", count=1000))
+        old = [(key, client.dump(key)) for key in keys]
+        self.alloc(who, 1)
+        number = mine.caller.number
+        self.ledger.forget()
+        for key, value in old:
+            client.restore(key, 0, value)  # type: ignore[arg-type]
+        refusal = _attempt(lambda: self.ledger.beat(mine.caller.epoch, LONG_S, number))
+        assert isinstance(refusal, errors.StaleDataset), "an older snapshot is accepted"
+        self._build_anew()
+        self.successes["older"] += 1
+
+    def _build_anew(self) -> None:
+        self.store.ledger = self.ledger.under(rebuild(self.store.client, self.store.arena, grace_s=0))
+        self.store.check()
+        self.tickets.clear()
+        for mine in self.holders:
+            caller, refs = mine.caller, [*mine.held, *mine.unsealed]
+            past = [BlockRef(ref.block, ref.generation - 1) for ref in refs[:1]]
+            refs += past
+            caller.ledger, caller.number = self.ledger, 0
+            caller.epoch = self.ledger.register("caller", writer_slot=caller.slot.number, lease_s=LONG_S)
+            standings = self._once("assert", mine, partial(self._assert_held, refs))
+            expected = [Standing.SEALED] * len(mine.held) + [Standing.UNSEALED] * len(mine.unsealed)
+            expected += [Standing.LOST] * len(past)
+            assert standings == expected, f"what is held is not lost in a rebuild: {standings}"
+            self._read(mine)
+        self._reap()
+
+    def _assert_held(self, refs: list[BlockRef], lane: Lane) -> object:
+        return self.ledger.assert_held(lane, refs, True)
+
+    def _lease_all(self) -> None:
+        seconds, _ = self.store.client.time()  # type: ignore[misc]
+        leases = {str(holder.epoch): (seconds + LONG_S) * 1000 for holder in self.store.moment().holders}
+        if leases:
+            self.store.client.zadd(self.ledger.tag + "leases", leases)
 
     def finish(self) -> None:
         """I9: with everybody gone, FREE + CACHED is everything."""
