@@ -1,4 +1,4 @@
-"""The tools for a host with a GPU, as far as they run without one: what they name exists, limits hold, output is read."""
+"""The tools for a host with a GPU, as far as they run without one: what they name exists, limits hold."""
 
 from __future__ import annotations
 
