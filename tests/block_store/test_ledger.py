@@ -11,6 +11,7 @@ from block_store import errors
 from block_store.codec import SealItem
 from block_store.inspection import BlockState
 from block_store.ledger import MAX_BATCH, Lane
+from block_store.redis_server import RedisHandle, open_client
 from block_store.testing import TestStore, chain
 from common.types import BlockRef, Epoch
 
@@ -224,8 +225,9 @@ def test_a_beat_never_shortens_a_lease(store: TestStore) -> None:
 
 
 @pytest.mark.parametrize("size", [2000, MAX_BATCH])
-def test_whole_tables_of_thousands_of_blocks(store: TestStore, shm: Path, size: int) -> None:
-    big = TestStore(store.client, shm / "big", num_blocks=size + 500)
+def test_whole_tables_of_thousands_of_blocks(store: TestStore, redis_handle: RedisHandle, shm: Path, size: int) -> None:
+    patient = open_client(redis_handle.url, call_timeout_s=60)
+    big = TestStore(patient, shm / "big", num_blocks=size + 500)
     me, you, ledger, hashes = big.caller(), big.caller(), big.ledger, chain("a", size)
     ledger.beat(you.epoch, 600)
     refs = big.fill(me, hashes)
