@@ -22,7 +22,7 @@ class ChatSettings(ClientSettings):
 
     message: CliPositionalArg[str | None] = Field(None, description="what to say; without it, turn by turn")
     system: str | None = Field(None, description="a system message to begin with")
-    max_tokens: int | None = 256
+    max_tokens: int | None = 512
 
 
 def run(argv: Sequence[str]) -> int:
