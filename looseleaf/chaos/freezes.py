@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from looseleaf.chaos.held import HeldAfter
@@ -13,6 +14,8 @@ from looseleaf.chaos.stack import Stack
 FROZEN_S = 10.0
 FOUND_S = 3.0
 WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
+AT_ONCE = 2
+"""One worker of each role."""
 FENCED = r"is fenced: |starting over: the worker's lease was over"
 
 
@@ -28,13 +31,15 @@ class _Freeze:
 
 
 def freeze(run: Run) -> Report:
-    """Workers of both roles, in turn, stopped for 10 s under load."""
+    """Workers of both roles, a pair at a time, stopped for 10 s under load."""
     report = run.report("freeze")
     with run.stack() as stack:
         held = HeldAfter(stack)
-        with run.traffic(stack) as traffic:
+        with run.traffic(stack) as traffic, ThreadPoolExecutor(AT_ONCE) as pair:
             traffic.wait_for(run.concurrency, timeout_s=60)
-            freezes = [_freeze_one(stack, WORKERS[trial % len(WORKERS)], held) for trial in range(run.trials)]
+            names, freezes = [WORKERS[trial % len(WORKERS)] for trial in range(run.trials)], list[_Freeze]()
+            for first in range(0, run.trials, AT_ONCE):
+                freezes += pair.map(lambda name: _freeze_one(stack, name, held), names[first : first + AT_ONCE])
             answers = traffic.stop()
         judge(report, stack, answers)
         found = [each.found_after_s for each in freezes]
