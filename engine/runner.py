@@ -34,10 +34,10 @@ from engine.numerics import numerics
 from engine.step import StepInput
 from kernels import cpu
 from kernels.copy_blocks import copy_blocks
-from kernels.cpu.loader import count_fallback
+from kernels.cpu.loader import count_fallback, on_triton
 from kernels.providers.base import AttentionBatch, AttentionProvider, AttentionSpec, HostBatch, Unavailable
 from kernels.providers.choice import choose
-from kernels.sampling import sample
+from kernels.sampling import log_softmax_top, sample
 
 logger = logging.getLogger("engine")
 
@@ -176,9 +176,12 @@ class ModelRunner:
             copy_blocks(arena, arena, torch.tensor(src_ids), torch.tensor(dst_ids))
 
     def warm_up(self) -> None:
-        """Run one prefill and one decode step on scratch memory, so that the first request pays for no set-up."""
-        for chunk, num_seqs in ((min(16, self.max_model_len), 1), (1, 1)):
-            self._scratch_step(chunk, num_seqs, chunk)
+        """Run what requests may need on scratch memory, so that none of them pays for set-up: a prefill and a decode
+        step; where kernels are compiled at their first launch also every other variant of one."""
+        self._scratch_step(min(16, self.max_model_len), 1, min(16, self.max_model_len))
+        logits = self._scratch_step(1, 1, 1)
+        if on_triton(logits):
+            self._compile_the_rest(logits)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
         """Peak bytes of activations over the largest steps: prompt chunks of `max_num_batched_tokens` (one, or as many
@@ -195,7 +198,7 @@ class ModelRunner:
         def largest_steps() -> None:
             self._scratch_step(chunk, num_prompts, min(self.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
             context = min(self.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
-            logits = self._scratch_step(1, max_num_seqs, context)
+            logits = self._scratch_step(1, max_num_seqs, context, width=self._max_blocks)  # partial results go by width
             floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs
             sample(logits, floats, ints, floats, floats, ints, ints, ints)
 
@@ -273,10 +276,8 @@ class ModelRunner:
 
     def _new_graphs(self, max_num_seqs: int) -> DecodeGraphs:
         """Without a bucket yet."""
-        [group] = self.layout.groups
-        max_blocks = group.max_blocks(self.max_model_len, self.layout.block_size)
         logits = torch.empty((max_num_seqs, self.config.vocab_size), device=self.device.torch_device)
-        return DecodeGraphs(self.device, self.attention, max_blocks, logits)
+        return DecodeGraphs(self.device, self.attention, self._max_blocks, logits)
 
     def _capture(self, graphs: DecodeGraphs, size: int, caches: Sequence[LayerCache]) -> bool:
         """Whether one bucket could be captured; if not, that is logged and counted, and no other should be tried.
@@ -306,8 +307,25 @@ class ModelRunner:
         growth = [max(0, after - before) for before, after in itertools.pairwise(marks)]
         return growth[0] + growth[-1] * (len(sizes) - 1) if growth else 0
 
-    def _scratch_step(self, chunk: int, num_seqs: int, context: int) -> torch.Tensor:
-        """The last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block."""
+    def _compile_the_rest(self, logits: torch.Tensor) -> None:
+        """Variants beside those of a whole prompt and a short decode; `logits` fp32 [1, vocab] of any step."""
+        chunk = min(2, self.max_model_len)
+        self._scratch_step(chunk, 2, chunk)  # short chunks take other tiles than long ones
+        for bits in range(self._max_blocks.bit_length() + 1):  # wide tables are read in splits, in powers of two
+            self._scratch_step(1, 1, 1, width=min(1 << bits, self._max_blocks))
+        log_softmax_top(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
+        with self.using(self.new_arena(2)):
+            self.copy_blocks([0], [1])
+
+    @property
+    def _max_blocks(self) -> int:
+        """Columns of the block table of a sequence of full length."""
+        [group] = self.layout.groups
+        return group.max_blocks(self.max_model_len, self.layout.block_size)
+
+    def _scratch_step(self, chunk: int, num_seqs: int, context: int, width: int | None = None) -> torch.Tensor:
+        """The last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block. width:
+        columns of the block table; None: as many as the context takes."""
         num_tokens, block_size = chunk * num_seqs, self.layout.block_size
         positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)
         batch = StepInput(
@@ -316,7 +334,7 @@ class ModelRunner:
             (positions % block_size,),
             np.arange(0, num_tokens + 1, chunk, dtype=np.int32),
             np.full(num_seqs, context, np.int32),
-            (np.zeros((num_seqs, -(-context // block_size)), np.int32),),
+            (np.zeros((num_seqs, width or -(-context // block_size)), np.int32),),
             np.arange(num_tokens, dtype=np.int64),
         )
         with self.using(self.new_arena(1)):

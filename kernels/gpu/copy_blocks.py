@@ -22,7 +22,7 @@ _ENGINE_BYTES = 28 * 1024
 _FEW_BLOCKS = 16  # below which the copy engines win whatever the size
 
 
-@triton.jit(do_not_specialize_on_alignment=["dst_ids_ptr", "src_ids_ptr"])
+@triton.jit(do_not_specialize=["num_dst", "num_src"], do_not_specialize_on_alignment=["dst_ids_ptr", "src_ids_ptr"])
 def copy_blocks_kernel(
     dst_ptr,  # words; rows dst_row * UNIT apart
     src_ptr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any, get_args
@@ -110,6 +111,30 @@ def test_two_runners_step_at_once_over_one_set_of_weights(tmp_path: Path) -> Non
         thread.join()
     for batch in batches:
         assert [sequence.output_ids for sequence in batch.sequences] == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nothing_is_compiled_while_serving(deterministic: bool, tmp_path: Path) -> None:
+    """`test_variants.py` without a GPU; here with graphs, and whatever else launches."""
+    runner = runner_of(tmp_path, "llama", attention_backend="triton", deterministic=deterministic)
+    runner.profile(64, 8, graphs=True)
+    batch = captured(runner, PROMPTS)
+    known = num_variants()
+    batch.run()
+    Batch.of(runner, PROMPTS * 3, NEW_TOKENS, budget=7).run()
+    logits = batch.logits[0][0][None]
+    sample_rows(logits, [SampleRow(SamplingParams(logprobs=3), StoppingParams(), [1], [2], 0, 1)])
+    runner.copy_blocks([0, 1, 2], [5, 4, 3])
+    assert num_variants() == known > 0
+
+
+def num_variants() -> int:
+    """Compiled variants of all kernels of the package in this process."""
+    import triton
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.gpu.")]
+    found = {f for module in modules for f in vars(module).values() if isinstance(f, triton.JITFunction)}
+    return sum(len(caches[0]) for kernel in found for caches in kernel.device_caches.values())
 
 
 def test_tokens_are_drawn_as_on_the_cpu(tmp_path: Path) -> None:
