@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -43,6 +44,7 @@ SCENARIOS = {
 def main(argv: list[str]) -> int:
     """The exit status."""
     arguments = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: nothing is left running
     names = list(SCENARIOS) if "all" in arguments.scenario else arguments.scenario
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-model-") as directory:
         began = time.monotonic()
