@@ -35,7 +35,14 @@ from engine.step import StepInput
 from kernels import cpu
 from kernels.copy_blocks import copy_blocks
 from kernels.cpu.loader import count_fallback, on_triton
-from kernels.providers.base import AttentionBatch, AttentionProvider, AttentionSpec, HostBatch, Unavailable
+from kernels.providers.base import (
+    SPLIT_QUERIES,
+    AttentionBatch,
+    AttentionProvider,
+    AttentionSpec,
+    HostBatch,
+    Unavailable,
+)
 from kernels.providers.choice import choose
 from kernels.sampling import log_softmax_top, sample
 
@@ -197,6 +204,9 @@ class ModelRunner:
 
         def largest_steps() -> None:
             self._scratch_step(chunk, num_prompts, min(self.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
+            if self.device.compute_capability is not None:  # keys of few queries may be split into partial results
+                few = min(chunk, SPLIT_QUERIES)
+                self._scratch_step(few, 1, few)
             context = min(self.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
             logits = self._scratch_step(1, max_num_seqs, context, width=self._max_blocks)  # partial results go by width
             floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs

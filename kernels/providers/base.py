@@ -5,8 +5,9 @@ Knows no provider (see `kernels.providers.choice`), no layers and no sequences.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,23 @@ from torch import Tensor
 
 class Unavailable(ValueError):
     """A provider that cannot be had here or does not support the model; one sentence that says why."""
+
+
+def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:
+    reason = (str(error) or repr(error)).splitlines()[0]
+    return Unavailable(f"attention provider {provider} cannot load {what}: {reason}")
+
+
+def import_for(provider: str, module: str, otherwise: str = "") -> Any:
+    """A module that may not be installed, or that was built for another torch or CUDA. Raises Unavailable."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise cannot_load(provider, module, error) from error
+        raise Unavailable(f"attention provider {provider} needs the module {module}{otherwise}") from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise cannot_load(provider, module, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +118,8 @@ class AttentionProvider(Protocol):
     def prefill(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor: ...
 
 
+SPLIT_QUERIES = 256
+"""Steps of more queries should not split keys: they fill a GPU without, and partial results take memory by queries."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 

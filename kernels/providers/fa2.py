@@ -14,6 +14,7 @@ from kernels.providers.base import (
     Unavailable,
     flash_objection,
     flash_window,
+    import_for,
     slots_first,
 )
 
@@ -30,13 +31,9 @@ class Fa2Attention:
         """Raises Unavailable: no such module, not this GPU, or not such a model."""
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider fa2 {why}")
-        try:
-            import flash_attn
-        except ImportError as error:
-            raise Unavailable("attention provider fa2 needs the module flash_attn") from error
-        self._spec, self._flash = spec, flash_attn
+        self._spec, self._flash = spec, import_for("fa2", "flash_attn")
         self._window = flash_window(spec.window)
-        self.version = str(getattr(flash_attn, "__version__", "installed"))
+        self.version = str(getattr(self._flash, "__version__", "installed"))
         self._cu_seqlens_k: Tensor | None = None  # int32 [B + 1]
 
     @classmethod

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from kernels.providers.base import (
+    SPLIT_QUERIES,
     AttentionBatch,
     AttentionSpec,
     Unavailable,
+    cannot_load,
     flash_objection,
     flash_window,
+    import_for,
     slots_first,
 )
 from kernels.providers.schema import SchemaCall
@@ -31,6 +34,9 @@ MAX_GRAPH_SPLITS = 32
 """Bound on the splits of a sequence's keys inside a CUDA graph, vLLM's choice: it fixes the size of partial results
 (num_splits x T x heads x head_dim fp32); how many of them work is decided on the device. 0, the heuristic, cannot be
 captured."""
+PARTIAL_ROWS = 4096
+"""Bound on splits x queries elsewhere, and so on the same partial results: the heuristic goes by one long sequence
+among short ones, and asks for 15 splits of 8192 queries in short chunks (2 GB for 32 heads of 128)."""
 _WHERE = frozenset({"max_seqlen_q", "max_seqlen_k", "is_causal", "window_size_left", "window_size_right", "num_splits"})
 _FWD = _WHERE | {"q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "softmax_scale"}
 _METADATA = _WHERE | {
@@ -107,15 +113,23 @@ class Fa3Attention:
 
     def _where(self, batch: AttentionBatch) -> dict[str, Any]:
         """What forward and metadata must agree on."""
-        bound = MAX_GRAPH_SPLITS if batch.is_static else 0
         return {
             "max_seqlen_q": batch.max_q_len,
             "max_seqlen_k": self._spec.max_model_len if batch.is_static else batch.max_context_len,
             "is_causal": True,
             "window_size_left": self._window[0],
             "window_size_right": self._window[1],
-            "num_splits": 1 if self._spec.deterministic else bound,
+            "num_splits": self._most_splits(batch),
         }
+
+    def _most_splits(self, batch: AttentionBatch) -> int:
+        """Of a sequence's keys; how many work is decided on the device. By shapes alone, so that a profile sees it."""
+        if self._spec.deterministic:
+            return 1
+        if batch.is_static:
+            return MAX_GRAPH_SPLITS
+        num_queries = max(1, int(batch.host.cu_seqlens_q[-1]))
+        return min(MAX_GRAPH_SPLITS, PARTIAL_ROWS // num_queries) if num_queries <= SPLIT_QUERIES else 1
 
     def _shape(self, batch: AttentionBatch) -> dict[str, Any]:
         spec = self._spec
@@ -141,17 +155,11 @@ def _open(library: str | None) -> tuple[Any, str]:
         try:
             torch.ops.load_library(library)
             version = hashlib.sha256(Path(library).read_bytes()).hexdigest()[:16]
-        except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise Unavailable(f"attention provider fa3 cannot load {library}: {reason}") from error
+        except (OSError, RuntimeError) as error:
+            raise cannot_load("fa3", library, error) from error
     else:
-        try:
-            import flash_attn_interface
-        except ImportError as error:
-            raise Unavailable(
-                "attention provider fa3 needs the module flash_attn_interface or --attention-library FILE"
-            ) from error
-        version = str(getattr(flash_attn_interface, "__version__", "installed"))
+        module = import_for("fa3", "flash_attn_interface", " or --attention-library FILE")
+        version = str(getattr(module, "__version__", "installed"))
     for name in NAMESPACES:
         namespace = getattr(torch.ops, name)
         if hasattr(namespace, "fwd"):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.providers.base import AttentionBatch, AttentionSpec, HostBatch, Unavailable, flash_objection
+from kernels.providers.base import AttentionBatch, AttentionSpec, HostBatch, Unavailable, flash_objection, import_for
 
 WORKSPACE_BYTES = 256 << 20
 """For partial results of split keys; vLLM's choice."""
@@ -31,14 +31,10 @@ class FlashInferAttention:
         """Raises Unavailable: no such module, not this GPU, or not such a model."""
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider flashinfer {why}")
-        try:
-            import flashinfer
-        except ImportError as error:
-            raise Unavailable("attention provider flashinfer needs the module flashinfer") from error
-        self._spec, self._flashinfer = spec, flashinfer
-        self.version = str(getattr(flashinfer, "__version__", "installed"))
+        self._spec, self._flashinfer = spec, import_for("flashinfer", "flashinfer")
+        self.version = str(getattr(self._flashinfer, "__version__", "installed"))
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         self._eager_decode = self._decode_wrapper()
         self._static_decodes: dict[int, Any] = {}
         self._decode = self._eager_decode

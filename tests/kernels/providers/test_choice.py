@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.providers.base import AttentionSpec, Unavailable
-from kernels.providers.choice import available, choose
+from kernels.providers.choice import ProviderName, available, choose, open_provider
 from kernels.providers.own import CpuAttention, TritonAttention
 
 
@@ -89,3 +90,31 @@ def test_what_is_available_names_a_version_or_a_reason(on_gpu: AttentionSpec) ->
     assert set(found) == {"triton", "fa3", "fa2", "flashinfer", "cpu"}
     assert "does not run on cuda" in found["cpu"] and "256" in found["fa2"]
     assert " " not in available(replace(on_gpu, device=torch.device("cpu"), compute_capability=None))["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12: cannot open"),
+        ("RuntimeError('built for torch 2.9\\nand a stack trace')", "built for torch 2.9$"),
+        ("ImportError('undefined symbol: _ZN3c10')", "undefined symbol"),
+        ("ModuleNotFoundError('No module named einops', name='einops')", "No module named einops"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "module"), [("fa2", "flash_attn"), ("fa3", "flash_attn_interface"), ("flashinfer",) * 2]
+)
+def test_a_package_that_does_not_load_is_not_available(
+    name: ProviderName,
+    module: str,
+    error: str,
+    reason: str,
+    spec: AttentionSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / f"{module}.py").write_text(f"raise {error}")
+    with pytest.raises(Unavailable, match=f"attention provider {name} cannot load {module}: {reason}"):
+        open_provider(name, replace(spec, block_size=256))

@@ -129,7 +129,7 @@ def test_prefill_and_decode_are_what_the_reference_says(
     assert [plan[name] for name in sizes] == [3, 8, 2, 16, 16, 16, torch.bfloat16]
     shared = ("max_seqlen_q", "max_seqlen_k", "is_causal", "window_size_left", "window_size_right", "num_splits")
     assert [plan[n] for n in shared] == [operators.forwards[-1][n] for n in shared]
-    assert plan["num_splits"] == 0 and operators.forwards[-1]["scheduler_metadata"] is not None
+    assert plan["num_splits"] == 32 and operators.forwards[-1]["scheduler_metadata"] is not None
 
 
 def test_deterministic_means_one_split(operators: Operators, spec: AttentionSpec, problem: Callable[..., Any]) -> None:
@@ -140,6 +140,17 @@ def test_deterministic_means_one_split(operators: Operators, spec: AttentionSpec
         provider.prepare(step.batch)
         provider.decode(step.q, step.keys, step.values, step.batch)
     assert [call["num_splits"] for call in operators.forwards + operators.plans] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("q_lens", "splits"), [([4] * 32, 32), ([64] * 4, 16), ([64] * 4 + [1], 1), ([1] * 200, 20)])
+def test_partial_results_are_bounded_by_the_number_of_queries(
+    q_lens: list[int], splits: int, operators: Operators, spec: AttentionSpec, problem: Callable[..., Any]
+) -> None:
+    provider, step = Fa3Attention(spec), problem(q_lens, [64] * len(q_lens))
+    provider.prepare(step.batch)
+    (provider.decode if step.batch.decode_only else provider.prefill)(step.q, step.keys, step.values, step.batch)
+    assert [call["num_splits"] for call in operators.forwards] == [splits]
+    assert splits * sum(q_lens) <= fa3.PARTIAL_ROWS
 
 
 def test_graphs_find_their_metadata_at_one_address_with_zeros_behind(
