@@ -21,7 +21,7 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench model-check load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench model-check chaos load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ bench: install ## run the benchmarks (ARGS="engine.bench ..." to choose; a kerne
 model-check: install ## the ledger's model, at length (its small tier is part of the tests)
 	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99
 	exec $(PY) -m pytest --timeout 3600 $(addprefix tests/block_store/test_,machine.py actors.py small_world.py)
+
+chaos: install ## services killed, frozen and robbed of Redis, answers compared (ARGS="--trials 5 --scenario decode-kill")
+	@exec $(PY) -m looseleaf.chaos $(or $(ARGS),--scenario all)
 
 load: install ## locust against a running server, else one it starts (USERS=32 RUN_TIME=60s)
 	@exec $(PY) -m loadtest --users $(USERS) --run-time $(RUN_TIME) $(ARGS)

@@ -23,7 +23,7 @@ from block_store.codec import SealItem
 from common.types import BlockRef, Epoch
 
 LEASE_S = 5.0
-TICKET_LEASE_S = 10.0
+TICKET_LEASE_S = 8.0
 REAP_GAP_S = 3.0
 MAX_BATCH = 16384
 """Blocks per call. A script blocks the server while it runs; longer sequences are refused when a worker attaches."""
