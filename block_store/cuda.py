@@ -36,6 +36,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuDevicePrimaryCtxRetain": (_OUT, ctypes.c_int),
     "cuCtxPushCurrent_v2": (_HANDLE,),
     "cuCtxPopCurrent_v2": (_OUT,),
+    "cuCtxSynchronize": (),
     "cuMemGetInfo_v2": (_OUT, _OUT),
     "cuMemAlloc_v2": (_OUT, _SIZE),
     "cuMemFree_v2": (_POINTER,),
@@ -146,6 +147,7 @@ class CudaDevice:
         with self._current() as call:
             call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
             call("cuMemsetD8_v2", pointer, 0, num_bytes)
+            call("cuCtxSynchronize")  # the host does not wait for it, and another process may write next
         return pointer.value
 
     def free(self, pointer: int) -> None:

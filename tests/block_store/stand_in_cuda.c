@@ -6,8 +6,9 @@
  * however it ends): byte 0 by the owner, byte 1 by everybody who has the piece mapped. As with the driver:
  *  - a handle is void once its owner has ended or freed the piece; mappings that are open stay, and count as used;
  *  - the process that made a handle cannot open it; opening one twice gives the same pointer, counted;
- *  - calls on memory need a current context, and everything needs cuInit.
- * What it cannot show: asynchrony, other address spaces, what a real driver does to mappings whose owner died.
+ *  - calls on memory need a current context, and everything needs cuInit;
+ *  - a memset is done when something waits for it: a copy of this process or cuCtxSynchronize.
+ * What it cannot show: other asynchrony, other address spaces, what a real driver does to mappings whose owner died.
  *
  * Environment: STAND_IN_CUDA (prefix of names, required), STAND_IN_CUDA_DEVICES (1), STAND_IN_CUDA_BYTES (64 MiB a
  * device), STAND_IN_CUDA_NO_IPC (set: export is not supported), STAND_IN_CUDA_FIRST (first device seen, 0).
@@ -37,6 +38,7 @@ typedef struct { size_t bytes; int device, pid; } Head;
 
 static Piece pieces[MAX_PIECES];
 static int initialised, serial, retained[MAX_DEVICES];
+static struct { char *at; size_t bytes; unsigned char value; } fill; /* a memset that is not done yet */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int stack[MAX_DEPTH], depth; /* contexts: device number + 1 */
 
@@ -45,6 +47,13 @@ static const char *prefix(void) { char *text = getenv("STAND_IN_CUDA"); return t
 static int devices(void) { return (int)number("STAND_IN_CUDA_DEVICES", 1); }
 static int current(void) { return depth ? stack[depth - 1] - 1 : -1; }
 #define NEED_CONTEXT() do { if (!initialised) return NOT_INITIALIZED; if (current() < 0) return INVALID_CONTEXT; } while (0)
+
+static void finish_fill(void) {
+    pthread_mutex_lock(&lock);
+    if (fill.at) memset(fill.at, fill.value, fill.bytes);
+    fill.at = NULL;
+    pthread_mutex_unlock(&lock);
+}
 
 static int lock_byte(int fd, int byte, short type, int command, short *found) {
     struct flock range = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
@@ -204,6 +213,7 @@ int cuMemFree_v2(uint64_t pointer) {
     NEED_CONTEXT();
     Piece *piece = piece_at(pointer);
     if (!piece || piece->opened || (uint64_t)piece->at != pointer) return INVALID_VALUE;
+    finish_fill();
     shm_unlink(piece->name);
     unmap_piece(piece);
     return OK;
@@ -213,7 +223,14 @@ int cuMemsetD8_v2(uint64_t pointer, unsigned char value, size_t bytes) {
     NEED_CONTEXT();
     Piece *piece = piece_at(pointer);
     if (!piece || pointer + bytes > (uint64_t)piece->at + piece->bytes) return INVALID_VALUE;
-    memset((void *)pointer, value, bytes);
+    finish_fill();
+    fill.value = value, fill.bytes = bytes, fill.at = (char *)pointer;
+    return OK;
+}
+
+int cuCtxSynchronize(void) {
+    NEED_CONTEXT();
+    finish_fill();
     return OK;
 }
 
@@ -221,6 +238,7 @@ int cuMemcpyDtoH_v2(void *host, uint64_t pointer, size_t bytes) {
     NEED_CONTEXT();
     Piece *piece = piece_at(pointer);
     if (!piece || pointer + bytes > (uint64_t)piece->at + piece->bytes) return INVALID_VALUE;
+    finish_fill();
     memcpy(host, (void *)pointer, bytes);
     return OK;
 }
@@ -229,6 +247,7 @@ int cuMemcpyHtoD_v2(uint64_t pointer, const void *host, size_t bytes) {
     NEED_CONTEXT();
     Piece *piece = piece_at(pointer);
     if (!piece || pointer + bytes > (uint64_t)piece->at + piece->bytes) return INVALID_VALUE;
+    finish_fill();
     memcpy((void *)pointer, host, bytes);
     return OK;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
@@ -17,6 +18,7 @@ def test_memory_is_zeros_counted_and_copied_both_ways(gpus: Cuda) -> None:
     assert device.memory_info() == (64 * MIB, 64 * MIB)
     pointer = device.alloc(4 * MIB)
     assert device.memory_info() == (60 * MIB, 64 * MIB)
+    assert ctypes.string_at(pointer, 4 * MIB) == bytes(4 * MIB), "as others see it before any call waits"
     assert device.read(pointer, 4 * MIB) == bytes(4 * MIB)
     device.write(pointer + 5, b"leaf")
     assert device.read(pointer + 4, 6) == b"\0leaf\0"
