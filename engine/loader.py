@@ -137,18 +137,20 @@ class Weights:
     def linear(self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False) -> PackedLinear:
         """The projections `names` (each [out, size_in]) as one, outputs in order; optionally with their biases."""
         parts = list(zip(names, outs, strict=True))
-        weight = self._joined([(f"{name}.weight", (out, size_in)) for name, out in parts])
+        weight = self._count(self._joined([(f"{name}.weight", (out, size_in)) for name, out in parts]))
         biases = self._count(self._joined([(f"{name}.bias", (out,)) for name, out in parts])) if bias else None
-        return self.pack(weight, biases)
+        return PackedLinear(weight, biases, deterministic=self._target.deterministic)
 
     def _joined(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
         """Tensors one below the other, in memory of our own."""
         return torch.cat([self._source.take(name, shape, self._target.dtype) for name, shape in parts])
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """A linear of a weight of our own memory; counted, since packing copies."""
-        self._count(weight)
-        return PackedLinear(weight, bias, deterministic=self._target.deterministic)
+    def pack(self, weight: torch.Tensor) -> PackedLinear:
+        """A linear of a parameter that is in use elsewhere too; counted again where packing copies it."""
+        packed = PackedLinear(weight, deterministic=self._target.deterministic)
+        if packed.is_packed:
+            self._count(weight)
+        return packed
 
     def finish(self, allowed: Sequence[str] = ()) -> None:
         """Refuse a checkpoint with tensors that nobody asked for: it is another model than the config says."""

@@ -130,6 +130,10 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
 
 
 def num_pieces(max_keys: int, window: int | None) -> int:
-    """Splits in deterministic mode: the most pieces in which the last query of a sequence can see a key."""
+    """Splits in deterministic mode: the most pieces in which the last query of a sequence can see a key.
+
+    For a table of 128 Ki keys that is 256 programs for each sequence and KV head, nearly all of which return at once
+    when sequences are short, in graphs always; what that costs is to be measured.
+    """
     whole = max(1, -(-max_keys // PIECE))
     return whole if window is None else min(whole, -(-window // PIECE) + 1)

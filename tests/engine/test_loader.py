@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.progress import TaskID
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import fingerprint
 from engine.errors import ModelError
+from engine.loader import DummySource, Target, Weights
 from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import hf_config, make_checkpoint
@@ -143,6 +145,15 @@ def test_125m_dummy_weights_load_in_three_seconds(tmp_path: Path, caplog: pytest
     parameters = 2 * 32000 * 768 + 12 * (768 * (768 * 2 + 512 + 3 * 2048) + 2 * 768) + 768
     assert runner.weights_bytes == 2 * parameters
     assert "loading dummy weights" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.float16, 1)])
+def test_tied_embeddings_count_twice_only_where_packing_copies(dtype: torch.dtype, copies: int) -> None:
+    """fp16 stands for a GPU: neither packs."""
+    target = Target(dtype, torch.device("cpu"), deterministic=False)
+    weights = Weights(DummySource(0, target), target, None, TaskID(0))
+    head = weights.pack(weights.tensor("embed.weight", 64, 32))
+    assert head.is_packed == (copies == 2) and weights.num_bytes == copies * 64 * 32 * dtype.itemsize
 
 
 def test_fingerprints_follow_content_not_place(tmp_path: Path) -> None:
