@@ -46,6 +46,8 @@ class Shape:
     contexts: tuple[int, ...] = (512, 4096, 32_768)
     prefills: tuple[tuple[int, int, int], ...] = ((1, 2048, 6144), (1, 8192, 8192), (16, 512, 512))
     """(sequences, queries of each, context of each)"""
+    skewed: tuple[int, int, int] = (63, 512, 131_072)
+    """Decode of one long context among short ones: (short sequences, their context, the long one)"""
     copies: tuple[int, ...] = (1, 8, 64, 512)
     rows: tuple[int, ...] = (1, 64, 2048)
     pool_bytes: int = 48 << 30
@@ -57,7 +59,7 @@ class Shape:
 
 
 TOY = Shape(
-    2, 4, 2, 64, 16, 64, 96, 128, (1, 2), (17, 40), ((1, 5, 21), (2, 3, 3)), (2,), (3,), 1 << 20
+    2, 4, 2, 64, 16, 64, 96, 128, (1, 2), (17, 40), ((1, 5, 21), (2, 3, 3)), (2, 5, 300), (2,), (3,), 1 << 20
 )  # fmt: skip
 
 
@@ -183,15 +185,16 @@ def caches(bench: Bench, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
     return [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
 
 
-def batch_of(bench: Bench, num_seqs: int, q_len: int, context: int) -> AttentionBatch:
-    """Sequences of one length over blocks in random order."""
-    per_seq = -(-context // bench.shape.block_size)
-    table = bench.permutation(num_seqs * per_seq).int().view(num_seqs, per_seq)
-    starts = np.arange(0, (num_seqs + 1) * q_len, q_len, dtype=np.int32)
-    lens = np.full(num_seqs, context, np.int32)
-    host = HostBatch(starts, lens, table.cpu().numpy())
-    on_device = [torch.from_numpy(array).to(bench.device) for array in (starts, lens)]
-    return AttentionBatch(on_device[0], on_device[1], table, host, decode_only=q_len == 1, is_static=q_len == 1)
+def batch_of(bench: Bench, q_len: int, contexts: Sequence[int]) -> tuple[AttentionBatch, int]:
+    """Sequences over blocks in random order, and how many blocks these are."""
+    num_blocks = [-(-context // bench.shape.block_size) for context in contexts]
+    blocks = bench.permutation(sum(num_blocks)).int().cpu().numpy()
+    table = np.zeros((len(contexts), max(num_blocks)), np.int32)
+    table[np.arange(table.shape[1]) < np.array(num_blocks)[:, None]] = blocks
+    starts = np.arange(0, (len(contexts) + 1) * q_len, q_len, dtype=np.int32)
+    host = HostBatch(starts, np.array(contexts, np.int32), table)
+    on_device = [torch.from_numpy(array).to(bench.device) for array in (starts, host.context_lens, table)]
+    return AttentionBatch(*on_device, host, decode_only=q_len == 1, is_static=q_len == 1), sum(num_blocks)
 
 
 def spec_of(bench: Bench, *, deterministic: bool, max_model_len: int) -> AttentionSpec:
@@ -217,10 +220,12 @@ def names_of(bench: Bench, library: str | None) -> list[tuple[ProviderName, bool
 def attention_cases(bench: Bench, library: str | None) -> Iterable[Case]:
     shape, names = bench.shape, names_of(bench, library)
     sizes = [(num_seqs, 1, context) for num_seqs, context in itertools.product(shape.batches, shape.contexts)]
-    for num_seqs, q_len, context in [*sizes, *shape.prefills]:
-        batch = batch_of(bench, num_seqs, q_len, context)
-        layers = caches(bench, batch.block_table.numel())
-        q = bench.randn(num_seqs * q_len, shape.heads, shape.head_dim)
+    batches = [(q_len, [context] * num_seqs) for num_seqs, q_len, context in [*sizes, *shape.prefills]]
+    num_short, short, context = shape.skewed
+    for q_len, contexts in [*batches, (1, [context] + [short] * num_short)]:
+        batch, num_blocks = batch_of(bench, q_len, contexts)
+        layers, context = caches(bench, num_blocks), batch.max_context_len
+        q = bench.randn(len(contexts) * q_len, shape.heads, shape.head_dim)
         for name, deterministic in names:
             provider = open_provider(name, spec_of(bench, deterministic=deterministic, max_model_len=context), library)
             yield _attention(bench, provider, q, layers, batch)
@@ -230,13 +235,15 @@ def _attention(
     bench: Bench, provider: AttentionProvider, q: Tensor, layers: Sequence[tuple[Tensor, Tensor]], batch: AttentionBatch
 ) -> Case:
     shape, num_seqs = bench.shape, batch.context_lens.shape[0]
-    q_len, context = batch.max_q_len, batch.max_context_len
+    q_len, contexts = batch.max_q_len, batch.host.context_lens.astype(float)
     provider.prepare(batch)
     attend = provider.decode if batch.decode_only else provider.prefill
     calls = [lambda kv=kv: attend(q, *kv, batch) for kv in layers]
-    pairs = q_len * context - q_len * (q_len - 1) // 2  # (query, visible key) of one sequence
-    num_bytes = 2.0 * num_seqs * context * shape.kv_heads * shape.head_dim * 2
-    flops = 4.0 * num_seqs * pairs * shape.heads * shape.head_dim
+    pairs = (q_len * contexts - q_len * (q_len - 1) // 2).sum()  # (query, visible key)
+    num_bytes = 2.0 * contexts.sum() * shape.kv_heads * shape.head_dim * 2
+    flops = 4.0 * pairs * shape.heads * shape.head_dim
+    shortest, context = int(contexts.min()), str(batch.max_context_len)
+    context = context if int(context) == shortest else f"{shortest}, one {context}"
     who = f"{provider.name}, deterministic" if provider.deterministic and provider.name == "triton" else provider.name
     if batch.decode_only:
         return Case("decode", who, f"{num_seqs} x {context}", calls, num_bytes, flops, "memory", provider.capturable)
