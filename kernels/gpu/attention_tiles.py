@@ -123,7 +123,7 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
 
     None from 80 % of the chip's places on (as FlashAttention-3 does), else as many as fill them. Lengths are not seen:
     one long context among many short ones is then read by one program for each KV head. Splits of at least so many keys
-    wherever the table is wide would mend it, at the price of a merge for all; the benchmark's skewed batch is to decide.
+    wherever the table is wide would mend it, for a merge in every step; the benchmark's skewed batch is to decide.
     """
     places = chip.num_sms * tiling.programs_per_sm
     if programs >= 0.8 * places:

@@ -72,7 +72,7 @@ json.dump([len(known), sorted({launch.kernel for launch in late})], sys.stdout)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nothing_is_compiled_while_serving(deterministic: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", head_dim=64, max_position_embeddings=2048, num_hidden_layers=1)
-    settings: dict[str, Any] = {"deterministic": deterministic, "max_model_len": 2048}
+    settings: dict[str, Any] = {"device": "cpu", "deterministic": deterministic, "max_model_len": 2048}
     root = Path(__file__).parents[2]
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path, json.dumps(settings)],
