@@ -72,7 +72,8 @@ def banner(addresses: Addresses, seconds: float) -> str:
     return (
         f"looseleaf: ready after {seconds:.1f} s\n"
         f"  HTTP  http://{addresses.http}/v1   (OpenAI API; /metrics and /health beside it)\n"
-        f"  gRPC  {addresses.grpc}   (looseleaf.v1.InferenceService){notice}"
+        f"  gRPC  {addresses.grpc}   (looseleaf.v1.InferenceService)\n"
+        f"  blocks  {addresses.block_store}   (looseleaf blocks {addresses.block_store}){notice}"
     )
 
 
