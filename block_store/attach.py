@@ -75,7 +75,9 @@ class Attached:
         self.arena = arena
         self._needs = needs
         self._client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
-        self._registry = WorkerRegistry(self._client)
+        # In a thread of its own and with time: a worker that cannot publish for three seconds counts as gone.
+        self._registry_client = open_client(redis_url)
+        self._registry = WorkerRegistry(self._registry_client)
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
@@ -162,6 +164,7 @@ class Attached:
         """Release everything and end the incarnation."""
         self.held.close()
         self._client.close()
+        self._registry_client.close()
 
 
 def attach(address: str, needs: Sequence[Needs]) -> list[Attached]:
