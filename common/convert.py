@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from common.types import (
     BlockRef,
     Branch,
     DType,
+    EarlyStopping,
     FinishReason,
     KvKind,
     KvLayout,
@@ -32,6 +33,12 @@ _FINISH_TO_PB = {
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
+_STOPPING_TO_PB: dict[EarlyStopping, pb.BeamStopping] = {
+    True: pb.BEAM_STOPPING_EARLY,
+    False: pb.BEAM_STOPPING_HEURISTIC,
+    "never": pb.BEAM_STOPPING_NEVER,
+}
+_STOPPING_FROM_PB = {value: key for key, value in _STOPPING_TO_PB.items()}
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
@@ -52,13 +59,32 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
 
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
-    branches = [pb.BranchTables(groups=[table_to_pb(g) for g in groups]) for groups in ticket.tables]
-    return pb.Ticket(arena_id=ticket.arena_id, epoch=ticket.epoch, branches=branches, num_tokens=ticket.num_tokens)
+    """Blocks that a branch shares with the first one are not repeated, so that a ticket hardly grows with `n`."""
+    branches = []
+    for index, (groups, num_tokens) in enumerate(zip(ticket.tables, ticket.num_tokens, strict=True)):
+        shared = min(map(_shared, ticket.tables[0], groups), default=0) if index else 0
+        tables = [table_to_pb(group[shared:]) for group in groups]
+        branches.append(pb.BranchTables(groups=tables, shared_blocks=shared, num_tokens=num_tokens))
+    return pb.Ticket(arena_id=ticket.arena_id, epoch=ticket.epoch, branches=branches)
+
+
+def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
+    """Length of the common head."""
+    pairs = zip(first, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    tables = tuple(tuple(table_from_pb(g) for g in branch.groups) for branch in message.branches)
-    return Ticket(message.arena_id, message.epoch, tables, message.num_tokens)
+    """ValueError: a branch shares more than the first one has."""
+    tables: list[tuple[tuple[BlockRef, ...], ...]] = []
+    for branch in message.branches:
+        own = [table_from_pb(group) for group in branch.groups]
+        heads = [first[: branch.shared_blocks] for first in tables[0]] if tables else [() for _ in own]
+        if len(heads) != len(own) or any(len(head) != branch.shared_blocks for head in heads):
+            raise ValueError("a ticket's branch shares more blocks than its first branch has")
+        tables.append(tuple(head + rest for head, rest in zip(heads, own, strict=True)))
+    num_tokens = tuple(branch.num_tokens for branch in message.branches)
+    return Ticket(message.arena_id, message.epoch, tuple(tables), num_tokens)
 
 
 def branch_to_pb(branch: Branch) -> pb.Branch:
@@ -85,6 +111,9 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
         logit_bias=dict(params.logit_bias),
         seed=params.seed,
         num_sequences=params.num_sequences,
+        beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=_STOPPING_TO_PB[params.early_stopping],
     )
     if params.logprobs is not None:
         message.logprobs = params.logprobs
@@ -107,9 +136,12 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
         "logprobs",
         "prompt_logprobs",
         "num_sequences",
+        "beam_width",
+        "length_penalty",
     )
     given = {name: getattr(message, name) for name in plain if message.HasField(name)}
-    return SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())))
+    stopping = _STOPPING_FROM_PB.get(message.early_stopping, False)
+    return SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())), early_stopping=stopping)
 
 
 def stopping_to_pb(params: StoppingParams) -> pb.StoppingParams:
@@ -167,12 +199,18 @@ def load_to_pb(load: WorkerLoad) -> pb.WorkerLoad:
         waiting_tokens=load.waiting_tokens,
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
+        num_preempted=load.num_preempted,
     )
 
 
 def load_from_pb(message: pb.WorkerLoad) -> WorkerLoad:
     return WorkerLoad(
-        message.num_running, message.num_waiting, message.waiting_tokens, message.free_blocks, message.total_blocks
+        message.num_running,
+        message.num_waiting,
+        message.waiting_tokens,
+        message.free_blocks,
+        message.total_blocks,
+        message.num_preempted,
     )
 
 

@@ -22,6 +22,8 @@ DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn"]
 """Of weights, activations and KV, by torch's names; float8_e4m3fn of KV only."""
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 Role = Literal["prefill", "decode"]
+EarlyStopping = Literal[True, False, "never"]
+"""Of a beam search, as in transformers: at once, by heuristic, or when no running beam can win any more."""
 
 
 class BlockRef(NamedTuple):
@@ -113,10 +115,22 @@ class SamplingParams:
     """Return the log-probability of the chosen token and of this many most likely ones; None: no log-probabilities."""
     prompt_logprobs: int | None = None
     num_sequences: int = 1
+    """Samples (n); of a beam search how many of the best beams are returned."""
+    beam_width: int | None = None
+    """Beams kept by a beam search; None: no beam search."""
+    length_penalty: float = 1.0
+    """A beam's score is the sum of its log-probabilities / length ** length_penalty."""
+    early_stopping: EarlyStopping = False
+    """As in transformers."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def width(self) -> int:
+        """The most sequences that run at once for one request."""
+        return self.num_sequences if self.beam_width is None else self.beam_width
 
     @property
     def has_penalties(self) -> bool:
@@ -165,8 +179,8 @@ class Ticket:
     epoch: int
     """The ticket's holder epoch in the ledger of `arena_id`."""
     tables: tuple[tuple[tuple[BlockRef, ...], ...], ...]
-    num_tokens: int
-    """Token positions whose KV lies in the tables (prompt and outputs but for the newest token)."""
+    num_tokens: tuple[int, ...]
+    """By branch the token positions whose KV lies in its tables (prompt and outputs but for the newest token)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +212,8 @@ class WorkerLoad:
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    num_preempted: int = 0
+    """Sequences swapped out of the arena, which wait to be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +233,8 @@ class WorkerRecord:
     """Hex of the domain every prefix hash of this worker starts from (before the tenant's salt)."""
     max_model_len: int
     max_num_seqs: int
+    max_group_blocks: int = 0
+    """The most blocks that a sequence group may need here (`common.blocks.group_blocks`): the worker's floor."""
     epoch: int = 0
     draining: bool = False
     load: WorkerLoad = field(default_factory=WorkerLoad)

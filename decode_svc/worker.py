@@ -122,10 +122,10 @@ class DecodeWorker:
 
     def _consistent(self, group: Group, ticket: Ticket) -> bool:
         """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked."""
-        num_blocks = -(-ticket.num_tokens // self._block_size)
-        return len(ticket.tables) == len(group.sequences) > 0 and all(
-            [len(table) for table in tables] == [num_blocks] and sequence.num_tokens == ticket.num_tokens + 1
-            for tables, sequence in zip(ticket.tables, group.sequences, strict=True)
+        return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
+            [len(table) for table in tables] == [-(-num_tokens // self._block_size)]
+            and sequence.num_tokens == num_tokens + 1
+            for tables, num_tokens, sequence in zip(ticket.tables, ticket.num_tokens, group.sequences, strict=True)
         )
 
     def _longest(self, group: Group) -> int:
@@ -151,11 +151,11 @@ class DecodeWorker:
 
     def _enter(self, group: Group, ticket: Ticket, start: bytes) -> None:
         """Queue a group whose blocks are ours."""
-        for sequence, groups in zip(group.sequences, ticket.tables, strict=True):
+        for sequence, groups, num_tokens in zip(group.sequences, ticket.tables, ticket.num_tokens, strict=True):
             sequence.table = BlockTable(groups[0])
-            sequence.num_computed = ticket.num_tokens
-            sequence.num_sealed = ticket.num_tokens // self._block_size
-            sequence.tail_sealed = ticket.num_tokens % self._block_size != 0
+            sequence.num_computed = num_tokens
+            sequence.num_sealed = num_tokens // self._block_size
+            sequence.tail_sealed = num_tokens % self._block_size != 0
             sequence.hashes = [start]
         group.live = list(group.sequences)
         group.claimed_ns = time.monotonic_ns()

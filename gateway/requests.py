@@ -247,8 +247,8 @@ class RequestRunner:
             raise WorkerLost("no_decode")
         began = time.monotonic()
         stream = place.session.submit(message)
-        life.handed_over = ticket.num_tokens
-        self._metrics.handed_over(ticket.num_tokens)
+        life.handed_over = ticket.branches[0].num_tokens
+        self._metrics.handed_over(life.handed_over)
         self._metrics.dispatched("decode", place.session.record.worker_id)
         timer = asyncio.get_running_loop().call_later(left_s, stream.fail, too_late(life.request.timeout_s))
         try:

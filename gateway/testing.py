@@ -125,7 +125,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.PrefillDone(
             ticket=None
             if ended
-            else pb.Ticket(arena_id="a", epoch=1, branches=[pb.BranchTables()], num_tokens=num_tokens),
+            else pb.Ticket(arena_id="a", epoch=1, branches=[pb.BranchTables(num_tokens=num_tokens)]),
             tokens=[
                 prefill_pb2.BranchToken(
                     token_id=token, logprob=details, finish_reason=pb.FINISH_REASON_LENGTH if ended else None

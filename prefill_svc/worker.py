@@ -265,7 +265,7 @@ class PrefillWorker:
 
     def _hand_over(self, table: BlockTable, num_tokens: int) -> Ticket:
         epoch = self._attached.held.hand_over([[table]])
-        return Ticket(self._attached.arena.arena_id, epoch, ((tuple(table),),), num_tokens)
+        return Ticket(self._attached.arena.arena_id, epoch, ((tuple(table),),), (num_tokens,))
 
     # --- failures
 

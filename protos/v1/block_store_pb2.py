@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import types_pb2 as protos_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/v1/block_store.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"\xd0\x01\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.looseleaf.v1.KvLayout\x12\x15\n\rweights_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15peak_activation_bytes\x18\x05 \x01(\x04\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0c\x66loor_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x08 \x01(\x0c\"q\n\x0e\x41ttachResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x11\n\tredis_url\x18\x05 \x01(\t\"@\n\x0eInspectRequest\x12\x1b\n\x0einclude_blocks\x18\x01 \x01(\x08H\x00\x88\x01\x01\x42\x11\n\x0f_include_blocks\"}\n\tBlockInfo\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.looseleaf.v1.BlockState\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07holders\x18\x05 \x03(\x04\"i\n\nHolderInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0enum_references\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\x12\x14\n\x0c\x66loor_blocks\x18\x05 \x01(\r\"\xc8\x02\n\x0fInspectResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06sealed\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x12\n\nquarantine\x18\x07 \x01(\r\x12)\n\x07holders\x18\x08 \x03(\x0b\x32\x18.looseleaf.v1.HolderInfo\x12\'\n\x06\x62locks\x18\t \x03(\x0b\x32\x17.looseleaf.v1.BlockInfo\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12)\n\x06memory\x18\x0c \x01(\x0e\x32\x19.looseleaf.v1.ArenaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\r \x01(\x0c\"N\n\x11ReadBlocksRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\'\n\x05table\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.BlockTable\"A\n\x12ReadBlocksResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06*\x81\x01\n\x0b\x41renaMemory\x12\x1c\n\x18\x41RENA_MEMORY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41RENA_MEMORY_HOST\x10\x01\x12\x1d\n\x19\x41RENA_MEMORY_STORE_DEVICE\x10\x02\x12\x1e\n\x1a\x41RENA_MEMORY_WORKER_DEVICE\x10\x03*\xa5\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x18\n\x14\x42LOCK_STATE_RESERVED\x10\x02\x12\x16\n\x12\x42LOCK_STATE_SEALED\x10\x03\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x04\x12\x1a\n\x16\x42LOCK_STATE_QUARANTINE\x10\x05\x32\xf3\x01\n\x11\x42lockStoreService\x12\x43\n\x06\x41ttach\x12\x1b.looseleaf.v1.AttachRequest\x1a\x1c.looseleaf.v1.AttachResponse\x12\x46\n\x07Inspect\x12\x1c.looseleaf.v1.InspectRequest\x1a\x1d.looseleaf.v1.InspectResponse\x12Q\n\nReadBlocks\x12\x1f.looseleaf.v1.ReadBlocksRequest\x1a .looseleaf.v1.ReadBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/v1/block_store.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"\xd0\x01\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.looseleaf.v1.KvLayout\x12\x15\n\rweights_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15peak_activation_bytes\x18\x05 \x01(\x04\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0c\x66loor_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x08 \x01(\x0c\"\x87\x01\n\x0e\x41ttachResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x11\n\tredis_url\x18\x05 \x01(\t\x12\x14\n\x0c\x66loor_blocks\x18\x06 \x01(\r\"@\n\x0eInspectRequest\x12\x1b\n\x0einclude_blocks\x18\x01 \x01(\x08H\x00\x88\x01\x01\x42\x11\n\x0f_include_blocks\"}\n\tBlockInfo\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.looseleaf.v1.BlockState\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07holders\x18\x05 \x03(\x04\"i\n\nHolderInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0enum_references\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\x12\x14\n\x0c\x66loor_blocks\x18\x05 \x01(\r\"\xc8\x02\n\x0fInspectResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06sealed\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x12\n\nquarantine\x18\x07 \x01(\r\x12)\n\x07holders\x18\x08 \x03(\x0b\x32\x18.looseleaf.v1.HolderInfo\x12\'\n\x06\x62locks\x18\t \x03(\x0b\x32\x17.looseleaf.v1.BlockInfo\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12)\n\x06memory\x18\x0c \x01(\x0e\x32\x19.looseleaf.v1.ArenaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\r \x01(\x0c\"N\n\x11ReadBlocksRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\'\n\x05table\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.BlockTable\"A\n\x12ReadBlocksResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06*\x81\x01\n\x0b\x41renaMemory\x12\x1c\n\x18\x41RENA_MEMORY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41RENA_MEMORY_HOST\x10\x01\x12\x1d\n\x19\x41RENA_MEMORY_STORE_DEVICE\x10\x02\x12\x1e\n\x1a\x41RENA_MEMORY_WORKER_DEVICE\x10\x03*\xa5\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x18\n\x14\x42LOCK_STATE_RESERVED\x10\x02\x12\x16\n\x12\x42LOCK_STATE_SEALED\x10\x03\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x04\x12\x1a\n\x16\x42LOCK_STATE_QUARANTINE\x10\x05\x32\xf3\x01\n\x11\x42lockStoreService\x12\x43\n\x06\x41ttach\x12\x1b.looseleaf.v1.AttachRequest\x1a\x1c.looseleaf.v1.AttachResponse\x12\x46\n\x07Inspect\x12\x1c.looseleaf.v1.InspectRequest\x1a\x1d.looseleaf.v1.InspectResponse\x12Q\n\nReadBlocks\x12\x1f.looseleaf.v1.ReadBlocksRequest\x1a .looseleaf.v1.ReadBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.block_store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ARENAMEMORY']._serialized_start=1173
-  _globals['_ARENAMEMORY']._serialized_end=1302
-  _globals['_BLOCKSTATE']._serialized_start=1305
-  _globals['_BLOCKSTATE']._serialized_end=1470
+  _globals['_ARENAMEMORY']._serialized_start=1196
+  _globals['_ARENAMEMORY']._serialized_end=1325
+  _globals['_BLOCKSTATE']._serialized_start=1328
+  _globals['_BLOCKSTATE']._serialized_end=1493
   _globals['_ATTACHREQUEST']._serialized_start=69
   _globals['_ATTACHREQUEST']._serialized_end=277
-  _globals['_ATTACHRESPONSE']._serialized_start=279
-  _globals['_ATTACHRESPONSE']._serialized_end=392
-  _globals['_INSPECTREQUEST']._serialized_start=394
-  _globals['_INSPECTREQUEST']._serialized_end=458
-  _globals['_BLOCKINFO']._serialized_start=460
-  _globals['_BLOCKINFO']._serialized_end=585
-  _globals['_HOLDERINFO']._serialized_start=587
-  _globals['_HOLDERINFO']._serialized_end=692
-  _globals['_INSPECTRESPONSE']._serialized_start=695
-  _globals['_INSPECTRESPONSE']._serialized_end=1023
-  _globals['_READBLOCKSREQUEST']._serialized_start=1025
-  _globals['_READBLOCKSREQUEST']._serialized_end=1103
-  _globals['_READBLOCKSRESPONSE']._serialized_start=1105
-  _globals['_READBLOCKSRESPONSE']._serialized_end=1170
-  _globals['_BLOCKSTORESERVICE']._serialized_start=1473
-  _globals['_BLOCKSTORESERVICE']._serialized_end=1716
+  _globals['_ATTACHRESPONSE']._serialized_start=280
+  _globals['_ATTACHRESPONSE']._serialized_end=415
+  _globals['_INSPECTREQUEST']._serialized_start=417
+  _globals['_INSPECTREQUEST']._serialized_end=481
+  _globals['_BLOCKINFO']._serialized_start=483
+  _globals['_BLOCKINFO']._serialized_end=608
+  _globals['_HOLDERINFO']._serialized_start=610
+  _globals['_HOLDERINFO']._serialized_end=715
+  _globals['_INSPECTRESPONSE']._serialized_start=718
+  _globals['_INSPECTRESPONSE']._serialized_end=1046
+  _globals['_READBLOCKSREQUEST']._serialized_start=1048
+  _globals['_READBLOCKSREQUEST']._serialized_end=1126
+  _globals['_READBLOCKSRESPONSE']._serialized_start=1128
+  _globals['_READBLOCKSRESPONSE']._serialized_end=1193
+  _globals['_BLOCKSTORESERVICE']._serialized_start=1496
+  _globals['_BLOCKSTORESERVICE']._serialized_end=1739
 # @@protoc_insertion_point(module_scope)

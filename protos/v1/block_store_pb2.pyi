@@ -55,18 +55,20 @@ class AttachRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., weights_bytes: _Optional[int] = ..., peak_activation_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("arena_id", "directory", "num_blocks", "block_bytes", "redis_url")
+    __slots__ = ("arena_id", "directory", "num_blocks", "block_bytes", "redis_url", "floor_blocks")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     REDIS_URL_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     directory: str
     num_blocks: int
     block_bytes: int
     redis_url: str
-    def __init__(self, arena_id: _Optional[str] = ..., directory: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., redis_url: _Optional[str] = ...) -> None: ...
+    floor_blocks: int
+    def __init__(self, arena_id: _Optional[str] = ..., directory: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., redis_url: _Optional[str] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("include_blocks",)

@@ -36,7 +36,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "ticket", "cache_salt", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "timeout_ms")
+    __slots__ = ("handle", "request_id", "attempt", "ticket", "cache_salt", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "timeout_ms", "beam_candidates")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Submit(_message.Message):
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    BEAM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -59,13 +60,16 @@ class Submit(_message.Message):
     stopping: _types_pb2.StoppingParams
     priority: int
     timeout_ms: int
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    beam_candidates: _types_pb2.BeamCandidates
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("handle",)
+    __slots__ = ("handle", "sample_index")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    def __init__(self, handle: _Optional[int] = ...) -> None: ...
+    sample_index: int
+    def __init__(self, handle: _Optional[int] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("outputs", "load")
@@ -76,7 +80,7 @@ class SessionResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("handle", "attempt", "sample_index", "first_index", "token_ids", "logprobs", "finish_reason", "rejection", "timings")
+    __slots__ = ("handle", "attempt", "sample_index", "first_index", "token_ids", "logprobs", "finish_reason", "rejection", "timings", "beam_score")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +90,7 @@ class SequenceOutput(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     REJECTION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    BEAM_SCORE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     attempt: int
     sample_index: int
@@ -95,4 +100,5 @@ class SequenceOutput(_message.Message):
     finish_reason: _types_pb2.FinishReason
     rejection: Rejection
     timings: _types_pb2.Timings
-    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., sample_index: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., rejection: _Optional[_Union[Rejection, str]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ...) -> None: ...
+    beam_score: float
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., sample_index: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., rejection: _Optional[_Union[Rejection, str]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., beam_score: _Optional[float] = ...) -> None: ...

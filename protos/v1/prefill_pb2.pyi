@@ -62,17 +62,19 @@ class BranchToken(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[_Union[_types_pb2.TokenLogprob, _Mapping]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("ticket", "tokens", "sources", "timings", "prompt_logprobs", "load")
+    __slots__ = ("ticket", "tokens", "sources", "timings", "prompt_logprobs", "load", "beam_candidates")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    BEAM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     ticket: _types_pb2.Ticket
     tokens: _containers.RepeatedCompositeFieldContainer[BranchToken]
     sources: _types_pb2.PromptSources
     timings: _types_pb2.Timings
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
     load: _types_pb2.WorkerLoad
-    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[BranchToken, _Mapping]]] = ..., sources: _Optional[_Union[_types_pb2.PromptSources, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    beam_candidates: _types_pb2.BeamCandidates
+    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[BranchToken, _Mapping]]] = ..., sources: _Optional[_Union[_types_pb2.PromptSources, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ...) -> None: ...

@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class BeamStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BEAM_STOPPING_UNSPECIFIED: _ClassVar[BeamStopping]
+    BEAM_STOPPING_EARLY: _ClassVar[BeamStopping]
+    BEAM_STOPPING_HEURISTIC: _ClassVar[BeamStopping]
+    BEAM_STOPPING_NEVER: _ClassVar[BeamStopping]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -14,6 +21,10 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+BEAM_STOPPING_UNSPECIFIED: BeamStopping
+BEAM_STOPPING_EARLY: BeamStopping
+BEAM_STOPPING_HEURISTIC: BeamStopping
+BEAM_STOPPING_NEVER: BeamStopping
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -29,22 +40,24 @@ class BlockTable(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BranchTables(_message.Message):
-    __slots__ = ("groups",)
+    __slots__ = ("groups", "shared_blocks", "num_tokens")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[BlockTable]
-    def __init__(self, groups: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ...) -> None: ...
+    shared_blocks: int
+    num_tokens: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., shared_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("arena_id", "epoch", "branches", "num_tokens")
+    __slots__ = ("arena_id", "epoch", "branches")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     epoch: int
     branches: _containers.RepeatedCompositeFieldContainer[BranchTables]
-    num_tokens: int
-    def __init__(self, arena_id: _Optional[str] = ..., epoch: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[BranchTables, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, arena_id: _Optional[str] = ..., epoch: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[BranchTables, _Mapping]]] = ...) -> None: ...
 
 class Branch(_message.Message):
     __slots__ = ("sample_index", "output_token_ids", "cumulative_logprob")
@@ -57,7 +70,7 @@ class Branch(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "logprobs", "prompt_logprobs", "num_sequences", "beam_width")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "logprobs", "prompt_logprobs", "num_sequences", "beam_width", "length_penalty", "early_stopping")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +91,8 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -91,7 +106,17 @@ class SamplingParams(_message.Message):
     prompt_logprobs: int
     num_sequences: int
     beam_width: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., num_sequences: _Optional[int] = ..., beam_width: _Optional[int] = ...) -> None: ...
+    length_penalty: float
+    early_stopping: BeamStopping
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., num_sequences: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[BeamStopping, str]] = ...) -> None: ...
+
+class BeamCandidates(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StoppingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
@@ -146,18 +171,20 @@ class Timings(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., hand_over_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks")
+    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "num_preempted")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     waiting_tokens: int
     free_blocks: int
     total_blocks: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ...) -> None: ...
+    num_preempted: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., num_preempted: _Optional[int] = ...) -> None: ...
 
 class KvSpec(_message.Message):
     __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "kind", "window")

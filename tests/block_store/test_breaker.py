@@ -90,7 +90,7 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
     held, decode, store = silenceable.worker(reserve=4), silenceable.worker(), silenceable.store
     old = held.seal(items(held, held.alloc(2), "old"))
     [waiting] = held.alloc(1)
-    ticket = Ticket(store.arena.arena_id, held.hand_over(tables_of(held.seal([SealItem(waiting)]))), (), 16)
+    ticket = Ticket(store.arena.arena_id, held.hand_over(tables_of(held.seal([SealItem(waiting)]))), (), (16,))
     held.top_up()
     silenceable.freeze()
     new = held.alloc(3)
@@ -118,7 +118,7 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
     reconnect(held, decode)
     epoch = held.hand_over(tables_of([old[0], *new[:2]]))
     assert store.ledger.lookup([chain("new", 3)]) == 3, "sealed late, the released tail too"
-    assert decode.claim(Ticket(store.arena.arena_id, epoch, tables_of([old[0], *new[:2]]), 48))
+    assert decode.claim(Ticket(store.arena.arena_id, epoch, tables_of([old[0], *new[:2]]), (48,)))
     decode.claim(ticket)
     held.release(last)
     held.assert_idle()

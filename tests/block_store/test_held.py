@@ -18,7 +18,7 @@ def filled(held: HeldBlocks, name: str, n: int) -> list[BlockRef]:
 
 def ticket_of(held: HeldBlocks, *branches: list[BlockRef]) -> Ticket:
     tables = tuple((tuple(table),) for table in branches)
-    return Ticket(held.arena.arena_id, held.hand_over(tables), tables, 16)
+    return Ticket(held.arena.arena_id, held.hand_over(tables), tables, (16,))
 
 
 def test_the_last_sequence_releases(store: TestStore) -> None:
@@ -153,10 +153,10 @@ def test_a_ticket_that_names_more_than_it_holds(store: TestStore) -> None:
     refs = filled(prefill, "a", 2)
     good = ticket_of(prefill, refs[:1])
     with pytest.raises(Stale):
-        decode.claim(Ticket(good.arena_id, good.epoch, ((tuple(refs),),), 32))
+        decode.claim(Ticket(good.arena_id, good.epoch, ((tuple(refs),),), (32,)))
     decode.assert_idle()
     with pytest.raises(ValueError, match="is for arena"):
-        decode.claim(Ticket("0" * 16, 1, (), 0))
+        decode.claim(Ticket("0" * 16, 1, (), ()))
 
 
 def test_a_shared_head_is_evicted_after_every_tail(store: TestStore) -> None:

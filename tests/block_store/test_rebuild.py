@@ -129,7 +129,7 @@ def test_what_was_held_goes_on(running: Running, loss: str) -> None:
     tables = ((tuple(shared),),)
     from common.types import Ticket
 
-    assert decode.claim(Ticket(running.arena.arena_id, reader.hand_over(tables), tables, 48)) == tables
+    assert decode.claim(Ticket(running.arena.arena_id, reader.hand_over(tables), tables, (48,))) == tables
     fresh = decode.alloc(4)
     assert all(ref.generation >> 32 == 2 for ref in fresh) and running.arena.check_refs(fresh)
     running.check()

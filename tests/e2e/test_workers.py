@@ -70,7 +70,7 @@ def test_prefill_refuses_ids_outside_the_vocabulary(llm: LLM, changes: dict[str,
     with pytest.raises(grpc.RpcError) as refusal:
         prefill(llm, **changes)
     assert refusal.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
-    assert prefill(llm).ticket.num_tokens == len(PROMPT)
+    assert prefill(llm).ticket.branches[0].num_tokens == len(PROMPT)
     assert llm.pids["prefill"] == pid
 
 
