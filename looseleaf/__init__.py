@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from common.errors import LooseleafError, StartupError
     from looseleaf.client import AsyncClient, Client
     from looseleaf.llm import LLM
-    from looseleaf.results import Completion, ModelInfo, Piece, Usage
+    from looseleaf.results import Completion, ModelInfo, Piece, Sample, Usage
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "LooseleafError",
     "ModelInfo",
     "Piece",
+    "Sample",
     "StartupError",
     "Usage",
     "__version__",

@@ -4,6 +4,10 @@
         print(client.generate("Once upon a time", max_tokens=32).text)
         for piece in client.generate("Once upon a time", stream=True):
             print(piece.text, end="")
+        for sample in client.generate("Once upon a time", n=4).samples:
+            print(sample.text)
+
+With `n` or `beam_width` the pieces of a stream are of several samples: `piece.index` says which.
 
 A refused or failed call raises a subclass of `LooseleafError` whose message is the gateway's one sentence. Leaving a
 stream early (break, `close`, garbage collection) cancels the request at the gateway.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 from protos.v1 import inference_pb2 as pb
+from protos.v1 import types_pb2
 
 Message = Mapping[str, str]
 """One turn of a chat: {"role": ..., "content": ...}."""
@@ -28,8 +29,15 @@ _SAMPLING = (
     "seed",
     "logprobs",
     "prompt_logprobs",
+    "beam_width",
+    "length_penalty",
 )
 _STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_str_in_output")
+_EARLY_STOPPING: Mapping[object, types_pb2.BeamStopping] = {
+    True: types_pb2.BEAM_STOPPING_EARLY,
+    False: types_pb2.BEAM_STOPPING_HEURISTIC,
+    "never": types_pb2.BEAM_STOPPING_NEVER,
+}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -47,6 +55,14 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int
     """Log-probabilities of each token and of this many most likely ones."""
     prompt_logprobs: int
+    n: int
+    """Samples of the prompt, which is computed once; of a beam search how many of the best beams are returned."""
+    beam_width: int
+    """Search for the most likely continuation with this many beams, instead of drawing tokens."""
+    length_penalty: float
+    """Power of a beam's length by which the sum of its log-probabilities is divided; 1 by default."""
+    early_stopping: bool | Literal["never"]
+    """When a beam search ends, as in transformers."""
     max_tokens: int
     min_tokens: int
     stop: str | Sequence[str]
@@ -83,6 +99,8 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         _set(request, name, values)
     for name in _SAMPLING:
         _set(request.sampling, name, values)
+    _set(request.sampling, "num_sequences", values, "n")
+    _set_early_stopping(request, values)
     request.sampling.logit_bias.update(options.get("logit_bias", {}))
     for name in _STOPPING:
         _set(request.stopping, name, values)
@@ -93,14 +111,25 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     return request
 
 
-def _set(message: object, name: str, values: Mapping[str, object]) -> None:
-    value = values.get(name)
+def _set(message: object, name: str, values: Mapping[str, object], option: str | None = None) -> None:
+    """Fill the field `name` with what was given for `option` (default: of the same name)."""
+    option = option or name
+    value = values.get(option)
     if value is None:
         return
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"option {name!r}: {value!r} is not a value it takes") from error
+        raise type(error)(f"option {option!r}: {value!r} is not a value it takes") from error
+
+
+def _set_early_stopping(request: pb.GenerateRequest, values: Mapping[str, Any]) -> None:
+    value = values.get("early_stopping")
+    if value is None:
+        return
+    if not isinstance(value, bool) and value != "never":
+        raise ValueError(f"option 'early_stopping': {value!r} is not a value it takes (True, False or 'never')")
+    request.sampling.early_stopping = _EARLY_STOPPING[value]
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:

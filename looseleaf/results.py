@@ -17,6 +17,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    """Of all samples."""
     cached_tokens: int
     """Prompt tokens whose KV was found under its prefix hash."""
     computed_tokens: int
@@ -28,12 +29,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One message of a stream. The last one has `finish_reason`, `usage` and `timings`."""
+    """One message of a stream: news of one sample. A sample's last piece has its `finish_reason`, the request's last
+    one `usage` and `timings`."""
 
     text: str
     """New text; never part of a character."""
     token_ids: tuple[int, ...]
     """New tokens; their text may come with a later piece."""
+    index: int = 0
+    """Which of the request's samples or beams."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
@@ -41,24 +45,60 @@ class Piece:
     """The stop token or stop string that ended the text; None for the model's own end or a length limit."""
     usage: Usage | None = None
     timings: Timings | None = None
+    beam_score: float | None = None
+    """Score of a beam, which comes as one piece; None: no beam search."""
     request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """The whole continuation of one prompt."""
+class Sample:
+    """One of the continuations of a prompt: of `n`, or of a beam search, whose best comes first."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: int | str | None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token; empty unless `logprobs` was asked for."""
+    beam_score: float | None = None
+    """Sum of the beam's log-probabilities / length ** length_penalty; None: no beam search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt. `text`, `token_ids` and the like are the first sample's: with `n` = 1 all there is."""
+
+    samples: tuple[Sample, ...]
+    """At least one, in the order of their index."""
     usage: Usage
     timings: Timings
-    logprobs: tuple[TokenLogprob, ...]
-    """One per token; empty unless `logprobs` was asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...]
     """One per prompt token but the first; empty unless `prompt_logprobs` was asked for."""
     request_id: str
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.samples[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.samples[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.samples[0].logprobs
+
+    @property
+    def beam_score(self) -> float | None:
+        return self.samples[0].beam_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +116,14 @@ def piece_from_pb(message: pb.GenerateResponse) -> Piece:
     return Piece(
         text=message.text_delta,
         token_ids=tuple(message.token_ids),
+        index=message.index,
         logprobs=tuple(map(logprob_from_pb, message.logprobs)),
         prompt_logprobs=tuple(map(logprob_from_pb, message.prompt_logprobs)),
         finish_reason=finish_reason_from_pb(message.finish_reason),
         stop_reason=_stop_reason(message),
         usage=_usage(message.usage) if message.HasField("usage") else None,
         timings=timings_from_pb(message.timings) if message.HasField("timings") else None,
+        beam_score=message.beam_score if message.HasField("beam_score") else None,
         request_id=message.request_id,
     )
 
@@ -108,21 +150,34 @@ def _usage(message: pb.Usage) -> Usage:
 
 
 def join(pieces: Iterable[Piece]) -> Completion:
-    """The completion that a whole stream amounts to. Raises Internal if the stream ended without a last piece."""
-    parts = tuple(pieces)
-    last = parts[-1] if parts else None
-    if last is None or last.finish_reason is None:
-        raise Internal("the stream ended without a finish reason")
+    """The completion that a whole stream amounts to. Raises Internal if the stream ended before every sample had."""
+    everything = tuple(pieces)
+    parts: dict[int, list[Piece]] = {}
+    for piece in everything:
+        parts.setdefault(piece.index, []).append(piece)
+    if not parts or sorted(parts) != list(range(len(parts))):
+        raise Internal("the stream ended without a piece of every sample")
     return Completion(
+        samples=tuple(_sample(parts[index]) for index in range(len(parts))),
+        usage=next((p.usage for p in everything if p.usage is not None), Usage(0, 0, 0, 0, 0, 0)),
+        timings=next((p.timings for p in everything if p.timings is not None), Timings()),
+        prompt_logprobs=tuple(item for piece in everything for item in piece.prompt_logprobs),
+        request_id=everything[-1].request_id,
+    )
+
+
+def _sample(parts: list[Piece]) -> Sample:
+    """All pieces of one sample, in order. Raises Internal."""
+    last = parts[-1]
+    if last.finish_reason is None:
+        raise Internal(f"the stream ended without a finish reason of sample {last.index}")
+    return Sample(
         text="".join(part.text for part in parts),
         token_ids=tuple(token for part in parts for token in part.token_ids),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        usage=last.usage or Usage(0, 0, 0, 0, 0, 0),
-        timings=last.timings or Timings(),
         logprobs=tuple(item for part in parts for item in part.logprobs),
-        prompt_logprobs=tuple(item for part in parts for item in part.prompt_logprobs),
-        request_id=last.request_id,
+        beam_score=last.beam_score,
     )
 
 

@@ -1,15 +1,18 @@
-"""`looseleaf complete PROMPT`: stream the continuation of a prompt to stdout."""
+"""`looseleaf complete PROMPT`: stream the continuation of a prompt to stdout, or several one after the other."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from common.settings import settings_config
 from looseleaf.commands.options import ClientSettings
+from looseleaf.results import Piece
 
 
 class CompleteSettings(ClientSettings):
@@ -19,13 +22,44 @@ class CompleteSettings(ClientSettings):
 
     prompt: CliPositionalArg[str] = Field(description="the text to continue; - reads it from stdin")
     max_tokens: int | None = 128
+    n: int | None = Field(None, description="samples, printed one after the other; of beams how many are returned")
+    beam_width: int | None = Field(None, description="beams of a beam search; default: tokens are drawn")
+    length_penalty: float | None = Field(None, description="beams: above 0 favours longer ones")
+    early_stopping: Literal["true", "false", "never"] | None = Field(None, description="beams: when to end")
+
+    @property
+    def has_several(self) -> bool:
+        return (self.n or self.beam_width or 1) > 1
 
 
 def run(argv: Sequence[str]) -> int:
     settings = CompleteSettings.load(argv)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
+    options = settings.options("n", "beam_width", "length_penalty")
+    if settings.early_stopping is not None:
+        options["early_stopping"] = "never" if settings.early_stopping == "never" else settings.early_stopping == "true"
     with settings.client() as client:
-        for piece in client.generate(prompt, stream=True, **settings.options()):
-            print(piece.text, end="", flush=True)
-    print()
+        show(client.generate(prompt, stream=True, **options), numbered=settings.has_several)
     return 0
+
+
+def show(pieces: Iterable[Piece], *, numbered: bool) -> None:
+    """Print the samples one after the other, `numbered` each with its index and the score of a beam."""
+    begun = -1
+    for piece in in_turn(pieces):
+        if numbered and piece.index != begun:
+            score = "" if piece.beam_score is None else f" (score {piece.beam_score:.4f})"
+            print(f"[{piece.index}]{score} ", end="")
+        begun = piece.index
+        print(piece.text, end="" if piece.finish_reason is None else "\n", flush=True)
+
+
+def in_turn(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces sample by sample: those of the first as they come, then what has come of the second, and so on."""
+    current = 0
+    waiting: dict[int, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        waiting[piece.index].append(piece)
+        while ready := waiting.pop(current, []):
+            yield from ready
+            current += ready[-1].finish_reason is not None

@@ -23,13 +23,14 @@ class ClientSettings(Settings):
     min_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    priority: int | None = Field(None, description="lower goes first")
     stop: list[str] = Field([], description="strings that end the text")
 
     def client(self) -> Client:
         return Client(self.address, api_key=self.api_key, timeout=self.timeout)
 
-    def options(self) -> GenerateOptions:
-        """What was given, for `Client.generate`."""
-        names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
+    def options(self, *more: str) -> GenerateOptions:
+        """What was given of these options and `more`, for `Client.generate`."""
+        names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed", "priority", *more)
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(GenerateOptions, given | {"stop": self.stop})

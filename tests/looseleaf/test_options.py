@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from looseleaf.options import GenerateOptions, build_request
+from protos.v1 import types_pb2
 
 EVERYTHING: dict[str, Any] = {
     "temperature": 0.5,
@@ -20,6 +21,10 @@ EVERYTHING: dict[str, Any] = {
     "seed": 11,
     "logprobs": 2,
     "prompt_logprobs": 1,
+    "n": 3,
+    "beam_width": 4,
+    "length_penalty": 0.5,
+    "early_stopping": "never",
     "max_tokens": 9,
     "min_tokens": 4,
     "stop": ["end"],
@@ -38,7 +43,7 @@ def test_the_table_above_is_complete() -> None:
     assert set(EVERYTHING) == set(get_type_hints(GenerateOptions))
 
 
-@pytest.mark.parametrize("name", sorted(set(EVERYTHING) - {"timeout", "logit_bias", "stop"}))
+@pytest.mark.parametrize("name", sorted(set(EVERYTHING) - {"timeout", "logit_bias", "stop", "n", "early_stopping"}))
 def test_each_option_arrives_in_its_field(name: str) -> None:
     request = build_request("x", {name: EVERYTHING[name]})  # type: ignore[misc]
     holders = [
@@ -69,6 +74,16 @@ def test_maps_and_stop_strings() -> None:
     assert list(build_request("x", {"stop": ["a", "b"]}).stopping.stop) == ["a", "b"]
 
 
+def test_samples_and_the_kinds_of_early_stopping() -> None:
+    assert build_request("x", {"n": 3}).sampling.num_sequences == 3
+    kinds = [build_request("x", {"early_stopping": value}).sampling.early_stopping for value in (True, False, "never")]
+    assert kinds == [
+        types_pb2.BEAM_STOPPING_EARLY,
+        types_pb2.BEAM_STOPPING_HEURISTIC,
+        types_pb2.BEAM_STOPPING_NEVER,
+    ]
+
+
 @pytest.mark.parametrize(
     "prompt,kind",
     [
@@ -89,7 +104,17 @@ def test_a_misspelt_option_names_the_right_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name,value", [("temperature", "hot"), ("max_tokens", 1.5), ("max_tokens", -1), ("top_k", 1 << 40)]
+    "name,value",
+    [
+        ("temperature", "hot"),
+        ("max_tokens", 1.5),
+        ("max_tokens", -1),
+        ("top_k", 1 << 40),
+        ("n", -1),
+        ("early_stopping", 1),
+        ("early_stopping", "always"),
+        ("early_stopping", []),
+    ],
 )
 def test_a_value_of_the_wrong_type_names_the_option(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=name):
