@@ -52,7 +52,7 @@ async def main(settings: GatewaySettings) -> None:
     validator = Validator(assets, pool, salts, timeout_s=settings.request_timeout_s, max_model_len=max_model_len)
     metrics = Metrics(assets.name)
     admission, gate = Admission(settings.max_queue), Gate(workers.gate_capacity)
-    metrics.watch_queues(lambda: gate.inside, lambda: admission.current - gate.inside)
+    metrics.watch_queues(lambda: gate.num_running, lambda: admission.current - gate.num_running)
     runner = RequestRunner(
         workers, gate, assets.tokenizer, metrics, max_attempts=settings.max_attempts, recover_s=settings.recover_s
     )

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.types import PromptSources, SamplingParams, Timings, WorkerRecord
-from gateway.admission import Gate
+from gateway.admission import Gate, Place
 from gateway.assemble import Piece, Sample, Summary
 from gateway.lost import WorkerLost, internal, rejected, too_late
 from gateway.metrics import Metrics
@@ -114,7 +114,7 @@ class RequestRunner:
         life = _Life(request, Sample(request, self._tokenizer), now, now + request.timeout_s, digest)
         outcome = "abort"
         try:
-            await self._enter(life)
+            place = await self._enter(life)
             try:
                 async with aclosing(self._attempts(life)) as pieces:
                     async for piece in pieces:
@@ -124,24 +124,26 @@ class RequestRunner:
                             self._poison.completed(life.digest)
                         yield piece
             finally:
-                self._gate.leave()
+                self._gate.leave(place)
         except LooseleafError:
             outcome = "error"
             raise
         finally:
             self._metrics.ended(outcome, time.monotonic() - life.arrived, life.summary())
 
-    async def _enter(self, life: _Life) -> None:
+    async def _enter(self, life: _Life) -> Place:
         """Wait for a place with the workers; at once refused if there are none, or if it kills them."""
         self._poison.check(life.digest)
         if not self._workers.ready:
             raise Unavailable("no pair of prefill and decode workers is ready", retry_after_s=1.0)
         try:
             async with asyncio.timeout(life.remaining_s()):
-                await self._gate.enter(life.request.priority)
+                request = life.request
+                place = await self._gate.enter(request.priority, request.tenant, request.sampling.width, request.cost)
         except TimeoutError:
             raise too_late(life.request.timeout_s) from None
         life.queue_ns += _ns(time.monotonic() - life.arrived)
+        return place
 
     def _count(self, life: _Life, piece: Piece) -> None:
         if not piece.token_ids:

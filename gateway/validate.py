@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import InvalidArgument, NotFound, Unimplemented
-from common.types import SamplingParams, StoppingParams
+from common.types import EarlyStopping, SamplingParams, StoppingParams
 from gateway.assets import ModelAssets
 from gateway.limits import MAX_MESSAGES, MAX_NAME_BYTES, MAX_PROMPT_BYTES, MAX_SALT_BYTES, MIN_PROMPT_BYTES, Checker
 from gateway.tokenizing import TokenizerPool
@@ -61,6 +61,8 @@ class Wanted:
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -89,6 +91,12 @@ class ResolvedRequest:
     priority: int = 0
     prompt_text: str | None = None
     """The prompt as given, if it was text."""
+    tenant: str = ""
+
+    @property
+    def cost(self) -> int:
+        """The most tokens that the request can take: prompt, and outputs of all its sequences. Its share is counted so."""
+        return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +217,7 @@ class Validator:
             salt=self._salts.derive(tenant, wanted.cache_salt),
             priority=wanted.priority or 0,
             prompt_text=text,
+            tenant=tenant,
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import ResourceExhausted, Unavailable
-from gateway.admission import Admission, Gate
+from gateway.admission import Admission, Gate, Place
 
 
 def test_the_limit_is_exact_and_places_come_back() -> None:
@@ -24,11 +24,16 @@ def test_the_limit_is_exact_and_places_come_back() -> None:
         pass
 
 
+async def enter(gate: Gate, priority: int = 0, tenant: str = "", weight: int = 1, cost: int = 10) -> Place:
+    return await gate.enter(priority, tenant, weight, cost)
+
+
 async def test_the_gate_lets_in_by_priority_then_arrival_and_never_more_than_fit() -> None:
     gate, order = Gate(lambda: 2), []
+    inside: list[Place] = []
 
     async def one(name: str, priority: int) -> None:
-        await gate.enter(priority)
+        inside.append(await enter(gate, priority))
         order.append(name)
         assert gate.inside <= 2
 
@@ -36,7 +41,7 @@ async def test_the_gate_lets_in_by_priority_then_arrival_and_never_more_than_fit
     await asyncio.sleep(0.01)
     assert order == ["a", "b"] and gate.num_waiting == 4
     for _ in range(4):
-        gate.leave()
+        gate.leave(inside.pop(0))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert order == ["a", "b", "f", "d", "c", "e"]
@@ -46,21 +51,20 @@ async def test_the_gate_lets_in_by_priority_then_arrival_and_never_more_than_fit
 
 async def test_a_waiter_that_is_cancelled_takes_no_place() -> None:
     gate = Gate(lambda: 1)
-    await gate.enter(0)
-    first, second = asyncio.create_task(gate.enter(0)), asyncio.create_task(gate.enter(0))
+    place = await enter(gate)
+    first, second = asyncio.create_task(enter(gate)), asyncio.create_task(enter(gate))
     await asyncio.sleep(0.01)
-    gate.leave()  # lets `first` in at the moment in which it is cancelled
+    gate.leave(place)  # lets `first` in at the moment in which it is cancelled
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    await asyncio.wait_for(second, 1)
-    gate.leave()
+    gate.leave(await asyncio.wait_for(second, 1))
     assert gate.inside == 0 and gate.num_waiting == 0
 
 
 async def test_room_that_comes_later_is_noticed() -> None:
     room = 0
     gate = Gate(lambda: room)
-    task = asyncio.create_task(gate.enter(0))
+    task = asyncio.create_task(enter(gate))
     await asyncio.sleep(0.01)
     assert not task.done()
     room = 1
