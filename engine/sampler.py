@@ -1,4 +1,6 @@
-"""From logits to tokens: bias, minimum length, penalties, then the draw; log-probabilities. Pure, batch-vectorised.
+"""From logits to tokens: bias, minimum length, penalties, then the draw; log-probabilities; a beam search's candidates.
+
+Pure and vectorised over the batch.
 
 Logits stay on their device; ids and log-probabilities come back.
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from common.types import SamplingParams, StoppingParams, TokenLogprob
+from engine.beam import Candidates
 from engine.sequence import Sequence
 from kernels.sampling import log_softmax_top, sample
 
@@ -83,6 +86,21 @@ def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
 def prompt_logprobs(logits: torch.Tensor, target_ids: Seq[int], k: int) -> list[TokenLogprob]:
     """Log-probabilities of the prompt's own tokens: logits fp32 [P - 1, vocab] of positions 0..P-2, targets 1..P-1."""
     return _logprobs(logits, target_ids, [k] * len(target_ids)) if len(target_ids) else []
+
+
+@torch.inference_mode()
+def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]) -> list[Candidates]:
+    """The most likely next tokens of beams: of each row of fp32 logits [B, vocab] its count, or the whole vocabulary.
+
+    Log-probabilities are those after bias, min_tokens and penalties, since beams are judged by them; temperature and
+    the filters do not apply.
+    """
+    if not len(rows):
+        return []
+    unused = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    top = log_softmax_top(_adjust(logits, rows), unused, min(max(counts), logits.shape[1]))
+    ids, values = top.top_ids.tolist(), top.top.tolist()
+    return [Candidates(ids[i][:count], values[i][:count]) for i, count in enumerate(counts)]
 
 
 def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:

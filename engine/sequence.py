@@ -37,6 +37,12 @@ class BlockTable(Seq[BlockRef]):
         self._blocks.append(ref.block)
         self._generations.append(ref.generation)
 
+    def copy(self) -> BlockTable:
+        """A table of the same blocks that grows by itself."""
+        table = BlockTable()
+        table._blocks, table._generations = self._blocks[:], self._generations[:]
+        return table
+
     def copy_to(self, blocks: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
         """Fill a row of a step's arrays with the first blocks, as many as the row is long."""
         blocks[:] = np.frombuffer(self._blocks, np.uint32, len(blocks))
@@ -99,6 +105,22 @@ class Sequence:
         if start >= num_prompt:
             return self.output_ids[start - num_prompt : end - num_prompt]
         return self.prompt_ids[start:] + self.output_ids[: end - num_prompt]
+
+    def fork(self, sample_index: int) -> Sequence:
+        """Another sample or beam with the same past, in the same blocks; the caller counts them as used once more."""
+        return Sequence(
+            self.prompt_ids,
+            self.output_ids.copy(),
+            self.sampling,
+            self.stopping,
+            sample_index,
+            self.table.copy(),
+            self.hashes.copy(),
+            num_computed=self.num_computed,
+            num_sealed=self.num_sealed,
+            tail_sealed=self.tail_sealed,
+            num_cached=self.num_cached,
+        )
 
     def num_full_blocks(self, block_size: int) -> int:
         """Blocks whose every slot has its KV."""

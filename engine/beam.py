@@ -1,0 +1,166 @@
+"""One beam search: which beams go on, which have ended, when it is over. Bookkeeping only: no torch, no blocks, no I/O.
+
+Same ids and scores as transformers' beam search without sampling (v5). It is fed with the most likely next tokens of
+each running beam and answers with a fork list. With width w and e stop tokens, one step is:
+
+    every (beam, token) -> the (1 + e) * w (at least 2 * w) with the highest sums of log-probabilities
+                           -> those that end, if among the first w: into the w best ended, by score
+                           -> the first w that do not end: the new running beams
+
+Sums and scores are fp32. Ties go to the lower beam, then to the lower token id; among ended beams to the older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from common.types import FinishReason, SamplingParams, StoppingParams, TokenLogprob
+
+
+class Candidates(NamedTuple):
+    """The most likely next tokens of one beam, most likely first, ties by lower id."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """fp32 values; same length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A running beam: its output tokens and the sum of their log-probabilities."""
+
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One entry per token where log-probabilities were asked for, else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """An ended beam."""
+
+    token_ids: list[int]
+    """The stop token included."""
+    score: float
+    """Sum of the log-probabilities / number of tokens ** length_penalty."""
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob]
+
+
+class _Continuation(NamedTuple):
+    """A running beam and one more token."""
+
+    parent: int
+    token_id: int
+    cumulative_logprob: float
+
+
+class BeamSearch:
+    """One beam search, fed with each running beam's candidates.
+
+    Args:
+        sampling: width, length penalty, early stopping, how many beams are returned, log-probabilities.
+        stopping: stop tokens and the most tokens.
+        prompt_len: tokens of the prompt, less than `max_model_len`.
+        max_model_len: the most tokens of prompt and output together.
+    """
+
+    def __init__(self, sampling: SamplingParams, stopping: StoppingParams, prompt_len: int, max_model_len: int) -> None:
+        self._sampling = sampling
+        self._stopping = stopping
+        self._stop_ids = frozenset(stopping.stop_token_ids)
+        self._max_tokens = min(stopping.max_tokens, max_model_len - prompt_len)
+        # Each beam has at most one continuation per stop token, so at least `width` of these go on.
+        self._num_kept = max(2, 1 + len(self._stop_ids)) * sampling.width
+        self._ended: list[Hypothesis] = []  # best first, at most `width`
+        self._num_tokens = 0
+        self.num_candidates = max(self._num_kept, sampling.logprobs or 0)
+        """How many of a beam's most likely next tokens `advance` wants; fewer only where the vocabulary is smaller."""
+        self.running = [Beam()]
+        """The beams to be computed next, best first; at the start the prompt alone, at the end none."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to compute."""
+        return not self.running
+
+    def advance(self, candidates: Sequence[Candidates]) -> list[int]:
+        """Take one step; `candidates[i]` belongs to `running[i]`.
+
+        Returns for every new running beam the index of the old one that it continues: an index that occurs twice is a
+        fork, one that does not occur is a beam dropped.
+        """
+        self._num_tokens += 1
+        going: list[_Continuation] = []
+        for rank, continuation in enumerate(self._most_likely(candidates)):
+            reason = self._finish_reason(continuation.token_id)
+            if reason is None:
+                going.append(continuation)
+            elif rank < self._sampling.width:
+                self._end(self._extended(continuation, candidates), reason)
+        going = going[: self._sampling.width]
+        if not self._goes_on(going):
+            going = []
+        self.running = [self._extended(continuation, candidates) for continuation in going]
+        return [continuation.parent for continuation in going]
+
+    def best(self) -> list[Hypothesis]:
+        """The best ended beams, as many as are to be returned, best first; to be asked when `done`."""
+        return self._ended[: self._sampling.num_sequences]
+
+    def _most_likely(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
+        """The continuations of all running beams with the highest sums, best first."""
+        counts = [len(c.token_ids) for c in candidates]
+        parents = np.repeat(np.arange(len(counts)), counts)
+        tokens = np.concatenate([c.token_ids for c in candidates])
+        sums = np.concatenate([np.array(c.logprobs, np.float32) for c in candidates])
+        sums += np.repeat(np.array([beam.cumulative_logprob for beam in self.running], np.float32), counts)
+        order = np.lexsort((tokens, parents, -sums))[: self._num_kept]
+        columns = (parents[order].tolist(), tokens[order].tolist(), sums[order].tolist())
+        return list(map(_Continuation, *columns))
+
+    def _finish_reason(self, token_id: int) -> FinishReason | None:
+        if token_id in self._stop_ids and self._num_tokens >= self._stopping.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self._num_tokens >= self._max_tokens else None
+
+    def _end(self, beam: Beam, reason: FinishReason) -> None:
+        score = self._score(beam.cumulative_logprob, self._num_tokens)
+        self._ended.append(Hypothesis(beam.token_ids, score, reason, beam.logprobs))
+        self._ended.sort(key=lambda hypothesis: -hypothesis.score)
+        del self._ended[self._sampling.width :]
+
+    def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
+        return float(np.float32(cumulative_logprob) / np.float32(num_tokens**self._sampling.length_penalty))
+
+    def _goes_on(self, going: Sequence[_Continuation]) -> bool:
+        """Whether these beams may still change what is returned, by the rule that was asked for."""
+        if not going or len(self._ended) < self._sampling.width:
+            return bool(going)
+        early_stopping, length_penalty = self._sampling.early_stopping, self._sampling.length_penalty
+        if early_stopping is True:
+            return False
+        # A positive penalty favours long beams: at best this one ends at the limit with the sum it has now.
+        furthest = early_stopping == "never" and length_penalty > 0.0
+        length = self._max_tokens if furthest else self._num_tokens
+        return self._score(going[0].cumulative_logprob, length) > self._ended[-1].score
+
+    def _extended(self, continuation: _Continuation, candidates: Sequence[Candidates]) -> Beam:
+        parent, token_id, cumulative_logprob = continuation
+        beam = self.running[parent]
+        logprobs = beam.logprobs
+        if self._sampling.logprobs is not None:
+            logprobs = [*logprobs, _token_logprob(token_id, candidates[parent], self._sampling.logprobs)]
+        return Beam([*beam.token_ids, token_id], cumulative_logprob, logprobs)
+
+
+def _token_logprob(token_id: int, candidates: Candidates, count: int) -> TokenLogprob:
+    """A beam's newest token beside the `count` most likely; equal log-probabilities share a rank, as in sampling."""
+    ids, values = candidates
+    logprob = values[ids.index(token_id)]
+    top = tuple(zip(ids[:count], values[:count], strict=True))
+    return TokenLogprob(token_id, logprob, values.index(logprob) + 1, top)
