@@ -9,10 +9,11 @@ from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle
 from common.turns import Turns
+from decode_svc.outputs import Rejection
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.service import DecodeServicer
 from decode_svc.settings import DecodeSettings
-from decode_svc.worker import DecodeWorker, Rejection
+from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.types import WorkerLoad
+from engine.beam import BeamSearch
 from engine.sequence import Sequence
 
 
@@ -28,7 +29,8 @@ class Group:
     number: int = 0
     """Order of arrival at this worker; set by the scheduler."""
     live: list[Sequence] = field(default_factory=list)
-    """Sequences that have not ended."""
+    """Sequences that have not ended; of a beam search its running beams, in the search's order."""
+    search: BeamSearch | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -39,7 +41,7 @@ class DecodeScheduler:
     """Running and waiting groups, each in order of (priority, arrival)."""
 
     def __init__(self, *, max_num_seqs: int, max_queue: int) -> None:
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._waiting: list[Group] = []
         self.running: list[Group] = []
@@ -47,7 +49,7 @@ class DecodeScheduler:
 
     def is_full(self, num_unclaimed: int = 0) -> bool:
         """Whether the queue, with groups that are still to be claimed, holds all it may."""
-        return len(self._waiting) + num_unclaimed >= self._max_queue + max(0, self._max_num_seqs - self._num_running)
+        return len(self._waiting) + num_unclaimed >= self._max_queue + max(0, self.max_num_seqs - self._num_running)
 
     def add(self, group: Group) -> None:
         """Queue a claimed group."""
@@ -59,7 +61,7 @@ class DecodeScheduler:
         """Move waiting groups to the running ones, in order, while there is room and `fits` says yes."""
         while self._waiting:
             group = self._waiting[0]
-            if self._num_running + len(group.live) > self._max_num_seqs or not fits(group):
+            if self._num_running + len(group.live) > self.max_num_seqs or not fits(group):
                 return
             insort(self.running, self._waiting.pop(0), key=lambda g: g.rank)
 

@@ -12,9 +12,10 @@ from common.errors import LooseleafError
 from common.rpc import HEARTBEAT_S, Context
 from common.step_thread import StepThread
 from common.types import WorkerLoad
+from decode_svc.outputs import Output, Rejection
+from decode_svc.outputs import Session as WorkerSession
 from decode_svc.scheduler import Group
-from decode_svc.worker import DecodeWorker, Output, Rejection
-from decode_svc.worker import Session as WorkerSession
+from decode_svc.worker import DecodeWorker
 from engine.sequence import Sequence
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc

@@ -7,67 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
 from block_store.attach import Attached
-from block_store.codec import SealItem
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
-from block_store.hashing import chain_start, next_hash
-from common.types import BlockRef, FinishReason, Ticket, Timings, TokenLogprob, WorkerLoad
+from block_store.hashing import chain_start
+from common.types import BlockRef, Ticket, Timings, WorkerLoad
+from decode_svc.blocks import Plan, RunningBlocks, forget
+from decode_svc.claims import Claim, Claims, fits_ticket, take_over
+from decode_svc.outputs import Outbox, Output, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, sample_rows
-from engine.sequence import BlockTable, Chunk, Sequence, Step, lay_out
+from engine.sequence import Chunk, Sequence, Step, lay_out
 
 logger = logging.getLogger("decode")
-TELL_S = 1.0
-"""How often a session with waiting groups only hears of the worker."""
 RETRY_ALLOC_S = 0.005
 """Pause before blocks that were not to be had are asked for again."""
-
-
-class Rejection(Enum):
-    """Why a group left this worker unfinished."""
-
-    GIVEN_BACK = "given back"
-    LOST = "lost"
-    QUEUE_FULL = "queue full"
-    DEADLINE = "deadline"
-    TOO_LARGE = "too large"
-    DRAINING = "draining"
-    INTERNAL = "internal"
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one step brought one sequence."""
-
-    handle: int
-    attempt: int
-    sample_index: int = 0
-    first_index: int = 0
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None
-    rejection: Rejection | None = None
-    timings: Timings | None = None
-
-
-Send = Callable[[list[Output], WorkerLoad], None]
-
-
-class Session:
-    """One gateway's sequences on this worker."""
-
-    __slots__ = ("groups", "outputs", "send")
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.groups: dict[int, Group] = {}
-        self.outputs: list[Output] = []
 
 
 class DecodeWorker:
@@ -79,12 +35,10 @@ class DecodeWorker:
         self._scheduler = scheduler
         self._domain = domain
         self._block_size = runner.layout.block_size
-        self._sessions: dict[Group, Session] = {}
-        self._touched: set[Session] = set()
-        self._unclaimed: dict[Group, tuple[Ticket, bytes]] = {}
-        """Groups that wait for the ledger to answer, with ticket and the parent of their first hash."""
+        self._blocks = RunningBlocks(runner, attached)
+        self._claims = Claims(attached)
+        self._outbox = Outbox()
         self._draining = False
-        self._told_at = 0.0
         self.load = WorkerLoad()
         """As of the last step; other threads may read it."""
 
@@ -93,21 +47,23 @@ class DecodeWorker:
     def submit(self, session: Session, group: Group, ticket: Ticket, salt: bytes) -> None:
         """Claim the ticket at once and queue the group; whatever cannot be is rejected."""
         if (rejection := self._objection(group, ticket)) is not None:
-            self._reject_new(session, group, rejection)
-            self._decline(ticket)
+            self._outbox.refuse(session, group, rejection)
+            self._claims.decline(ticket)
         else:
-            session.groups[group.handle] = group
-            self._sessions[group] = session
-            self._unclaimed[group] = (ticket, chain_start(self._domain, salt))
-            self._claim_all()
-        self._flush()
+            self._outbox.open(session, group)
+            self._claims.add(group, Claim(ticket, chain_start(self._domain, salt)))
+            try:
+                self._claim_all()
+            except Fenced:
+                self._start_over("the worker's lease was over")
+        self._outbox.flush(self.load)
 
     def _objection(self, group: Group, ticket: Ticket) -> Rejection | None:
         if self._draining:
             return Rejection.DRAINING
-        if self._scheduler.is_full(len(self._unclaimed)):
+        if self._scheduler.is_full(len(self._claims)):
             return Rejection.QUEUE_FULL
-        if not self._consistent(group, ticket):
+        if not fits_ticket(group, ticket, self._block_size):
             return Rejection.INTERNAL
         if ticket.arena_id != self._attached.arena.arena_id:
             return Rejection.LOST
@@ -115,51 +71,17 @@ class DecodeWorker:
             return Rejection.TOO_LARGE
         return None
 
-    def _decline(self, ticket: Ticket) -> None:
-        if ticket.arena_id == self._attached.arena.arena_id:
-            with suppress(Fenced):
-                self._attached.held.decline(ticket)
-
-    def _consistent(self, group: Group, ticket: Ticket) -> bool:
-        """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked."""
-        return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
-            [len(table) for table in tables] == [-(-num_tokens // self._block_size)]
-            and sequence.num_tokens == num_tokens + 1
-            for tables, num_tokens, sequence in zip(ticket.tables, ticket.num_tokens, group.sequences, strict=True)
-        )
-
     def _longest(self, group: Group) -> int:
         return max(min(len(s.prompt_ids) + s.stopping.max_tokens, self._runner.max_model_len) for s in group.sequences)
 
     def _claim_all(self) -> None:
-        """Claim what is to be claimed, in order of arrival, while the ledger answers."""
-        for group, (ticket, start) in list(self._unclaimed.items()):
-            try:
-                self._attached.held.claim(ticket)
-            except LedgerUnavailable:
-                return
-            except Fenced:
-                self._start_over("the worker's lease was over")
-                return
-            except LedgerError as error:
-                logger.info("ticket %d cannot be claimed: %s", ticket.epoch, error)
-                del self._unclaimed[group]
+        """Claim what is to be claimed, in order of arrival, while the ledger answers. Fenced."""
+        for group, claim in self._claims.settle():
+            if claim is None:
                 self._reject(group, Rejection.LOST)
             else:
-                del self._unclaimed[group]
-                self._enter(group, ticket, start)
-
-    def _enter(self, group: Group, ticket: Ticket, start: bytes) -> None:
-        """Queue a group whose blocks are ours."""
-        for sequence, groups, num_tokens in zip(group.sequences, ticket.tables, ticket.num_tokens, strict=True):
-            sequence.table = BlockTable(groups[0])
-            sequence.num_computed = num_tokens
-            sequence.num_sealed = num_tokens // self._block_size
-            sequence.tail_sealed = num_tokens % self._block_size != 0
-            sequence.hashes = [start]
-        group.live = list(group.sequences)
-        group.claimed_ns = time.monotonic_ns()
-        self._scheduler.add(group)
+                take_over(group, claim, self._block_size)
+                self._scheduler.add(group)
 
     def cancel(self, session: Session, handle: int) -> None:
         """Drop a group and release its blocks; unknown handles have ended already."""
@@ -180,7 +102,7 @@ class DecodeWorker:
             if self._attached.is_fenced:
                 raise Fenced("while idle, or between two steps")
             self._claim_all()
-            for group in self._scheduler.expired(time.monotonic_ns(), self._unclaimed):
+            for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
                 self._reject(group, Rejection.DEADLINE)
             self._scheduler.admit(self._fits)
             if plan := self._reserve():
@@ -194,19 +116,19 @@ class DecodeWorker:
             logger.error("the ledger refused: %s", error)
             self._start_over("the ledger refused an operation")
         self.load = self._load()
-        self._flush()
-        if self._scheduler.idle and not self._unclaimed:
+        self._outbox.flush(self.load)
+        if self._scheduler.idle and not self._claims:
             return None
         return 0.0 if ran else RETRY_ALLOC_S
 
     def _load(self) -> WorkerLoad:
         load = self._scheduler.load()
-        return replace(load, num_waiting=load.num_waiting + sum(len(g.sequences) for g in self._unclaimed))
+        return replace(load, num_waiting=load.num_waiting + sum(len(g.sequences) for g in self._claims))
 
     def _groups(self) -> list[Group]:
-        return [*self._scheduler.groups(), *self._unclaimed]
+        return [*self._scheduler.groups(), *self._claims]
 
-    def _run_guarded(self, plan: list[tuple[Group, Chunk]]) -> None:
+    def _run_guarded(self, plan: Plan) -> None:
         """A step that fails for a reason of its own costs its groups; one that fails with its device ends the thread,
         and the blocks stay ours until our lease and our process are over."""
         try:
@@ -217,44 +139,40 @@ class DecodeWorker:
             self._runner.settle(error)
             logger.exception("a step failed")
             for group in {group: None for group, _ in plan}:
-                if group in self._sessions:
+                if group in self._outbox:
                     self._reject(group, Rejection.INTERNAL)
 
     def _fits(self, group: Group) -> bool:
         """Admission below a watermark: a group starts only while blocks for its first step can be had at once."""
         return self._attached.held.num_free_hint >= 2 * len(group.live) or not self._scheduler.running
 
-    def _reserve(self) -> list[tuple[Group, Chunk]]:
+    def _reserve(self) -> Plan:
         """Give every running sequence a block of its own for its next position, preempting where there is none."""
-        plan: list[tuple[Group, Chunk]] = []
+        plan: Plan = []
         for group in list(self._scheduler.running):
-            if group not in self._sessions:  # preempted for one before it
+            if group not in self._outbox:  # preempted for one before it
                 continue
-            if not all(self._reserve_slot(group, sequence) for sequence in group.live):
+            if not self._reserve_for(group):
                 break  # the last group waits until others release blocks
             plan += [(group, Chunk(sequence, 1)) for sequence in group.live]
         return plan
 
-    def _reserve_slot(self, group: Group, sequence: Sequence) -> bool:
-        block = sequence.num_computed // self._block_size
-        if block < len(sequence.table) and not sequence.tail_sealed:
+    def _reserve_for(self, group: Group) -> bool:
+        """All that the group needs for its next step, or nothing."""
+        needy = self._blocks.needy(group)
+        if not needy:
             return True
-        fresh = self._alloc_one(group)
-        if fresh is None:
+        if (fresh := self._alloc(group, len(needy))) is None:
             return False
-        if sequence.tail_sealed:  # the sealed partial block of the hand-over: copy on write
-            sequence.copy_from = sequence.table[block]
-            sequence.table[block] = fresh
-            sequence.tail_sealed = False
-        else:
-            sequence.table.append(fresh)
+        for sequence, ref in zip(needy, fresh, strict=True):
+            self._blocks.give(sequence, ref)
         return True
 
-    def _alloc_one(self, group: Group) -> BlockRef | None:
-        """One block, at the price of groups that come after `group`; None if it must wait."""
+    def _alloc(self, group: Group, num_blocks: int) -> list[BlockRef] | None:
+        """Blocks at the price of groups that come after `group`; None if it must wait."""
         while True:
             try:
-                return self._attached.held.alloc(1)[0]
+                return self._attached.held.alloc(num_blocks)
             except LedgerUnavailable:
                 return None
             except Exhausted:
@@ -264,56 +182,30 @@ class DecodeWorker:
                 logger.info("no block left: group %d is given back to prefill", victim.handle)
                 self._reject(victim, Rejection.GIVEN_BACK)
 
-    def _run(self, plan: list[tuple[Group, Chunk]]) -> None:
+    def _run(self, plan: Plan) -> None:
         step = lay_out([chunk for _, chunk in plan], self._block_size)
         if not self._check(plan, step):  # before anything is launched: groups that it rejects release their blocks
             return
-        copying = [chunk.sequence for _, chunk in plan if chunk.sequence.copy_from is not None]
-        if copying:
-            self._runner.copy_blocks([_source(s).block for s in copying], [s.table[-1].block for s in copying])
+        copying = self._blocks.copy(plan)
         logits = self._runner.step(step.batch)
         if not self._check(plan, step):
             return
-        for sequence in copying:
-            self._attached.held.release([_source(sequence)])
-            sequence.copy_from = None
+        self._blocks.copied(copying)
         for _, chunk in plan:
             chunk.sequence.num_computed = chunk.end
-        self._seal([chunk.sequence for _, chunk in plan])
+        self._blocks.seal(chunk.sequence for _, chunk in plan)
         samples = sample_rows(logits, [SampleRow.of(chunk.sequence) for _, chunk in plan])
         for (group, chunk), sample in zip(plan, samples, strict=True):
             self._append(group, chunk.sequence, sample)
 
-    def _check(self, plan: list[tuple[Group, Chunk]], step: Step) -> bool:
-        """The reader rule, for tables and for the sources of copies. False: the stale groups were rejected."""
-        arena = self._attached.arena
-        stale: set[Group] = set()
-        if not arena.check(step.block_table, step.generations):
-            rows = zip(step.block_table, step.generations, strict=True)
-            stale |= {group for (group, _), row in zip(plan, rows, strict=True) if not arena.check(*row)}
-        for group, chunk in plan:
-            source = chunk.sequence.copy_from
-            if source is not None and int(arena.generations[source.block]) != source.generation:
-                stale.add(group)
+    def _check(self, plan: Plan, step: Step) -> bool:
+        """The reader rule. False: the stale groups were rejected."""
+        stale = self._blocks.stale(plan, step)
         if stale:
             logger.warning("reader rule: %d groups of %d had blocks that live another life now", len(stale), len(plan))
         for group in stale:
             self._reject(group, Rejection.LOST)
         return not stale
-
-    def _seal(self, sequences: list[Sequence]) -> None:
-        """Seal and publish the blocks that this step filled; acknowledged before any token of the step leaves."""
-        filled = [s for s in sequences if s.num_full_blocks(self._block_size) > s.num_sealed]
-        if not filled:
-            return
-        items: list[SealItem] = []
-        for sequence in filled:
-            sequence.extend_hashes(sequence.num_sealed + 1, self._block_size, next_hash)
-            block = sequence.num_sealed
-            items.append(SealItem(sequence.table[block], sequence.block_hash(block)))
-        for sequence, ref in zip(filled, self._attached.held.seal(items), strict=True):
-            sequence.table[sequence.num_sealed] = ref
-            sequence.num_sealed += 1
 
     def _append(self, group: Group, sequence: Sequence, sample: Sampled) -> None:
         index = len(sequence.output_ids)
@@ -323,7 +215,7 @@ class DecodeWorker:
         if reason is not None:
             now = time.monotonic_ns()
             timings = Timings(hand_over_ns=group.claimed_ns - group.arrived_ns, decode_ns=now - group.claimed_ns)
-        self._emit(
+        self._outbox.emit(
             group,
             Output(
                 group.handle,
@@ -338,7 +230,7 @@ class DecodeWorker:
         )
         if reason is not None:
             group.live.remove(sequence)
-            self._release(sequence)
+            self._blocks.release(sequence)
             if not group.live:
                 self._drop(group)
 
@@ -347,27 +239,14 @@ class DecodeWorker:
     def _drop(self, group: Group) -> None:
         """Forget a group and release what it still holds."""
         self._scheduler.remove(group)
-        if (claim := self._unclaimed.pop(group, None)) is not None:
-            self._decline(claim[0])
-        session = self._sessions.pop(group)
-        session.groups.pop(group.handle, None)
+        self._claims.drop(group)
+        self._outbox.close(group)
         for sequence in group.live:
-            self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        source = [] if sequence.copy_from is None else [sequence.copy_from]
-        refs = [*sequence.table, *source]
-        sequence.table, sequence.copy_from = BlockTable(), None
-        with suppress(Fenced):  # they were taken back already
-            self._attached.held.release(refs)
+            self._blocks.release(sequence)
 
     def _reject(self, group: Group, rejection: Rejection) -> None:
-        self._emit(group, Output(group.handle, group.attempt, rejection=rejection))
+        self._outbox.emit(group, Output(group.handle, group.attempt, rejection=rejection))
         self._drop(group)
-
-    def _reject_new(self, session: Session, group: Group, rejection: Rejection) -> None:
-        session.outputs.append(Output(group.handle, group.attempt, rejection=rejection))
-        self._touched.add(session)
 
     def start_draining(self) -> None:
         """Refuse new groups from now on."""
@@ -377,7 +256,7 @@ class DecodeWorker:
         """Send every group away; their gateways prefill them again elsewhere."""
         for group in self._groups():
             self._reject(group, rejection)
-        self._flush()
+        self._outbox.flush(self.load)
 
     def _start_over(self, reason: str) -> None:
         """Fenced: nothing that we hold is ours any more. Send everything away and register anew."""
@@ -385,30 +264,7 @@ class DecodeWorker:
         logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
         for group in groups:
             for sequence in group.live:  # renewing gives everything back at once
-                sequence.table, sequence.copy_from = BlockTable(), None
+                forget(sequence)
             self._reject(group, Rejection.LOST)
-        self._flush()  # gateways go elsewhere while this waits for the ledger
+        self._outbox.flush(self.load)  # gateways go elsewhere while this waits for the ledger
         self._attached.renew()
-
-    # --- output
-
-    def _emit(self, group: Group, output: Output) -> None:
-        session = self._sessions[group]
-        session.outputs.append(output)
-        self._touched.add(session)
-
-    def _flush(self) -> None:
-        """One message per session and step; to sessions without news the load, once a second, as a sign of life."""
-        now = time.monotonic()
-        if now - self._told_at >= TELL_S:
-            self._told_at = now
-            self._touched.update(self._sessions.values())
-        for session in self._touched:
-            session.send(session.outputs, self.load)
-            session.outputs = []
-        self._touched.clear()
-
-
-def _source(sequence: Sequence) -> BlockRef:
-    assert sequence.copy_from is not None
-    return sequence.copy_from
