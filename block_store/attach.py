@@ -71,8 +71,13 @@ class Needs:
 class Attached:
     """A worker's arena, its incarnation as a holder, and its entry in the registry."""
 
-    def __init__(self, arena: Arena, redis_url: str, needs: Needs) -> None:
+    def __init__(self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0) -> None:
+        """`granted_floor`: the store's word; 0: what the worker needs."""
         self.arena = arena
+        self.floor_blocks = max(granted_floor, needs.floor_blocks)
+        """What the incarnation registered with: the most blocks that one sequence group may need here. Never grows: the
+        others, when they rejoin after a rebuild, must find room for theirs.
+        """
         self._needs = needs
         self._client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
         # In a thread of its own and with time: a worker that cannot publish for three seconds counts as gone.
@@ -90,11 +95,24 @@ class Attached:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                return self._register()
+                return self._register_with_some_floor()
             except (LedgerUnavailable, StaleDataset, FloorsExceedArena) as error:
                 if time.monotonic() >= deadline or self._stop.wait(0.5):
                     raise
                 logger.warning("cannot register yet: %s", error)
+
+    def _register_with_some_floor(self) -> HeldBlocks:
+        """With what the worker asked for where what it was granted does not fit: there are more workers than the store
+        was told of, or a dead predecessor's floor counts still in a small arena (`sizing.granted_floor`).
+        """
+        try:
+            return self._register()
+        except FloorsExceedArena as error:
+            if self.floor_blocks == self._needs.floor_blocks:
+                raise
+            logger.warning("floor of %d blocks, not %d: %s", self._needs.floor_blocks, self.floor_blocks, error)
+            self.floor_blocks = self._needs.floor_blocks
+            return self._register()
 
     def _register(self) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()
@@ -103,7 +121,7 @@ class Attached:
                 Ledger.attach(self._client, self.arena),
                 self._needs.worker_id,
                 writer_slot=slot.number,
-                floor=self._needs.floor_blocks,
+                floor=self.floor_blocks,
                 on_fenced=lambda: self.on_fenced(),
             )
         except BaseException:
@@ -141,7 +159,7 @@ class Attached:
                     on_lost()
                     return
                 try:
-                    self._registry.publish(replace(record, load=load(), epoch=self.held.holder.epoch))
+                    self._registry.publish(self._as_of_now(record, load()))
                 except Exception:
                     logger.exception("the worker's record could not be published")
                 if self._stop.wait(1.0):
@@ -149,6 +167,9 @@ class Attached:
 
         self._announcer = threading.Thread(target=run, name="announce", daemon=True)
         self._announcer.start()
+
+    def _as_of_now(self, record: WorkerRecord, load: WorkerLoad) -> WorkerRecord:
+        return replace(record, load=load, epoch=self.held.holder.epoch, max_group_blocks=self.floor_blocks)
 
     def withdraw(self) -> None:
         """Take the worker out of the registry: gateways send it nothing new."""
@@ -171,12 +192,14 @@ def attach(address: str, needs: Sequence[Needs]) -> list[Attached]:
     """One process' roles attach to the store at `address`, all at once: it answers when every worker it expects has
     asked. They share one mapping of the arena. Raises StartupError.
     """
-    reply = _ask(address, [_request_of(need) for need in needs])
+    replies = _ask(address, [_request_of(need) for need in needs])
+    directory, redis_url = replies[0].directory, replies[0].redis_url
     try:
-        arena = _open(reply.directory, needs[0])
-        return [Attached(arena, reply.redis_url, need) for need in needs]
+        arena = _open(directory, needs[0])
+        pairs = zip(needs, replies, strict=True)
+        return [Attached(arena, redis_url, need, reply.floor_blocks) for need, reply in pairs]
     except BlockStoreError as error:
-        raise StartupError(f"the arena in {reply.directory} cannot be used: {error}") from None
+        raise StartupError(f"the arena in {directory} cannot be used: {error}") from None
 
 
 def _request_of(needs: Needs) -> pb.AttachRequest:
@@ -196,20 +219,20 @@ def _request_of(needs: Needs) -> pb.AttachRequest:
     )
 
 
-def _ask(address: str, requests: Sequence[pb.AttachRequest]) -> pb.AttachResponse:
-    """The store's answer, which is the same for all. StartupError at the first refusal: the others would wait on."""
+def _ask(address: str, requests: Sequence[pb.AttachRequest]) -> list[pb.AttachResponse]:
+    """The store's answers, which differ only in the floor. StartupError at the first refusal: the others would wait."""
     answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpc.insecure_channel(address) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
-        for request in requests:
-            call = stub.Attach.future(request, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True)
+        calls = [stub.Attach.future(each, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True) for each in requests]
+        for call in calls:
             call.add_done_callback(answered.put)
-        for _ in requests:
+        for _ in calls:
             try:
-                reply: pb.AttachResponse = answered.get().result()
+                answered.get().result()
             except grpc.RpcError as error:
                 raise StartupError(f"the block store at {address} refuses: {error_of(error).message}") from None
-    return reply
+        return [call.result() for call in calls]
 
 
 def _device_uuid(needs: Needs) -> bytes:

@@ -54,6 +54,7 @@ def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSe
         domain,
         model.max_model_len,
         settings.max_num_seqs,
+        attached.floor_blocks,
     )
 
 

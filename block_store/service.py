@@ -18,7 +18,7 @@ from block_store.header import HeaderState, Memory
 from block_store.inspection import BlockView, HolderView, Inspection, inspect
 from block_store.owner import ArenaOwner
 from block_store.placing import place_name
-from block_store.sizing import CannotSize, WorkerNeeds
+from block_store.sizing import CannotSize, WorkerNeeds, granted_floor
 from common import convert
 from common.errors import Aborted, FailedPrecondition, Internal, InvalidArgument, LooseleafError, NotFound, Unavailable
 from common.types import BlockRef, KvLayout
@@ -65,6 +65,7 @@ class BlockStoreServicer:
         return pb.AttachResponse(
             arena_id=arena.arena_id, directory=str(arena.directory), num_blocks=arena.num_blocks,
             block_bytes=arena.block_bytes, redis_url=self._owner.redis_url,
+            floor_blocks=granted_floor(request.floor_blocks, request.role, arena.num_blocks, self._expect_workers),
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:

@@ -107,6 +107,20 @@ def size_arena(layout: KvLayout, needs: Sequence[WorkerNeeds], limits: Limits, n
     return Sizing(layout, limits, weights, peaks, blocks, max((worker.max_model_len for worker in needs), default=1))
 
 
+def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int) -> int:
+    """The floor of a worker: what it asked for, and for a decode worker a share x of what the floors leave, so that
+    groups wider than one sequence of full length can be served too.
+
+    W workers, D of them decode, ask for at most a blocks each, of N; x = (N - W a) / (2 W). All floors together are at
+    most W a + D x <= N - (N - W a) / 2: half of what the askers leave is never kept from anybody. A worker beside whom
+    nobody holds anything can take N - (W - 1) a - D x = a + (2 W - D) x >= a + x: so whatever fits into a decode
+    worker's floor can also be prefilled, at the latest when nothing else runs. Where a killed worker's floor still
+    counts beside its successor's, both fit if a <= N / (W + 2) and one worker at least is no decode worker.
+    """
+    left = num_blocks - num_workers * asked
+    return asked + max(0, left) // (2 * num_workers) if role == "decode" else asked
+
+
 def _room(limits: Limits) -> str:
     """The rest of the numbers, and what helps."""
     if limits.on_device:

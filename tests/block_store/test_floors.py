@@ -1,0 +1,117 @@
+"""Floors: what the store grants, what a worker registers with, and what the registry says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from block_store.attach import Needs, attach
+from block_store.errors import Exhausted
+from block_store.member import record_of
+from block_store.redis_server import RedisHandle
+from block_store.registry import WorkerRegistry
+from block_store.sizing import granted_floor
+from block_store.testing import LAYOUT, StoreProcess, wait_until
+from common.settings import WorkerSettings
+from common.types import WorkerLoad
+
+NUM_BLOCKS = 64
+
+
+class TinyModel:
+    """As far as the registry's record speaks of a model."""
+
+    layout = LAYOUT
+    weights_bytes = 0
+    max_model_len = 64
+    model_fingerprint = "00" * 32
+    numerics = "none"
+
+
+def needs(name: str, role: str, floor: int) -> Needs:
+    return Needs(name, role, LAYOUT, 0, 0, 64, floor)
+
+
+@pytest.fixture
+def running(shm: Path, redis_handle: RedisHandle) -> Iterator[StoreProcess]:
+    store = StoreProcess(shm / "s", "--num-blocks", str(NUM_BLOCKS), "--redis-url", redis_handle.url)
+    yield store
+    store.stop()
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_decode", "num_blocks", "asked"),
+    [(2, 1, 64, 4), (4, 2, 224, 28), (4, 3, 4096, 33), (3, 2, 100, 33), (2, 1, 9, 4), (1, 1, 10, 1), (8, 1, 17, 2)],
+)
+def test_floors_leave_room_for_everybody(num_workers: int, num_decode: int, num_blocks: int, asked: int) -> None:
+    """The arithmetic of `granted_floor`."""
+    floor = granted_floor(asked, "decode", num_blocks, num_workers)
+    assert granted_floor(asked, "prefill", num_blocks, num_workers) == asked <= floor
+    prefill = (num_workers - num_decode) * asked
+    assert num_decode * floor + prefill <= num_blocks - (num_blocks - num_workers * asked) // 2
+    if num_decode < num_workers:
+        assert num_blocks - num_decode * floor - (prefill - asked) >= floor, "it can be prefilled"
+        if asked * (num_workers + 2) <= num_blocks:
+            assert (num_decode + 1) * floor + prefill <= num_blocks, "beside a predecessor's"
+
+
+def test_floors_that_fill_the_arena_stay_what_was_asked_for() -> None:
+    assert granted_floor(32, "decode", 64, 2) == 32 == granted_floor(32, "decode", 50, 2)
+
+
+def test_workers_register_with_what_they_are_granted_and_say_so(
+    running: StoreProcess, redis_handle: RedisHandle
+) -> None:
+    prefill, decode = attach(running.address, [needs("p", "prefill", 4), needs("d", "decode", 5)])
+    granted = 5 + (NUM_BLOCKS - 2 * 5) // 4
+    assert (prefill.floor_blocks, decode.floor_blocks) == (4, granted) and floors(running) == {"p": 4, "d": granted}
+    with pytest.raises(Exhausted):
+        prefill.held.alloc(NUM_BLOCKS - granted + 1)
+    taken = prefill.held.alloc(NUM_BLOCKS - granted)
+    assert len(decode.held.alloc(granted)) == granted, "the floor was kept free"
+    prefill.held.release(taken)
+
+    settings = WorkerSettings(model="tiny")
+    record = record_of(needs("d", "decode", 5), decode, TinyModel(), settings)
+    assert record.max_group_blocks == granted
+    registry = WorkerRegistry(redis_handle.client)
+    decode.announce(record, WorkerLoad)
+    wait_until(registry.list)
+    assert [worker.max_group_blocks for worker in registry.list()] == [granted]
+    decode.withdraw()
+    for worker in (prefill, decode):
+        worker.close()
+
+
+def test_one_worker_more_than_the_store_was_told_of(running: StoreProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """It gets what it asked for, and no more when it comes back while others are away: they could not rejoin."""
+    told_of = attach(running.address, [needs("d0", "decode", 12), needs("d1", "decode", 12)])
+    granted = 12 + (NUM_BLOCKS - 2 * 12) // 4
+    assert floors(running) == {"d0": granted, "d1": granted}
+    [late] = attach(running.address, [needs("d2", "decode", 12)])
+    assert late.floor_blocks == 12 and floors(running)["d2"] == 12
+    assert "floor of 12 blocks, not 22" in caplog.text
+    told_of[0].close()
+    late.renew()
+    assert late.floor_blocks == 12 and floors(running) == {"d1": granted, "d2": 12}
+    told_of[1].renew()
+    assert told_of[1].floor_blocks == granted == floors(running)["d1"]
+    for worker in (told_of[1], late):
+        worker.close()
+
+
+def test_a_found_arena_grants_by_its_own_size(shm: Path) -> None:
+    flags = ("--expect-workers", "1", "--keep-arena", "--num-blocks")
+    store = StoreProcess(shm / "s", *flags, "32")
+    first = store.attach("d", "decode", floor=4)
+    store.stop()
+    again = StoreProcess(shm / "s", *flags, "16")
+    assert again.attach("d", "decode", floor=4).floor_blocks == first.floor_blocks == 4 + (32 - 4) // 2
+    again.stop()
+
+
+def floors(store: StoreProcess) -> dict[str, int]:
+    """As the ledger has them."""
+    return {holder.name: holder.floor_blocks for holder in store.inspect().holders}
