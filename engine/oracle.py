@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from common.types import SamplingParams, StoppingParams
+from engine.beam import BeamSearch, Hypothesis
 from engine.runner import ModelRunner
-from engine.sampler import SampleRow, sample_rows
+from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
 from engine.step import StepInput
 
 
@@ -33,18 +34,50 @@ class Oracle:
         chunk: int | None = None,
     ) -> list[int]:
         """Output token ids, the stop token included. `chunk`: tokens per prefill step (default: the whole prompt)."""
-        tokens, outputs = list(prompt_ids), list[int]()
+        drawn = self.draw(prompt_ids, sampling, stopping, sample_index=sample_index, chunk=chunk)
+        return [sampled.token_id for sampled in drawn]
+
+    def draw(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        stopping: StoppingParams,
+        *,
+        sample_index: int = 0,
+        chunk: int | None = None,
+    ) -> list[Sampled]:
+        """As `generate`, with each token's log-probabilities where `sampling` asks for them."""
+        outputs, drawn = list[int](), list[Sampled]()
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
-        with self._runner.using(self._arena(len(tokens) + limit)):
-            logits = self._prefill(tokens, chunk, last_only=True)
+        with self._runner.using(self._arena(len(prompt_ids) + limit)):
+            logits = self._prefill(prompt_ids, chunk, last_only=True)
             while True:
                 row = SampleRow(sampling, stopping, prompt_ids, outputs, sample_index, len(outputs))
-                outputs.append(sample_rows(logits, [row])[0].token_id)
+                drawn += sample_rows(logits, [row])
+                outputs.append(drawn[-1].token_id)
                 stopped = outputs[-1] in stopping.stop_token_ids and len(outputs) >= stopping.min_tokens
                 if stopped or len(outputs) >= limit:
-                    return outputs
-                position = len(tokens) + len(outputs) - 1
-                logits = self._runner.step(_one_sequence(outputs[-1:], position, self._block_size, last_only=True))
+                    return drawn
+                logits = self._decode(prompt_ids, outputs)
+
+    def beam_search(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, stopping: StoppingParams
+    ) -> list[Hypothesis]:
+        """The best beams, best first. Each beam is computed alone, over an arena of its own."""
+        search = BeamSearch(sampling, stopping, len(prompt_ids), self._runner.max_model_len)
+        limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
+        arenas = [self._arena(len(prompt_ids) + limit)]
+        with self._runner.using(arenas[0]):
+            logits = [self._prefill(prompt_ids, None, last_only=True)]
+        while not search.done:
+            rows = [SampleRow(sampling, stopping, prompt_ids, b.token_ids, 0, len(b.token_ids)) for b in search.running]
+            pairs = zip(logits, rows, strict=True)
+            parents = search.advance([beam_candidates(x, [row], [search.num_candidates])[0] for x, row in pairs])
+            arenas, logits = [arenas[parent].clone() for parent in parents], []
+            for arena, beam in zip(arenas, search.running, strict=True):
+                with self._runner.using(arena):
+                    logits.append(self._decode(prompt_ids, beam.token_ids).clone())  # the next step may overwrite it
+        return search.best()
 
     def logits(self, token_ids: Sequence[int], *, chunk: int | None = None) -> torch.Tensor:
         """Teacher-forced fp32 logits [len(token_ids), vocab]: row i predicts token i + 1."""
@@ -58,6 +91,11 @@ class Oracle:
     def _arena(self, num_tokens: int) -> torch.Tensor:
         """Blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot shows."""
         return self._runner.new_arena(-(-num_tokens // self._block_size), fill=0xFF)
+
+    def _decode(self, prompt_ids: Sequence[int], outputs: Sequence[int]) -> torch.Tensor:
+        """Compute the newest output; logits [1, vocab]."""
+        position = len(prompt_ids) + len(outputs) - 1
+        return self._runner.step(_one_sequence(outputs[-1:], position, self._block_size, last_only=True))
 
     def _prefill(self, token_ids: Sequence[int], chunk: int | None, *, last_only: bool) -> torch.Tensor:
         """Chunk by chunk; logits [1, vocab] of the last token or [T, vocab] of all."""
