@@ -1,7 +1,12 @@
 """Which sequence groups run, which wait, and who goes when blocks run out. Plain Python: no torch, no I/O, no clock.
 
 Continuous batching: every running group is in every step. Waiting groups have been claimed already, so they hold
-blocks. The oldest group of the highest priority is never a victim: with the floors it can always finish.
+blocks; preempted ones hold none on the device, their KV lies in the host tier (`swap`). Within a priority preempted
+groups go on, in order of arrival, before any new one starts. The oldest group of the highest priority is never a
+victim: with the floors it can always finish, then the next is the oldest, and so nobody starves within a priority.
+
+    add -> waiting -- admit --> running -- preempt --> preempted -- resume --> running
+                  \\------------- preempt ------------/
 """
 
 from __future__ import annotations
@@ -38,43 +43,75 @@ class Group:
 
 
 class DecodeScheduler:
-    """Running and waiting groups, each in order of (priority, arrival)."""
+    """Running, waiting and preempted groups, each in order of (priority, arrival)."""
 
     def __init__(self, *, max_num_seqs: int, max_queue: int) -> None:
         self.max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._waiting: list[Group] = []
+        self._preempted: list[Group] = []
         self.running: list[Group] = []
         self._arrivals = 0
 
     def is_full(self, num_unclaimed: int = 0) -> bool:
         """Whether the queue, with groups that are still to be claimed, holds all it may."""
-        return len(self._waiting) + num_unclaimed >= self._max_queue + max(0, self.max_num_seqs - self._num_running)
+        queued = len(self._waiting) + len(self._preempted) + num_unclaimed
+        return queued >= self._max_queue + max(0, self.max_num_seqs - self._num_running)
 
     def add(self, group: Group) -> None:
         """Queue a claimed group."""
         group.number = self._arrivals
         self._arrivals += 1
-        insort(self._waiting, group, key=lambda g: g.rank)
+        insort(self._waiting, group, key=_rank)
 
     def admit(self, fits: Callable[[Group], bool]) -> None:
-        """Move waiting groups to the running ones, in order, while there is room and `fits` says yes."""
-        while self._waiting:
-            group = self._waiting[0]
-            if self._num_running + len(group.live) > self.max_num_seqs or not fits(group):
+        """Move waiting groups to the running ones, in order, while there is room and `fits` says yes.
+
+        A group that some running one must make way for need not fit: its first step preempts that one.
+        """
+        while self._waiting and (group := self._next()) is self._waiting[0]:
+            if not self._has_room(group) or not (fits(group) or self._outranked(group)):
                 return
-            insort(self.running, self._waiting.pop(0), key=lambda g: g.rank)
+            self._run(self._waiting, group)
+
+    def in_the_way(self) -> Group | None:
+        """A running group to preempt so that the next one, of a higher priority, has room among the sequences of a
+        step. None: there is room, or not enough would be won."""
+        group = self._next()
+        if group is None or self._has_room(group) or not (lower := self._outranked(group)):
+            return None
+        kept = self._num_running - sum(len(g.live) for g in lower)
+        return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
         """The group to preempt: of the lowest priority the latest; None if only the oldest one is left."""
         groups = [*self._waiting, *self.running]
         if len(groups) < 2:
             return None
-        return max(groups, key=lambda g: g.rank)
+        return max(groups, key=_rank)
+
+    def preempt(self, group: Group) -> None:
+        """A running or waiting group waits, without blocks, to be resumed."""
+        self.remove(group)
+        insort(self._preempted, group, key=_rank)
+
+    def resumable(self) -> Group | None:
+        """The preempted group whose turn it is, if its sequences have room in a step."""
+        if not self._preempted or (group := self._next()) is not self._preempted[0]:
+            return None
+        return group if self._has_room(group) else None
+
+    def resume(self, group: Group) -> None:
+        """A preempted group has its blocks back and runs."""
+        self._run(self._preempted, group)
+
+    def latest_waiting(self) -> Group | None:
+        """Whom to preempt where nothing runs and the blocks for a preempted group are not to be had."""
+        return self._waiting[-1] if self._waiting else None
 
     def remove(self, group: Group) -> None:
         """Forget a group, wherever it is."""
-        for groups in (self.running, self._waiting):
+        for groups in (self.running, self._waiting, self._preempted):
             if group in groups:
                 groups.remove(group)
 
@@ -83,16 +120,42 @@ class DecodeScheduler:
         return [g for g in (*self.groups(), *others) if g.deadline_ns is not None and g.deadline_ns <= now_ns]
 
     def groups(self) -> list[Group]:
-        return [*self.running, *self._waiting]
+        return [*self.running, *self._preempted, *self._waiting]
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self._waiting and not self._preempted
+
+    def load(self) -> WorkerLoad:
+        """Queues in sequences; blocks are not known here."""
+        return WorkerLoad(
+            num_running=self._num_running,
+            num_waiting=sum(len(g.live) for g in self._waiting),
+            num_preempted=sum(len(g.live) for g in self._preempted),
+        )
+
+    # --- inside
+
+    def _next(self) -> Group | None:
+        """Who is to run next: within a priority those who have run already."""
+        heads = [*self._preempted[:1], *self._waiting[:1]]
+        return min(heads, key=lambda g: g.priority, default=None)  # of equals the first: the preempted one
 
     @property
     def _num_running(self) -> int:
         return sum(len(g.live) for g in self.running)
 
-    @property
-    def idle(self) -> bool:
-        return not self.running and not self._waiting
+    def _has_room(self, group: Group) -> bool:
+        return self._num_running + len(group.live) <= self.max_num_seqs
 
-    def load(self) -> WorkerLoad:
-        waiting = sum(len(g.live) for g in self._waiting)
-        return WorkerLoad(num_running=self._num_running, num_waiting=waiting)
+    def _outranked(self, group: Group) -> list[Group]:
+        """Running groups of a lower priority than `group`'s, in order."""
+        return [g for g in self.running if g.priority > group.priority]
+
+    def _run(self, queue: list[Group], group: Group) -> None:
+        queue.remove(group)
+        insort(self.running, group, key=_rank)
+
+
+def _rank(group: Group) -> tuple[int, int]:
+    return group.rank
