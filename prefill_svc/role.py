@@ -9,6 +9,7 @@ from common.service_main import wait_idle
 from common.settings import WorkerSettings
 from common.turns import Turns
 from engine.runner import ModelRunner
+from prefill_svc.requests import Limits
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer
 from prefill_svc.worker import PrefillWorker
@@ -49,7 +50,8 @@ class PrefillRole(Member):
         worker = PrefillWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
-        self._servicer = PrefillServicer(worker, self.thread, runner.max_model_len, runner.config.vocab_size)
+        limits = Limits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
+        self._servicer = PrefillServicer(worker, self.thread, limits)
 
     def add_to(self, server: RpcServer) -> None:
         add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server

@@ -1,7 +1,8 @@
 """Which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
 
-First come first served within a priority, in chunks under a token budget, several prompts a step. A prompt is admitted
-only if all its blocks can be had; while the head of the queue waits for blocks nobody overtakes it.
+First come first served within a priority, in chunks under a token budget, several prompts a step. A prompt is admitted,
+with all branches of its group, only if all its blocks can be had; while the head of the queue waits for blocks nobody
+overtakes it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,8 @@ from dataclasses import dataclass, field
 
 from common.errors import ResourceExhausted
 from common.types import WorkerLoad
-from engine.sequence import Chunk, Sequence
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One prompt on its way through prefill."""
-
-    sequence: Sequence
-    priority: int = 0
-    arrived_ns: int = 0
-    started_ns: int = 0
-    """When its first step began; 0 while it waits."""
-    cancelled: bool = False
+from engine.sequence import Chunk
+from prefill_svc.job import Job
 
 
 @dataclass(order=True, slots=True)
@@ -61,20 +51,26 @@ class PrefillScheduler:
         plan: list[tuple[Job, Chunk]] = []
         for job in self._running:
             budget -= self._take(job, budget, plan)
-        while budget > 0 and len(self._running) < self._max_num_seqs:
+        places = self._max_num_seqs - self._num_running
+        while budget > 0 and places > 0:
             head = self._head()
-            if head is None or not admit(head):
+            if head is None or head.width > places or not admit(head):
                 break
             heapq.heappop(self._waiting)
             self._running.append(head)
+            places -= head.width
             budget -= self._take(head, budget, plan)
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]]) -> int:
-        num_tokens = min(job.sequence.num_tokens - job.sequence.num_computed, budget)
-        if num_tokens > 0:
-            plan.append((job, Chunk(job.sequence, num_tokens)))
-        return num_tokens
+        """Tokens of the budget that the job's sequences take, its trunk first."""
+        taken = 0
+        for sequence in job.ready():
+            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget - taken)
+            if num_tokens > 0:
+                plan.append((job, Chunk(sequence, num_tokens)))
+                taken += num_tokens
+        return taken
 
     def _head(self) -> Job | None:
         while self._waiting and self._waiting[0].job.cancelled:
@@ -103,6 +99,10 @@ class PrefillScheduler:
         return not self._running and self._head() is None
 
     def load(self) -> WorkerLoad:
-        jobs = [*self._running, *(w.job for w in self._waiting if not w.job.cancelled)]
-        waiting_tokens = sum(j.sequence.num_tokens - j.sequence.num_computed for j in jobs)
-        return WorkerLoad(len(self._running), len(jobs) - len(self._running), waiting_tokens)
+        waiting = [w.job for w in self._waiting if not w.job.cancelled]
+        waiting_tokens = sum(job.num_uncomputed for job in self._running) + sum(job.num_uncomputed for job in waiting)
+        return WorkerLoad(self._num_running, sum(job.width for job in waiting), waiting_tokens)
+
+    @property
+    def _num_running(self) -> int:
+        return sum(job.width for job in self._running)

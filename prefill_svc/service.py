@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 from common import convert
-from common.errors import InvalidArgument, LooseleafError, Unavailable, Unimplemented
+from common.errors import LooseleafError, Unavailable
 from common.rpc import HEARTBEAT_S, Context
 from common.step_thread import StepThread
-from engine.sequence import Sequence
-from prefill_svc.scheduler import Job
-from prefill_svc.worker import Done, Event, PrefillWorker, Progress
+from prefill_svc.requests import Limits, job_of
+from prefill_svc.worker import Done, Event, FirstToken, PrefillWorker, Progress
 from protos.v1 import prefill_pb2 as pb
-from protos.v1 import prefill_pb2_grpc
+from protos.v1 import prefill_pb2_grpc, types_pb2
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """One stream per prompt. `draining` refuses new ones."""
+    """One stream per request. `draining` refuses new ones."""
 
-    def __init__(self, worker: PrefillWorker, thread: StepThread, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, worker: PrefillWorker, thread: StepThread, limits: Limits) -> None:
         self._worker = worker
         self._thread = thread
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._limits = limits
         self.draining = False
         self.num_calls = 0
         """Prompts that are being served."""
@@ -32,7 +29,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillResponse]:
         if self.draining:
             raise Unavailable("this worker shuts down", retry_after_s=0.1)
-        job = self._job(request)
+        job = job_of(request, self._limits)
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -51,27 +48,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self.num_calls -= 1
             if isinstance(event, Progress):
                 self._thread.post(lambda: self._worker.cancel(job))
-
-    def _job(self, request: pb.PrefillRequest) -> Job:
-        """Checked here too: a worker never trusts that its caller has checked."""
-        if len(request.branches) > 1:
-            raise Unimplemented("branches: more than one sample per request is not supported yet")
-        outputs = list(request.branches[0].output_token_ids) if request.branches else []
-        sample_index = request.branches[0].sample_index if request.branches else 0
-        prompt = list(request.prompt_token_ids)
-        if not prompt:
-            raise InvalidArgument.of("prompt_token_ids", "must hold at least one token")
-        if len(prompt) + len(outputs) >= self._max_model_len:
-            raise InvalidArgument.of("prompt_token_ids", f"must be shorter than {self._max_model_len} tokens")
-        sampling = convert.sampling_from_pb(request.sampling)
-        stopping = convert.stopping_from_pb(request.stopping)
-        biased = [token for token, _ in sampling.logit_bias]
-        if max(*prompt, *outputs, *biased, *stopping.stop_token_ids, 0) >= self._vocab_size:
-            raise InvalidArgument.of("token ids", f"must be below the vocabulary size {self._vocab_size}")
-        if max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) > self._vocab_size:
-            raise InvalidArgument.of("logprobs", f"must be at most the vocabulary size {self._vocab_size}")
-        sequence = Sequence(prompt, outputs, sampling, stopping, sample_index)
-        return Job(sequence, priority=request.priority, arrived_ns=time.monotonic_ns())
 
 
 async def _within(seconds: float, events: asyncio.Queue[Event], last: Progress) -> Event:
@@ -92,17 +68,22 @@ def _response(event: Event) -> pb.PrefillResponse:
 
 
 def _done(event: Done) -> pb.PrefillDone:
-    token = pb.BranchToken(
-        sample_index=event.sample_index,
-        token_id=event.token_id,
-        logprob=None if event.logprob is None else convert.logprob_to_pb(event.logprob),
-        finish_reason=convert.finish_reason_to_pb(event.finish_reason),
-    )
+    found = event.candidates
     return pb.PrefillDone(
         ticket=None if event.ticket is None else convert.ticket_to_pb(event.ticket),
-        tokens=[token],
+        tokens=map(_token, event.tokens),
         sources=convert.sources_to_pb(event.sources),
         timings=convert.timings_to_pb(event.timings),
         prompt_logprobs=[convert.logprob_to_pb(item) for item in event.prompt_logprobs],
         load=convert.load_to_pb(event.load),
+        beam_candidates=None if found is None else types_pb2.BeamCandidates(**found._asdict()),
+    )
+
+
+def _token(token: FirstToken) -> pb.BranchToken:
+    return pb.BranchToken(
+        sample_index=token.sample_index,
+        token_id=token.token_id,
+        logprob=None if token.logprob is None else convert.logprob_to_pb(token.logprob),
+        finish_reason=convert.finish_reason_to_pb(token.finish_reason),
     )

@@ -1,4 +1,4 @@
-"""The step thread's work of a prefill worker: acquire, allocate, compute, seal, sample, hand over.
+"""The step thread's work of a prefill worker: admit, compute, seal, sample, hand over.
 
 Knows nothing of gRPC; the service passes an `emit` for each job, called from the step thread.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import torch
-
 from block_store.attach import Attached
-from block_store.codec import SealItem
-from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable, NotHolder, Stale
-from block_store.hashing import chain_start, next_hash
+from block_store.errors import ArenaError, Fenced, LedgerError, LedgerUnavailable, NotHolder, Stale
+from block_store.hashing import chain_start
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
+from engine.beam import Candidates
 from engine.runner import ModelRunner
-from engine.sampler import SampleRow, prompt_logprobs, sample_rows
-from engine.sequence import BlockTable, Chunk, Sequence, Step, lay_out
-from prefill_svc.scheduler import Job, PrefillScheduler
+from engine.sampler import Sampled
+from engine.sequence import Sequence, Step, lay_out
+from prefill_svc.blocks import GroupBlocks, Plan
+from prefill_svc.first_tokens import draw, take_prompt_logprobs
+from prefill_svc.job import Job
+from prefill_svc.scheduler import PrefillScheduler
 
 logger = logging.getLogger("prefill")
 RETRY_ALLOC_S = 0.005
@@ -37,14 +37,25 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The prompt is prefilled and its first token drawn; without a ticket the sequence has ended."""
+class FirstToken:
+    """What was drawn for one branch."""
 
-    ticket: Ticket | None
     sample_index: int
     token_id: int
     logprob: TokenLogprob | None
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The prompt is prefilled and each branch's next token drawn; without a ticket all of them have ended."""
+
+    ticket: Ticket | None
+    """Of the branches that go on."""
+    tokens: tuple[FirstToken, ...]
+    """One per branch of the request, in its order; none of a beam search."""
+    candidates: Candidates | None
+    """What a beam search begins with."""
     sources: PromptSources
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob, ...]
@@ -64,6 +75,7 @@ class PrefillWorker:
         self._scheduler = scheduler
         self._domain = domain
         self._block_size = runner.layout.block_size
+        self._blocks = GroupBlocks(attached, self._block_size)
         self._emits: dict[Job, Emit] = {}
         self._parked: dict[Job, Callable[[], None]] = {}
         """Prompts that are computed and wait for the ledger to take them over, with what is left to do."""
@@ -72,11 +84,10 @@ class PrefillWorker:
 
     def submit(self, job: Job, salt: bytes, emit: Emit) -> None:
         """Queue a job; its events go to `emit`, the last one is Done or an error."""
-        job.sequence.hashes = [chain_start(self._domain, salt)]
-        num_blocks = self._blocks_of(job.sequence.num_tokens)
-        if num_blocks > self._attached.arena.num_blocks:
+        job.trunk.hashes = [chain_start(self._domain, salt)]
+        if job.num_blocks(self._block_size) > self._attached.arena.num_blocks:
             limit = self._attached.arena.num_blocks * self._block_size
-            emit(InvalidArgument.of("prompt", f"must fit the KV cache of {limit} tokens"))
+            emit(InvalidArgument.of("prompt", f"must fit the KV cache of {limit} tokens, with all its branches"))
             return
         try:
             self._scheduler.add(job)
@@ -94,7 +105,7 @@ class PrefillWorker:
 
     def step(self) -> float | None:
         """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
-        plan: list[tuple[Job, Chunk]] = []
+        plan: Plan = []
         try:
             if self._attached.is_fenced:
                 raise Fenced("while idle, or between two steps")
@@ -115,7 +126,7 @@ class PrefillWorker:
             return None
         return 0.0 if plan else RETRY_ALLOC_S
 
-    def _run_guarded(self, plan: list[tuple[Job, Chunk]]) -> None:
+    def _run_guarded(self, plan: Plan) -> None:
         """A step that fails for a reason of its own costs its jobs; one that fails with its device ends the thread, and
         the blocks stay ours until our lease and our process are over."""
         try:
@@ -128,156 +139,93 @@ class PrefillWorker:
             for job, _ in plan:
                 self._fail(job, Internal("the step failed; the worker's log says why"))
 
-    # --- admission
-
-    def _admit(self, job: Job) -> bool:
-        """Acquire the cached prefix and allocate the rest, all or nothing."""
-        sequence = job.sequence
-        held = self._attached.held
-        reusable = 0 if sequence.sampling.prompt_logprobs is not None else (sequence.num_tokens - 1) // self._block_size
-        sequence.extend_hashes(reusable, self._block_size, next_hash)
-        [cached] = held.acquire([sequence.hashes[1 : reusable + 1]]) if reusable else [[]]
-        try:
-            fresh = held.alloc(self._blocks_of(sequence.num_tokens) - len(cached))
-        except (Exhausted, LedgerUnavailable):
-            held.release(cached)
-            return False
-        sequence.table = BlockTable([*cached, *fresh])
-        sequence.num_sealed = len(cached)
-        sequence.num_computed = sequence.num_cached = len(cached) * self._block_size
-        job.started_ns = time.monotonic_ns()
-        if sequence.output_ids:
-            again = sequence.num_tokens - sequence.num_cached
-            logger.info("a sequence of %d tokens came back: %d computed again", sequence.num_tokens, again)
-        return True
-
-    def _blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
     # --- one step
 
-    def _run(self, plan: list[tuple[Job, Chunk]]) -> None:
+    def _admit(self, job: Job) -> bool:
+        if not self._blocks.admit(job):
+            return False
+        job.started_ns = time.monotonic_ns()
+        return True
+
+    def _run(self, plan: Plan) -> None:
         step = lay_out([chunk for _, chunk in plan], self._block_size)
         if not self._check(plan, step):
             return
         logits = self._runner.step(step.batch)
         if not self._check(plan, step):
             return
-        sampled_rows = self._take_prompt_logprobs(plan, logits)
+        completed = take_prompt_logprobs(plan, logits)
         for _, chunk in plan:
             chunk.sequence.num_computed = chunk.end
-        self._seal(plan)
-        complete = [job for job, chunk in plan if chunk.sequence.num_computed == chunk.sequence.num_tokens]
-        if complete:
-            self._finish(complete, logits[sampled_rows])
-        for job, chunk in plan:
-            if not chunk.completes and job in self._emits:
-                self._emits[job](Progress(chunk.end))
+        self._blocks.seal(plan)
+        draw(completed, logits, self._runner.max_model_len)
+        for job in dict.fromkeys(job for job, _ in plan):
+            if job.is_drawn:
+                self._finish(job)
+            else:
+                self._emits[job](Progress(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
-    def _check(self, plan: list[tuple[Job, Chunk]], step: Step) -> bool:
+    def _check(self, plan: Plan, step: Step) -> bool:
         """The reader rule: every block is still the life that the table names. False: the stale jobs were aborted."""
         arena = self._attached.arena
         if arena.check(step.block_table, step.generations):
             return True
         rows = zip(plan, step.block_table, step.generations, strict=True)
-        stale = [job for (job, _), *table in rows if not arena.check(*table)]
+        stale = dict.fromkeys(job for (job, _), *table in rows if not arena.check(*table))
         logger.warning("reader rule: %d prompts of %d had blocks that live another life now", len(stale), len(plan))
         for job in stale:
             self._fail(job, Aborted("a block of the prompt was reclaimed"))
         return False
 
-    def _take_prompt_logprobs(self, plan: list[tuple[Job, Chunk]], logits: torch.Tensor) -> list[int]:
-        """Move log-probabilities of prompt rows to their sequences; returns the rows from which tokens are drawn."""
-        rows: list[int] = []
-        row = 0
-        for _, chunk in plan:
-            sequence = chunk.sequence
-            k = sequence.sampling.prompt_logprobs
-            num_rows = chunk.num_tokens if k is not None else int(chunk.completes)
-            if k is not None:
-                start = sequence.num_computed + 1
-                targets = sequence.prompt_ids[start : chunk.end + 1]
-                sequence.prompt_logprobs += prompt_logprobs(logits[row : row + len(targets)], targets, k)
-            row += num_rows
-            if chunk.completes:
-                rows.append(row - 1)
-        return rows
+    def _finish(self, job: Job) -> None:
+        """Give each branch its token. Those that go on are the job's sequences from then on, and are handed over."""
+        self._scheduler.remove(job)
+        timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)
+        trunk = job.trunk
+        job.sequences = self._blocks.fork(job)
+        tokens = [self._append(job.sequences[place], job.drawn[place]) for place in sorted(job.drawn)]
+        ended = [job.sequences[place] for place, token in enumerate(tokens) if token.finish_reason is not None]
+        if ended:
+            self._blocks.release(ended)
+            job.sequences = [sequence for sequence in job.sequences if sequence not in ended]
+        done = Done(
+            None,
+            tuple(tokens),
+            job.candidates,
+            trunk.sources(),
+            timings,
+            tuple(trunk.prompt_logprobs),
+            self._scheduler.load(),
+        )
+        self._conclude(job, done)
 
-    def _seal(self, plan: list[tuple[Job, Chunk]]) -> None:
-        """Seal every block that this step filled, and the partial last block of prompts that are complete."""
-        items: list[SealItem] = []
-        places: list[tuple[Sequence, int]] = []
-        for _, chunk in plan:
-            sequence = chunk.sequence
-            full = sequence.num_full_blocks(self._block_size)
-            sequence.extend_hashes(full, self._block_size, next_hash)
-            for block in range(sequence.num_sealed, full):
-                items.append(SealItem(sequence.table[block], sequence.block_hash(block)))
-                places.append((sequence, block))
-            sequence.num_sealed = full
-            if sequence.num_computed == sequence.num_tokens and full < len(sequence.table):
-                items.append(SealItem(sequence.table[full], None))
-                places.append((sequence, full))
-        if items:
-            for (sequence, block), ref in zip(places, self._attached.held.seal(items), strict=True):
-                sequence.table[block] = ref
+    def _append(self, sequence: Sequence, sampled: Sampled) -> FirstToken:
+        sequence.output_ids.append(sampled.token_id)
+        reason = sequence.finish_reason(self._runner.max_model_len)
+        return FirstToken(sequence.sample_index, sampled.token_id, sampled.logprob, reason)
 
-    def _finish(self, jobs: list[Job], logits: torch.Tensor) -> None:
-        """Draw each job's next token and hand its blocks to a ticket."""
-        samples = sample_rows(logits, [SampleRow.of(job.sequence) for job in jobs])
-        for job, sample in zip(jobs, samples, strict=True):
-            sequence = job.sequence
-            num_tokens = sequence.num_tokens
-            sequence.output_ids.append(sample.token_id)
-            reason = sequence.finish_reason(self._runner.max_model_len)
-            timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)
-            self._scheduler.remove(job)
-            done = Done(
-                None,
-                sequence.sample_index,
-                sample.token_id,
-                sample.logprob,
-                reason,
-                sequence.sources(),
-                timings,
-                tuple(sequence.prompt_logprobs),
-                self._scheduler.load(),
-            )
-            self._conclude(job, done, num_tokens)
-
-    def _conclude(self, job: Job, done: Done, num_tokens: int) -> None:
-        """Tell the job's caller, with a ticket if the sequence goes on; later if the ledger does not answer."""
+    def _conclude(self, job: Job, done: Done) -> None:
+        """Tell the job's caller, with a ticket if a branch goes on; later if the ledger does not answer."""
         self._parked.pop(job, None)
         ticket: Ticket | None = None
-        if done.finish_reason is not None:
-            self._release(job.sequence)
-        else:
+        if job.sequences:
             try:
-                ticket = self._hand_over(job.sequence.table, num_tokens)
+                ticket = self._blocks.hand_over(job.sequences)
             except LedgerUnavailable:
-                self._parked[job] = lambda: self._conclude(job, done, num_tokens)
+                self._parked[job] = lambda: self._conclude(job, done)
                 return
             except (Stale, NotHolder):  # a block was lost in a rebuild
-                self._release(job.sequence)
+                self._blocks.release(job.sequences)
                 self._fail(job, Aborted("a block of the prompt was reclaimed"))
                 return
         self._emits.pop(job)(replace(done, ticket=ticket))
 
-    def _hand_over(self, table: BlockTable, num_tokens: int) -> Ticket:
-        epoch = self._attached.held.hand_over([[table]])
-        return Ticket(self._attached.arena.arena_id, epoch, ((tuple(table),),), (num_tokens,))
-
     # --- failures
-
-    def _release(self, sequence: Sequence) -> None:
-        refs, sequence.table = list(sequence.table), BlockTable()
-        with suppress(Fenced):  # they were taken back already
-            self._attached.held.release(refs)
 
     def _forget(self, job: Job) -> None:
         """Take a job out, whatever it is doing, and release its blocks."""
         if self._scheduler.remove(job) or self._parked.pop(job, None) is not None:
-            self._release(job.sequence)
+            self._blocks.release(job.sequences)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:
         self._forget(job)

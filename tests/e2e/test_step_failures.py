@@ -25,7 +25,8 @@ from decode_svc.worker import DecodeWorker, Output, Rejection, Session
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sequence import Sequence
 from engine.tiny import make_checkpoint
-from prefill_svc.scheduler import Job, PrefillScheduler
+from prefill_svc.job import Job
+from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.worker import Done, Event, PrefillWorker
 
 PROMPT = list(range(5, 25))
@@ -46,7 +47,7 @@ class Pair:
 
     def submit(self) -> list[Event]:
         events: list[Event] = []
-        self.prefill.submit(Job(Sequence(PROMPT, [], GREEDY, STOPPING)), b"", events.append)
+        self.prefill.submit(Job([Sequence(PROMPT, [], GREEDY, STOPPING)]), b"", events.append)
         return events
 
     def hand_over(self) -> tuple[Ticket, list[Output]]:
@@ -56,7 +57,7 @@ class Pair:
         done = events[-1]
         assert isinstance(done, Done) and done.ticket is not None
         outputs: list[Output] = []
-        group = Group(7, 0, [Sequence(PROMPT, [done.token_id], GREEDY, STOPPING)])
+        group = Group(7, 0, [Sequence(PROMPT, [done.tokens[0].token_id], GREEDY, STOPPING)])
         self.decode.submit(Session(lambda found, _: outputs.extend(found)), group, done.ticket, b"")
         self.order.clear()
         return done.ticket, outputs
@@ -103,7 +104,7 @@ def pair(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         )  # fmt: skip
         made.watch(runner.device, "wait", monkeypatch)
         for one in held:
-            made.watch(one, "release", monkeypatch)
+            made.watch(one, "release_many", monkeypatch)
         yield made
         for one in held:
             one.close()
@@ -117,11 +118,11 @@ def test_a_failed_step_waits_for_what_it_launched_before_it_releases(
     _, outputs = pair.hand_over()
     pair.fail_with(NO_MEMORY, monkeypatch)
     pair.decode.step()
-    assert [o.rejection for o in outputs] == [Rejection.INTERNAL] and pair.order == ["wait", "release"]
+    assert [o.rejection for o in outputs] == [Rejection.INTERNAL] and pair.order == ["wait", "release_many"]
     pair.order.clear()
     events = pair.submit()
     pair.prefill.step()
-    assert isinstance(events[-1], Internal) and pair.order == ["wait", "release"]
+    assert isinstance(events[-1], Internal) and pair.order == ["wait", "release_many"]
 
 
 def test_a_cuda_error_ends_the_thread_and_keeps_the_blocks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ def test_a_cuda_error_ends_the_thread_and_keeps_the_blocks(pair: Pair, monkeypat
     for step in (pair.decode.step, pair.prefill.step):
         with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
             step()
-    assert not outputs and not events and "release" not in pair.order
+    assert not outputs and not events and "release_many" not in pair.order
 
 
 def test_a_device_that_cannot_be_waited_for_ends_the_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_a_device_that_cannot_be_waited_for_ends_the_thread(pair: Pair, monkeypa
     monkeypatch.setattr(pair.runner.device, "wait", dead)
     with pytest.raises(torch.AcceleratorError):
         pair.decode.step()
-    assert not outputs and "release" not in pair.order
+    assert not outputs and "release_many" not in pair.order
 
 
 def test_a_stale_block_is_noticed_before_a_copy_is_launched(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

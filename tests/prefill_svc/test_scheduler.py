@@ -7,11 +7,12 @@ import pytest
 from common.errors import ResourceExhausted
 from common.types import SamplingParams, StoppingParams
 from engine.sequence import Sequence
-from prefill_svc.scheduler import Job, PrefillScheduler
+from prefill_svc.job import Job
+from prefill_svc.scheduler import PrefillScheduler
 
 
 def job(num_tokens: int, priority: int = 0) -> Job:
-    return Job(Sequence([1] * num_tokens, [], SamplingParams(), StoppingParams()), priority)
+    return Job([Sequence([1] * num_tokens, [], SamplingParams(), StoppingParams())], priority)
 
 
 def scheduler(budget: int = 64, max_num_seqs: int = 8, max_queue: int = 8) -> PrefillScheduler:
@@ -22,8 +23,8 @@ def run(target: PrefillScheduler) -> list[tuple[Job, int]]:
     """Plan a step, carry it out, return who got how many tokens."""
     plan = [(item, chunk.num_tokens) for item, chunk in target.plan(lambda _: True)]
     for item, num_tokens in plan:
-        item.sequence.num_computed += num_tokens
-        if item.sequence.num_computed == item.sequence.num_tokens:
+        item.trunk.num_computed += num_tokens
+        if item.trunk.num_computed == item.trunk.num_tokens:
             assert target.remove(item)
     return plan
 

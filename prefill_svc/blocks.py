@@ -1,0 +1,139 @@
+"""The blocks of prefill's sequence groups: had all at once or not at all, sealed as they fill, handed to a ticket.
+
+Knows nothing of models, queues or callers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+
+from block_store.attach import Attached
+from block_store.codec import SealItem
+from block_store.errors import Exhausted, Fenced, LedgerUnavailable
+from block_store.hashing import next_hash
+from common.types import BlockRef, Ticket
+from engine.sequence import BlockTable, Chunk, Sequence
+from prefill_svc.job import Job
+
+logger = logging.getLogger("prefill")
+Plan = list[tuple[Job, Chunk]]
+
+
+class GroupBlocks:
+    """What a prefill worker holds for its jobs."""
+
+    def __init__(self, attached: Attached, block_size: int) -> None:
+        self._attached = attached
+        self._block_size = block_size
+
+    # --- admission
+
+    def admit(self, job: Job) -> bool:
+        """Acquire the cached prefixes and allocate the rest, for all sequences or for none."""
+        held = self._attached.held
+        cached: list[list[BlockRef]] = []
+        for index in range(len(job.sequences)):
+            cached.append(self._cached_prefix(job, index, len(cached[0]) if cached else 0))
+        heads = [len(refs) or job.shared_blocks(i, self._block_size) for i, refs in enumerate(cached)]
+        missing = [self._blocks_of(s.num_tokens) - head for s, head in zip(job.sequences, heads, strict=True)]
+        try:
+            fresh = iter(held.alloc(sum(missing)))
+        except (Exhausted, LedgerUnavailable):
+            held.release_many(cached)
+            return False
+        for index, refs in enumerate(cached):
+            if len(refs) < heads[index]:
+                refs = job.trunk.table[: heads[index]]
+                held.share(refs)
+                job.waits_for[index] = heads[index] * self._block_size
+            self._begin(job.sequences[index], refs, [next(fresh) for _ in range(missing[index])])
+        return True
+
+    def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> list[BlockRef]:
+        """What is there under a sequence's prefix hashes, but for its last position, which is always computed.
+
+        Nothing unless that is at least what it shares with the trunk, of which `trunk_blocks` are there; nothing where
+        the prompt's log-probabilities are asked for.
+        """
+        sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
+        if not sequence.hashes:
+            sequence.hashes = job.trunk.hashes[: shared + 1]
+        reusable = (sequence.num_tokens - 1) // self._block_size
+        if trunk_blocks < shared or not reusable or sequence.sampling.prompt_logprobs is not None:
+            return []
+        sequence.extend_hashes(reusable, self._block_size, next_hash)
+        [found] = self._attached.held.acquire([sequence.hashes[1 : reusable + 1]])
+        if len(found) < shared:  # the ledger does not answer any more
+            self._attached.held.release(found)
+            return []
+        return found
+
+    def _begin(self, sequence: Sequence, head: list[BlockRef], fresh: list[BlockRef]) -> None:
+        sequence.table = BlockTable([*head, *fresh])
+        sequence.num_sealed = len(head)
+        sequence.num_computed = sequence.num_cached = len(head) * self._block_size
+        if sequence.output_ids:
+            again = sequence.num_tokens - sequence.num_computed
+            logger.info("a sequence of %d tokens came back: %d computed again", sequence.num_tokens, again)
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    # --- after a step
+
+    def seal(self, plan: Plan) -> None:
+        """Seal every block that this step filled, and the partial last block of sequences that are complete."""
+        items: list[SealItem] = []
+        places: list[tuple[Job, int]] = []
+        for job, chunk in plan:
+            sequence = chunk.sequence
+            full = sequence.num_full_blocks(self._block_size)
+            sequence.extend_hashes(full, self._block_size, next_hash)
+            for block in range(sequence.num_sealed, full):
+                items.append(SealItem(sequence.table[block], sequence.block_hash(block)))
+                places.append((job, block))
+            sequence.num_sealed = full
+            if sequence.num_computed == sequence.num_tokens and full < len(sequence.table):
+                items.append(SealItem(sequence.table[full], None))
+                places.append((job, full))
+        if items:
+            for (job, block), item, ref in zip(places, items, self._attached.held.seal(items), strict=True):
+                if ref != item.ref:  # another block has the hash already
+                    _replace(job, block, item.ref, ref)
+
+    def fork(self, job: Job) -> list[Sequence]:
+        """One sequence per branch, in the request's order; those that continue the same one share its blocks."""
+        branches: list[Sequence] = []
+        continued: set[int] = set()
+        for index, sample_index in job.branches:
+            sequence = job.sequences[index]
+            if index in continued:
+                self._attached.held.share(sequence.table)
+                sequence = sequence.fork(sample_index)
+            continued.add(index)
+            branches.append(sequence)
+        return branches
+
+    def hand_over(self, sequences: Seq[Sequence]) -> Ticket:
+        """A ticket with a table per sequence. Errors as of `HeldBlocks.hand_over`."""
+        epoch = self._attached.held.hand_over([[sequence.table] for sequence in sequences])
+        tables = tuple((tuple(sequence.table),) for sequence in sequences)
+        num_tokens = tuple(sequence.num_computed for sequence in sequences)
+        return Ticket(self._attached.arena.arena_id, epoch, tables, num_tokens)
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Give up all blocks of these; those that hold none may be among them."""
+        tables = [list(sequence.table) for sequence in sequences]
+        for sequence in sequences:
+            sequence.table = BlockTable()
+        with suppress(Fenced):  # they were taken back already
+            self._attached.held.release_many(tables)
+
+
+def _replace(job: Job, block: int, old: BlockRef, new: BlockRef) -> None:
+    """`HeldBlocks.seal` has moved the count of all who share a block, so all their tables have to follow."""
+    for sequence in job.sequences:
+        if block < len(sequence.table) and sequence.table[block] == old:
+            sequence.table[block] = new

@@ -1,0 +1,119 @@
+"""A sequence group on its way through prefill: which token sequences it is made of, and which branch continues which.
+
+Plain Python: no torch, no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from common.types import Branch, SamplingParams, StoppingParams
+from engine.beam import Candidates
+from engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.sampler import Sampled
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. Each of its different token sequences is computed once, however many branches continue it.
+
+    The first sequence is the trunk: the others take over its blocks as far as their tokens are the same, and begin when
+    it has computed these.
+    """
+
+    sequences: list[Sequence]
+    """What is computed; once the next tokens are drawn the branches that go on, in the request's order."""
+    priority: int = 0
+    arrived_ns: int = 0
+    started_ns: int = 0
+    """When its first step began; 0 while it waits."""
+    cancelled: bool = False
+    branches: list[tuple[int, int]] = field(default_factory=list)
+    """Per branch of the request, in its order: the index of the sequence it continues, and its sample index."""
+    common: list[int] = field(default_factory=list)
+    """Tokens that each sequence has in common with the trunk; 0 for the trunk itself."""
+    waits_for: list[int] = field(default_factory=list)
+    """Positions of the trunk that have to be computed before each sequence begins; settled at admission."""
+    drawn: dict[int, Sampled] = field(default_factory=dict)
+    """The next token of each branch whose sequence is complete, by its place in `branches`."""
+    candidates: Candidates | None = None
+    """What a beam search begins with."""
+
+    def __post_init__(self) -> None:
+        self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]
+        trunk, *others = self.sequences
+        self.common = [0, *(len(trunk.prompt_ids) + _common(trunk.output_ids, s.output_ids) for s in others)]
+        self.waits_for = [0] * len(self.sequences)
+
+    @classmethod
+    def of(
+        cls, prompt_ids: list[int], branches: Seq[Branch], sampling: SamplingParams, stopping: StoppingParams
+    ) -> Job:
+        """A job for these branches of one prompt; log-probabilities of the prompt are the trunk's business."""
+        outputs = list(dict.fromkeys(branch.output_ids for branch in branches))
+        places = [outputs.index(branch.output_ids) for branch in branches]
+        without = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
+        sequences = [
+            Sequence(
+                prompt_ids, list(ids), without if i else sampling, stopping, branches[places.index(i)].sample_index
+            )
+            for i, ids in enumerate(outputs)
+        ]
+        return cls(sequences, branches=[(at, b.sample_index) for at, b in zip(places, branches, strict=True)])
+
+    @property
+    def trunk(self) -> Sequence:
+        return self.sequences[0]
+
+    @property
+    def width(self) -> int:
+        """Rows of logits from which tokens are drawn."""
+        return len(self.branches)
+
+    @property
+    def is_beam_search(self) -> bool:
+        return self.trunk.sampling.beam_width is not None
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.candidates is not None or len(self.drawn) == len(self.branches)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Positions that have yet to be computed, at most; what is cached is known at admission only."""
+        return sum(
+            s.num_tokens - max(s.num_computed, common) for s, common in zip(self.sequences, self.common, strict=True)
+        )
+
+    def shared_blocks(self, index: int, block_size: int) -> int:
+        """Leading full blocks that a sequence has in common with the trunk; its newest token it computes itself."""
+        return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
+
+    def num_blocks(self, block_size: int) -> int:
+        """Different blocks that all sequences take, with nothing cached."""
+        return sum(
+            -(-s.num_tokens // block_size) - self.shared_blocks(i, block_size) for i, s in enumerate(self.sequences)
+        )
+
+    def ready(self) -> Seq[Sequence]:
+        """The sequences that may be computed now."""
+        if len(self.sequences) == 1:
+            return self.sequences
+        computed = self.trunk.num_computed
+        return [s for s, needed in zip(self.sequences, self.waits_for, strict=True) if needed <= computed]
+
+    def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
+        """(place in `branches`, sample index) of the branches that continue `sequence`."""
+        index = self.sequences.index(sequence)
+        return ((place, sample) for place, (origin, sample) in enumerate(self.branches) if origin == index)
+
+
+def _common(first: Seq[int], other: Seq[int]) -> int:
+    """Length of the common head."""
+    pairs = zip(first, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))

@@ -1,0 +1,73 @@
+"""From a request's message to a job. Checks everything: a worker never trusts that its caller has checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from common import convert
+from common.errors import InvalidArgument
+from common.types import Branch, SamplingParams, StoppingParams
+from prefill_svc.job import Job
+from protos.v1 import prefill_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker can take."""
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+
+
+def job_of(request: pb.PrefillRequest, limits: Limits) -> Job:
+    """A job that arrives now. Raises InvalidArgument, naming the field."""
+    prompt = list(request.prompt_token_ids)
+    branches = [convert.branch_from_pb(branch) for branch in request.branches]
+    sampling = convert.sampling_from_pb(request.sampling)
+    stopping = convert.stopping_from_pb(request.stopping)
+    _check_group(branches, sampling, limits)
+    _check_lengths(prompt, branches, limits)
+    _check_ids(prompt, branches, sampling, stopping, limits.vocab_size)
+    job = Job.of(prompt, branches, sampling, stopping)
+    job.priority, job.arrived_ns = request.priority, time.monotonic_ns()
+    return job
+
+
+def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: Limits) -> None:
+    """As many branches as samples or fewer (some have ended), each its own; a beam search has the prompt only."""
+    if not branches:
+        raise InvalidArgument.of("branches", "must hold at least one branch")
+    if sampling.width > limits.max_num_seqs:
+        field = "num_sequences" if sampling.beam_width is None else "beam_width"
+        raise InvalidArgument.of(field, f"must be at most {limits.max_num_seqs}, the sequences of a batch")
+    if sampling.width < sampling.num_sequences or sampling.num_sequences < 1:
+        raise InvalidArgument.of("num_sequences", "must be at least 1, and at most beam_width")
+    if sampling.beam_width is not None and (len(branches) > 1 or branches[0].output_ids or branches[0].sample_index):
+        raise InvalidArgument.of("branches", "must be one without output tokens, sample_index 0, for a beam search")
+    indices = {branch.sample_index for branch in branches}
+    if len(indices) < len(branches):
+        raise InvalidArgument.of("branches", "must have a sample_index each of its own")
+    if max(indices) >= sampling.num_sequences:
+        limit = sampling.num_sequences
+        raise InvalidArgument.of("branches", f"must have a sample_index below num_sequences, which is {limit}")
+
+
+def _check_lengths(prompt: Seq[int], branches: Seq[Branch], limits: Limits) -> None:
+    if not prompt:
+        raise InvalidArgument.of("prompt_token_ids", "must hold at least one token")
+    if len(prompt) + max(len(branch.output_ids) for branch in branches) >= limits.max_model_len:
+        raise InvalidArgument.of("prompt_token_ids", f"must be shorter than {limits.max_model_len} tokens")
+
+
+def _check_ids(
+    prompt: Seq[int], branches: Seq[Branch], sampling: SamplingParams, stopping: StoppingParams, vocab_size: int
+) -> None:
+    outputs = [max(branch.output_ids) for branch in branches if branch.output_ids]
+    biased = [token for token, _ in sampling.logit_bias]
+    if max(*prompt, *outputs, *biased, *stopping.stop_token_ids, 0) >= vocab_size:
+        raise InvalidArgument.of("token ids", f"must be below the vocabulary size {vocab_size}")
+    if max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) > vocab_size:
+        raise InvalidArgument.of("logprobs", f"must be at most the vocabulary size {vocab_size}")
