@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from common.settings import WorkerSettings, settings_config
@@ -12,3 +14,13 @@ class DecodeSettings(WorkerSettings):
 
     model_config = settings_config("LOOSELEAF_DECODE_", "decode_svc")
     reserve_blocks: int = Field(16, ge=0, description="blocks kept allocated ahead, so that few steps call the ledger")
+    preemption: Literal["auto", "swap", "give-back"] = Field(
+        "auto",
+        description="what becomes of a request whose blocks others need: swapped to host memory, where that has room, "
+        "or given back to prefill; auto: whichever is estimated to cost less time",
+    )
+    swap_space: float = Field(
+        1.0,
+        ge=0,
+        description="GiB of host memory for swapped blocks, at most as many as the arena has; 0: all are given back",
+    )

@@ -1,0 +1,143 @@
+"""Which way a preempted group goes, and when a swapped one comes back. Counts both, with times.
+
+Knows no sessions: the worker tells the gateway of groups that are lost or given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from common.telemetry import Fallbacks
+from decode_svc.costs import Costs
+from decode_svc.outputs import Rejection
+from decode_svc.scheduler import DecodeScheduler, Group
+from decode_svc.swap import SwapSpace
+
+logger = logging.getLogger("decode")
+Choice = Literal["auto", "swap", "give-back"]
+RESUME_PAUSE_S = 0.02
+"""Between two tries to get a group's blocks while others run; a try costs some ledger calls."""
+
+
+@dataclass(slots=True)
+class PreemptionCounts:
+    """Since the worker's start."""
+
+    swapped_groups: int = 0
+    swapped_blocks: int = 0
+    """Copied out."""
+    resumed_groups: int = 0
+    resumed_blocks: int = 0
+    """Copied back; others of the same groups were still cached in the arena."""
+    out_s: float = 0.0
+    in_s: float = 0.0
+    """Of tries that brought the blocks back."""
+    waited_s: float = 0.0
+    """Swapped, summed over groups that were resumed."""
+    given_back_groups: int = 0
+    lost_groups: int = 0
+    """By the reader rule, while they were swapped out."""
+
+
+class Preemption:
+    """Swaps groups or gives them back; resumes them. In the step thread."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        swap: SwapSpace,
+        choice: Choice = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._swap = swap
+        self._choice = choice
+        self._clock = clock
+        self._since: dict[Group, float] = {}
+        self._tried_at = 0.0
+        self._fallbacks = Fallbacks(logger)
+        self.costs = Costs()
+        self.counts = PreemptionCounts()
+
+    def preempt(self, group: Group) -> Rejection | None:
+        """Take a group's blocks away. None: it is swapped, and the scheduler has it among the preempted; else it must
+        leave the worker, and holds its blocks until then."""
+        num_blocks = self._swap.need(group)
+        if not self._swaps(num_blocks):
+            self.counts.given_back_groups += 1
+            logger.info("no block left: group %d, %d blocks, is given back to prefill", group.handle, num_blocks)
+            return Rejection.GIVEN_BACK
+        began = self._clock()
+        if not self._swap.swap_out(group):
+            self.counts.lost_groups += 1
+            logger.warning("reader rule: group %d had blocks that live another life now", group.handle)
+            return Rejection.LOST
+        self._note_out(group, num_blocks, self._clock() - began)
+        self._scheduler.preempt(group)
+        return None
+
+    def resume(self, make_way: Callable[[Group], object]) -> None:
+        """Bring swapped groups back, in order, while blocks for them can be had, and, beside running ones, one more for
+        each sequence: else what comes back would soon push out, or be pushed out.
+
+        Where nothing runs, waiting groups give their blocks up for them: `make_way` must take a group's away.
+        """
+        while (group := self._scheduler.resumable()) is not None:
+            running = sum(len(g.live) for g in self._scheduler.running)
+            if running and self._clock() - self._tried_at < RESUME_PAUSE_S:
+                return
+            if self._swap_in(group, running + len(group.live) if running else 0):
+                self._scheduler.resume(group)
+                continue
+            self._tried_at = self._clock()
+            if running or (waiting := self._scheduler.latest_waiting()) is None:
+                return
+            make_way(waiting)
+
+    def drop(self, group: Group) -> None:
+        """A group ends; its memory in the host tier is free."""
+        if self._since.pop(group, None) is not None:
+            self._swap.drop(group)
+
+    # --- inside
+
+    def _swaps(self, num_blocks: int) -> bool:
+        if self._choice == "give-back" or self._swap.num_blocks == 0:
+            return False
+        if not self._swap.has_room(num_blocks):
+            self._fallbacks.note("give back, not swap", f"the host tier has {self._swap.num_free} blocks left")
+            return False
+        num_bytes, num_tokens = num_blocks * self._swap.block_bytes, num_blocks * self._swap.block_size
+        return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
+
+    def _swap_in(self, group: Group, spare: int) -> bool:
+        began = self._clock()
+        copied = self._swap.swap_in(group, spare)
+        if copied is None:
+            return False
+        now = self._clock()
+        waited = began - self._since.pop(group)
+        self.costs.note_copy(copied * self._swap.block_bytes, now - began)
+        self.counts.resumed_groups += 1
+        self.counts.resumed_blocks += copied
+        self.counts.in_s += now - began
+        self.counts.waited_s += waited
+        logger.info(
+            "group %d is back: %d blocks copied in %.2f ms, waited %.3f s",
+            group.handle, copied, (now - began) * 1e3, waited,
+        )  # fmt: skip
+        return True
+
+    def _note_out(self, group: Group, num_blocks: int, seconds: float) -> None:
+        self._since[group] = self._clock()
+        self.costs.note_copy(num_blocks * self._swap.block_bytes, seconds)
+        self.counts.swapped_groups += 1
+        self.counts.swapped_blocks += num_blocks
+        self.counts.out_s += seconds
+        logger.info(
+            "no block left: group %d, %d blocks, is swapped out (%.2f ms)", group.handle, num_blocks, seconds * 1e3
+        )

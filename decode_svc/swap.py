@@ -1,0 +1,187 @@
+"""The host tier: blocks of preempted groups in private memory, copied out in one call and back in one.
+
+A swapped group holds nothing in the arena. What its sequences shared they share again when they come back; blocks that
+are still cached under their hash are taken from there and not copied. Knows neither priorities nor when to swap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import takewhile
+
+import torch
+
+from block_store.attach import Attached
+from block_store.codec import SealItem
+from block_store.errors import Exhausted, LedgerUnavailable
+from block_store.hashing import next_hash
+from block_store.ledger import MAX_BATCH
+from common.blocks import blocks_of
+from common.errors import StartupError
+from common.types import BlockRef
+from decode_svc.blocks import forget
+from decode_svc.scheduler import Group
+from engine.runner import ModelRunner
+from engine.sequence import BlockTable, Sequence
+from kernels.copy_blocks import copy_blocks
+
+Tables = dict[Sequence, list[int]]
+"""By sequence the host blocks that hold its KV, in token order."""
+
+
+class SwapSpace:
+    """Blocks in host memory, as many as `max_bytes` hold, and never more than the arena has. In the step thread."""
+
+    def __init__(self, runner: ModelRunner, attached: Attached, max_bytes: int) -> None:
+        """The runner must be bound to the attached arena. StartupError: there is no such memory."""
+        self._runner = runner
+        self._attached = attached
+        self.block_size = runner.layout.block_size
+        num_arena, self.block_bytes = runner.bound_arena.shape
+        self.num_blocks = min(max_bytes // self.block_bytes, num_arena)
+        self._host = _host_memory(runner, self.num_blocks, self.block_bytes)
+        self._free = list(range(self.num_blocks))[::-1]
+        self._swapped: dict[Group, Tables] = {}
+
+    def __contains__(self, group: object) -> bool:
+        return group in self._swapped
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def need(self, group: Group) -> int:
+        """Blocks that the group's KV takes here: what its sequences share counts once."""
+        return len(self._distinct(group.live))
+
+    def has_room(self, num_blocks: int) -> bool:
+        return num_blocks <= min(len(self._free), MAX_BATCH)
+
+    def swap_out(self, group: Group) -> bool:
+        """Copy a group's blocks here and release those of the arena; there must be room for them.
+
+        False (reader rule): a block lives another life, so the group is lost; nothing has changed.
+        """
+        refs = self._distinct(group.live)
+        arena, num = self._attached.arena, len(refs)
+        if not arena.check_refs(refs):
+            return False
+        slots = self._free[len(self._free) - num :][::-1]
+        self._copy(self._runner.bound_arena, self._host, [ref.block for ref in refs], slots)
+        if not arena.check_refs(refs):
+            return False
+        del self._free[len(self._free) - num :]
+        slot_of = dict(zip(refs, slots, strict=True))
+        self._swapped[group] = {s: [slot_of[ref] for ref in self._kept(s)] for s in group.live}
+        self._release_device(group)
+        return True
+
+    def swap_in(self, group: Group, spare: int) -> int | None:
+        """Give a swapped group blocks of the arena again, all or none; returns how many were copied.
+
+        `spare` more must be to be had too, and are left. None: they were not. Errors: LedgerError, as `held.seal`.
+        """
+        tables = {s: self._swapped[group][s] for s in group.live}
+        refs = self._find_cached(tables)
+        missing = [slot for slot in _distinct_slots(tables) if slot not in refs]
+        fresh = self._alloc(len(missing), spare)
+        if fresh is None:
+            self._attached.held.release(list(refs.values()))
+            return None
+        self._copy(self._host, self._runner.bound_arena, missing, [ref.block for ref in fresh])
+        refs |= zip(missing, fresh, strict=True)
+        self._share(tables, refs)
+        refs |= self._seal(tables, dict(zip(missing, fresh, strict=True)))
+        for sequence, slots in tables.items():
+            sequence.table = BlockTable(refs[slot] for slot in slots)
+            sequence.tail_sealed = False  # a block without a hash is never found cached: it is a copy, to write on
+        self.drop(group)
+        return len(missing)
+
+    def drop(self, group: Group) -> None:
+        """A swapped group's memory is free again; other groups have none."""
+        if (tables := self._swapped.pop(group, None)) is not None:
+            self._free += _distinct_slots(tables)[::-1]
+
+    # --- inside
+
+    def _kept(self, sequence: Sequence) -> list[BlockRef]:
+        """The blocks that hold the sequence's KV: a copy that was only planned counts as its source."""
+        refs = sequence.table[: blocks_of(sequence.num_computed, self.block_size)]
+        if sequence.copy_from is not None:
+            refs[-1] = sequence.copy_from
+        return refs
+
+    def _distinct(self, sequences: Iterable[Sequence]) -> list[BlockRef]:
+        return list(dict.fromkeys(ref for s in sequences for ref in self._kept(s)))
+
+    def _release_device(self, group: Group) -> None:
+        tables: list[list[BlockRef]] = []
+        for sequence in group.live:
+            tables.append(list(sequence.table) + ([] if sequence.copy_from is None else [sequence.copy_from]))
+            forget(sequence)
+        self._attached.held.release_many(tables)
+
+    def _copy(self, src: torch.Tensor, dst: torch.Tensor, src_ids: list[int], dst_ids: list[int]) -> None:
+        """One call; it has happened when this returns."""
+        if src_ids:
+            self._runner.device.enter()
+            copy_blocks(src, dst, torch.tensor(src_ids), torch.tensor(dst_ids))
+            self._runner.device.wait()
+
+    def _find_cached(self, tables: Tables) -> dict[int, BlockRef]:
+        """By host block the block of the arena that has its content still: one call per sequence with sealed blocks
+        of its own, for the longest run from its first one."""
+        found: dict[int, BlockRef] = {}
+        asked: set[int] = set()
+        for sequence, slots in tables.items():
+            first = next((i for i in range(sequence.num_sealed) if slots[i] not in asked), sequence.num_sealed)
+            own = list(takewhile(lambda slot: slot not in asked, slots[first : sequence.num_sealed]))
+            if own:
+                sequence.extend_hashes(sequence.num_sealed, self.block_size, next_hash)
+                hashes = [sequence.block_hash(i) for i in range(first, first + len(own))]
+                found |= zip(own, self._attached.held.acquire([hashes])[0], strict=False)
+            asked.update(own)
+        return found
+
+    def _alloc(self, num_blocks: int, spare: int) -> list[BlockRef] | None:
+        held = self._attached.held
+        try:
+            refs = held.alloc(min(num_blocks + spare, MAX_BATCH))
+        except (Exhausted, LedgerUnavailable):
+            return None
+        if refs[num_blocks:]:
+            held.release(refs[num_blocks:])
+        return refs[:num_blocks]
+
+    def _share(self, tables: Tables, refs: dict[int, BlockRef]) -> None:
+        """Every block has been counted for one sequence: count the others."""
+        uses = Counter(slot for slots in tables.values() for slot in slots)
+        self._attached.held.share(refs[slot] for slot, times in uses.items() for _ in range(times - 1))
+
+    def _seal(self, tables: Tables, fresh: dict[int, BlockRef]) -> dict[int, BlockRef]:
+        """Publish the full blocks among those that were copied back, each once, in one call."""
+        items: dict[int, SealItem] = {}
+        for sequence, slots in tables.items():
+            for i in range(sequence.num_sealed):
+                if slots[i] in fresh and slots[i] not in items:
+                    items[slots[i]] = SealItem(fresh[slots[i]], sequence.block_hash(i))
+        if not items:
+            return {}
+        return dict(zip(items, self._attached.held.seal(list(items.values())), strict=True))
+
+
+def _distinct_slots(tables: Tables) -> list[int]:
+    return list(dict.fromkeys(slot for slots in tables.values() for slot in slots))
+
+
+def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes]; on a CPU the system gives memory only to what is written, on a GPU it is pinned
+    (the copy engines reach nothing else at full speed) and so taken at once."""
+    on_gpu = runner.device.compute_capability is not None
+    try:
+        return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, pin_memory=on_gpu)
+    except RuntimeError as error:
+        size = num_blocks * block_bytes / 2**30
+        raise StartupError(f"--swap-space: {size:.2f} GiB of host memory cannot be had: {error}") from error
