@@ -14,6 +14,7 @@ from gateway.admission import Admission, Gate
 from gateway.assets import load_assets
 from gateway.credentials import Authenticator
 from gateway.discovery import Discovery
+from gateway.groups import limits_of
 from gateway.grpc_service import InferenceServicer
 from gateway.http_app import HttpApi
 from gateway.metrics import Metrics
@@ -49,7 +50,14 @@ async def main(settings: GatewaySettings) -> None:
         return min(found, settings.max_model_len or found)
 
     salts = Salts((settings.salt_secret or secrets.token_hex(32)).encode())
-    validator = Validator(assets, pool, salts, timeout_s=settings.request_timeout_s, max_model_len=max_model_len)
+    validator = Validator(
+        assets,
+        pool,
+        salts,
+        timeout_s=settings.request_timeout_s,
+        max_model_len=max_model_len,
+        group_limits=lambda: limits_of(state.record for state in workers.states.values()),
+    )
     metrics = Metrics(assets.name)
     admission, gate = Admission(settings.max_queue), Gate(workers.gate_capacity)
     metrics.watch_queues(lambda: gate.num_running, lambda: admission.current - gate.num_running)

@@ -2,6 +2,9 @@
 
 Every violation names the field and the limit. Knows nothing of protobuf or JSON; values come in as Python numbers and
 strings. temperature ends at 2 as OpenAI's does (vLLM's has no end); top_k takes -1 for "off" besides 0, as vLLM's does.
+n ends at 128 as OpenAI's does; beam_width (over HTTP best_of, or n, with use_beam_search) at 32, since each beam is a
+row of every step and nothing is sent before the end; a length_penalty beyond 5 could overflow fp32 in a score. What
+fits workers may be less: their max_num_seqs, and the blocks of a group (`gateway.groups`).
 """
 
 from __future__ import annotations
@@ -58,6 +61,9 @@ RANGES: Mapping[str, Range] = {
     "prompt_logprobs": Range(0, 20),
     "priority": Range(-(2**31), 2**31 - 1),
     "timeout": Range(0, 86_400, above_low=True),
+    "n": Range(1, 128),
+    "beam_width": Range(1, 32),
+    "length_penalty": Range(-5, 5),
 }
 """Limits that do not depend on the model; those that do are in `Checker`."""
 

@@ -47,7 +47,6 @@ class SamplingBody(Body):
     top_p: float | None = None
     n: int | None = None
     best_of: int | None = None
-    use_beam_search: bool | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -69,6 +68,9 @@ class SamplingBody(Body):
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Any = None
     # cannot change the answer
     user: Any = None
     store: Any = None
@@ -101,8 +103,6 @@ class SamplingBody(Body):
         for name, nothing in _UNSUPPORTED.items():
             if getattr(self, name) not in (None, nothing):
                 raise Unimplemented(f"{name} is not supported yet")
-        if self.use_beam_search:
-            raise Unimplemented("use_beam_search is not supported yet")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument.of("stream_options", "may only be given together with stream")
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
@@ -110,6 +110,7 @@ class SamplingBody(Body):
             setattr(wanted, name, getattr(self, name))
         wanted.logit_bias = _logit_bias(self.logit_bias or {})
         wanted.stop_token_ids = self.stop_token_ids or ()
+        wanted.use_beam_search = bool(self.use_beam_search)
         wanted.ignore_eos = bool(self.ignore_eos)
         wanted.include_stop_str_in_output = bool(self.include_stop_str_in_output)
         return wanted
@@ -118,7 +119,7 @@ class SamplingBody(Body):
 _PLAIN = (
     "model", "request_id", "temperature", "top_p", "n", "best_of", "seed", "max_tokens", "presence_penalty",
     "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "prompt_logprobs", "add_special_tokens",
-    "cache_salt", "priority",
+    "cache_salt", "priority", "length_penalty", "early_stopping",
 )  # fmt: skip
 
 

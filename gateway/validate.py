@@ -8,12 +8,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import InvalidArgument, NotFound, Unimplemented
+from common.errors import InvalidArgument, NotFound
 from common.types import EarlyStopping, SamplingParams, StoppingParams
-from gateway.assets import ModelAssets
+from gateway.assets import GenerationDefaults, ModelAssets
+from gateway.groups import (
+    GroupLimits,
+    check_group,
+    is_beam_search,
+    max_tokens_within,
+    num_sequences,
+    width_of,
+)
 from gateway.limits import MAX_MESSAGES, MAX_NAME_BYTES, MAX_PROMPT_BYTES, MAX_SALT_BYTES, MIN_PROMPT_BYTES, Checker
 from gateway.tokenizing import TokenizerPool
 
@@ -61,6 +69,8 @@ class Wanted:
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
+    use_beam_search: bool = False
+    """Beam search as HTTP spells it, with best_of or n beams; gRPC gives a beam_width instead."""
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     max_tokens: int | None = None
@@ -95,7 +105,7 @@ class ResolvedRequest:
 
     @property
     def cost(self) -> int:
-        """The most tokens that the request can take: prompt, and outputs of all its sequences. Its share is counted so."""
+        """The most tokens that the request can take, for fair shares: the prompt, and outputs of all its sequences."""
         return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens
 
 
@@ -125,20 +135,23 @@ class Validator:
         *,
         timeout_s: float,
         max_model_len: Callable[[], int],
+        group_limits: Callable[[], Collection[GroupLimits]],
     ) -> None:
+        """`group_limits`: what decode workers take, empty while there are none."""
         self._assets = assets
         self._pool = pool
         self._salts = salts
         self._timeout_s = timeout_s
         self._max_model_len = max_model_len
+        self._group_limits = group_limits
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
-        """Errors: NotFound (model), Unimplemented (n, beams), InvalidArgument with every violation."""
+        """Errors: NotFound (model), InvalidArgument with every violation."""
         self.check_model(wanted.model)
-        _refuse_unsupported(wanted)
         checker = self.checker()
         _check_numbers(checker, wanted)
         _check_rest(checker, wanted)
+        check_group(checker, wanted, self._group_limits())
         self._check_prompt(checker, wanted)
         if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would make a prompt of it
             checker.refuse(wanted.prompt_field, "must not be empty")
@@ -221,13 +234,15 @@ class Validator:
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:
-        defaults = self._assets.defaults
-        top_k = _or(wanted.top_k, defaults.top_k)
+        """A beam search draws nothing: the model's defaults for drawing do not reach it."""
+        defaults, beams = self._assets.defaults, is_beam_search(wanted)
+        shape = GenerationDefaults() if beams else defaults
+        top_k = _or(wanted.top_k, shape.top_k)
         return SamplingParams(
-            temperature=float(_or(wanted.temperature, defaults.temperature)),
+            temperature=1.0 if beams else float(_or(wanted.temperature, shape.temperature)),
             top_k=0 if top_k == -1 else int(top_k),
-            top_p=float(_or(wanted.top_p, defaults.top_p)),
-            min_p=float(_or(wanted.min_p, defaults.min_p)),
+            top_p=float(_or(wanted.top_p, shape.top_p)),
+            min_p=float(_or(wanted.min_p, shape.min_p)),
             presence_penalty=wanted.presence_penalty or 0.0,
             frequency_penalty=wanted.frequency_penalty or 0.0,
             repetition_penalty=float(_or(wanted.repetition_penalty, defaults.repetition_penalty)),
@@ -235,10 +250,16 @@ class Validator:
             seed=secrets.randbits(63) if wanted.seed is None else wanted.seed,
             logprobs=wanted.logprobs,
             prompt_logprobs=wanted.prompt_logprobs,
+            num_sequences=num_sequences(wanted),
+            beam_width=width_of(wanted)[1] if beams else None,
+            length_penalty=float(_or(wanted.length_penalty, 1.0)),
+            early_stopping=wanted.early_stopping or False,
         )
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
-        """max_tokens is clipped to the context where it is a default; what is asked for and does not fit is refused."""
+        """max_tokens is clipped to the context, and to the blocks that a group may hold, where it is a default; what is
+        asked for and does not fit is refused.
+        """
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:
             chat = isinstance(wanted.prompt, ChatPrompt)
@@ -250,6 +271,9 @@ class Validator:
             )
         else:
             max_tokens = wanted.max_tokens
+        max_tokens = max_tokens_within(
+            wanted, prompt_len, self._group_limits(), max_tokens, clip=wanted.max_tokens is None
+        )
         if (wanted.min_tokens or 0) > max_tokens:
             raise InvalidArgument.of(
                 "min_tokens", f"must be at least 0 and at most {max_tokens} (max_tokens), got {wanted.min_tokens}"
@@ -257,14 +281,6 @@ class Validator:
         eos = () if wanted.ignore_eos else self._assets.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*wanted.stop_token_ids, *eos)))
         return StoppingParams(max_tokens, wanted.min_tokens or 0, stop_ids)
-
-
-def _refuse_unsupported(wanted: Wanted) -> None:
-    for name, value in (("n", wanted.n), ("best_of", wanted.best_of), ("beam_width", wanted.beam_width)):
-        if value is not None and value != 1:
-            if value < 1:
-                raise InvalidArgument.of(name, f"must be at least 1, got {value}")
-            raise Unimplemented(f"{name} must be 1, got {value}: several samples or beams are not supported yet")
 
 
 def _check_numbers(checker: Checker, wanted: Wanted) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.errors import InvalidArgument, LooseleafError, NotFound, Unimplemented
+from common.errors import InvalidArgument, LooseleafError, NotFound
 from looseleaf import LLM
 from looseleaf.testing import assert_nothing_held
 
@@ -46,8 +46,9 @@ HTTP: list[tuple[dict[str, Any] | str, int, str]] = [
     ("{not json", 400, "JSON"),
     ({"prompt": "a", "temprature": 1}, 400, "temprature"),
     ({"prompt": []}, 400, "prompt"),
-    ({"prompt": "a", "n": 2}, 400, "n"),
-    ({"prompt": "a", "use_beam_search": True}, 400, "beam"),
+    ({"prompt": "a", "n": 129}, 400, "n must be at least 1 and at most 128"),
+    ({"prompt": "a", "best_of": 2}, 400, "best_of must equal n"),
+    ({"prompt": "a", "use_beam_search": True, "top_p": 0.5}, 400, "top_p must be 1 with a beam search"),
     ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens"),
     ({"prompt": "a", "model": "other"}, 404, "other"),
     ({"prompt": "a", "temperature": 1e300}, 400, "temperature"),
@@ -65,15 +66,6 @@ def test_http(llm: LLM, body: dict[str, Any] | str, status: int, names: str) -> 
     assert reply.status_code == status
     error = reply.json()["error"]
     assert names in error["message"]
-
-
-def test_n_is_refused_clearly_over_grpc(llm: LLM) -> None:
-    from looseleaf.options import build_request
-
-    request = build_request("a", {"max_tokens": 1})
-    request.sampling.num_sequences = 2
-    with pytest.raises(Unimplemented, match="n"):
-        list(llm.client._pieces(request, {}))
 
 
 def test_nothing_is_held_after_refusals(llm: LLM) -> None:

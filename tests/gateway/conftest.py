@@ -12,6 +12,7 @@ import pytest
 from gateway.admission import Admission, Gate
 from gateway.assets import ModelAssets
 from gateway.credentials import Authenticator
+from gateway.groups import limits_of
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
 from gateway.sessions import Limits
@@ -71,7 +72,14 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         metrics = Metrics("tiny")
         gate = Gate(workers.gate_capacity)
         pool = TokenizerPool(assets, 1)
-        validator = Validator(assets, pool, Salts(b"secret"), timeout_s=20.0, max_model_len=lambda: 512)
+        validator = Validator(
+            assets,
+            pool,
+            Salts(b"secret"),
+            timeout_s=20.0,
+            max_model_len=lambda: 512,
+            group_limits=lambda: limits_of(records),
+        )
         runner = RequestRunner(
             workers, gate, assets.tokenizer, metrics, max_attempts=3, recover_s=options.pop("recover_s", 2.0)
         )

@@ -93,8 +93,8 @@ async def test_field_violations_come_as_details(serve: Any) -> None:
     [
         (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT),
         (pb.GenerateRequest(text="x", model="other"), grpc.StatusCode.NOT_FOUND),
-        (request(num_sequences=2), grpc.StatusCode.UNIMPLEMENTED),
-        (request(beam_width=4), grpc.StatusCode.UNIMPLEMENTED),
+        (request(num_sequences=9), grpc.StatusCode.INVALID_ARGUMENT),
+        (request(beam_width=33), grpc.StatusCode.INVALID_ARGUMENT),
         (request(temperature=float("nan")), grpc.StatusCode.INVALID_ARGUMENT),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), grpc.StatusCode.INVALID_ARGUMENT),
         (pb.GenerateRequest(token_ids=pb.TokenIds()), grpc.StatusCode.INVALID_ARGUMENT),

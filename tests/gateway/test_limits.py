@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import pytest
 
-from common.errors import InvalidArgument, NotFound, Unimplemented
+from common.errors import InvalidArgument, NotFound
 from gateway.assets import GenerationDefaults, ModelAssets
+from gateway.groups import GroupLimits
 from gateway.limits import MAX_SALT_BYTES, MIN_PROMPT_BYTES
 from gateway.testing import BOS_ID, EOS_ID, VOCAB_SIZE, make_assets
 from gateway.tokenizing import TokenizerPool
@@ -19,10 +20,15 @@ MAX_LEN = 512
 PROMPT = [1, 5, 6]
 
 
+def make_validator(assets: ModelAssets, pool: TokenizerPool, limits: Collection[GroupLimits] = ()) -> Validator:
+    salts = Salts(b"secret")
+    return Validator(assets, pool, salts, timeout_s=60.0, max_model_len=lambda: MAX_LEN, group_limits=lambda: limits)
+
+
 @pytest.fixture(scope="module")
 def validator(assets: ModelAssets) -> AsyncIterator[Validator]:
     pool = TokenizerPool(assets, 1)
-    yield Validator(assets, pool, Salts(b"secret"), timeout_s=60.0, max_model_len=lambda: MAX_LEN)
+    yield make_validator(assets, pool)
     pool.close()
 
 
@@ -43,6 +49,8 @@ TABLE: list[tuple[str, list[Any], list[Any], str]] = [
     ("logprobs", [0, 20], [-1, 21], "at most 20"),
     ("prompt_logprobs", [0, 20], [-1, 21], "at most 20"),
     ("priority", [-(2**31), 2**31 - 1], [-(2**31) - 1, 2**31], str(2**31 - 1)),
+    ("n", [1, 128], [0, -1, 129, 10**400], "at most 128"),
+    ("beam_width", [1, 32], [0, 33], "at most 32"),
     ("timeout_s", [0.001, 86_400], [0, -1, 86_401, math.nan], "at most 86400"),
     ("max_tokens", [1, MAX_LEN - len(PROMPT)], [0, -1, MAX_LEN - len(PROMPT) + 1, MAX_LEN + 1], str(MAX_LEN)),
     ("min_tokens", [0, 16], [-1, 17, MAX_LEN + 1], "at least 0 and at most"),
@@ -81,10 +89,18 @@ async def test_a_limit_holds_at_its_bounds_and_names_itself(
         assert caught.value.violations[0].field.startswith(shown) and caught.value.message.startswith(shown)
 
 
+async def test_the_length_penalty_of_beams_is_limited(validator: Validator) -> None:
+    for value in (-5, 0, 0.6, 5):
+        assert (await resolve(validator, beam_width=2, length_penalty=value)).sampling.length_penalty == value
+    for value in (-5.001, 5.001, math.nan, math.inf):
+        with pytest.raises(InvalidArgument, match=r"^length_penalty must be at least -5 and at most 5"):
+            await resolve(validator, beam_width=2, length_penalty=value)
+
+
 def test_every_range_of_the_table_is_tried_at_its_bounds() -> None:
     from gateway.limits import RANGES
 
-    tried = {"timeout" if row[0] == "timeout_s" else row[0] for row in TABLE}
+    tried = {"timeout" if row[0] == "timeout_s" else row[0] for row in TABLE} | {"length_penalty"}
     assert set(RANGES) <= tried
 
 
@@ -92,15 +108,6 @@ async def test_all_violations_are_told_at_once(validator: Validator) -> None:
     with pytest.raises(InvalidArgument) as caught:
         await resolve(validator, temperature=9, top_p=0, stop=[""], prompt=IdsPrompt([]))
     assert [v.field for v in caught.value.violations] == ["temperature", "top_p", "stop[0]", "prompt"]
-
-
-@pytest.mark.parametrize("name", ["n", "best_of", "beam_width"])
-async def test_several_samples_and_beams_are_refused_by_name(validator: Validator, name: str) -> None:
-    await resolve(validator, **{name: 1})
-    with pytest.raises(Unimplemented, match=f"^{name} "):
-        await resolve(validator, **{name: 2})
-    with pytest.raises(InvalidArgument):
-        await resolve(validator, **{name: 0})
 
 
 async def test_an_unknown_model_is_not_found(validator: Validator) -> None:
@@ -114,7 +121,7 @@ async def test_defaults_come_from_the_generation_config() -> None:
     given = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1)
     assets = make_assets(defaults=given, eos_token_ids=(2, 7))
     pool = TokenizerPool(assets, 1)
-    validator = Validator(assets, pool, Salts(b"s"), timeout_s=60.0, max_model_len=lambda: MAX_LEN)
+    validator = make_validator(assets, pool)
     request = await resolve(validator)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (0.6, 20, 0.9, 1.1)
