@@ -29,8 +29,10 @@ class Summary:
 
 @dataclass(slots=True)
 class Piece:
-    """What became known of a sample at once. The last one has `finish_reason` and `summary`."""
+    """What became known of a sample at once. A sample's last has `finish_reason`, the request's last `summary` too."""
 
+    index: int = 0
+    """The sample's number; of a beam search the beam's rank."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
@@ -38,13 +40,15 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
+    beam_score: float | None = None
     summary: Summary | None = None
 
 
 class Sample:
     """One sample as the client sees it: tokens come in with their index, pieces go out."""
 
-    def __init__(self, request: ResolvedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: ResolvedRequest, tokenizer: Tokenizer, index: int = 0) -> None:
+        self.index = index
         self._stopping = request.stopping
         self._stop_ids = frozenset(request.stopping.stop_token_ids)
         self._include_stop = request.include_stop
@@ -53,11 +57,13 @@ class Sample:
         self._cumulative_logprob = 0.0
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.emitted_at = 0.0
+        """When its last piece left, 0 before the first."""
 
     @property
     def branch(self) -> Branch:
         """What a worker must know to go on."""
-        return Branch(0, tuple(self.output_ids), self._cumulative_logprob)
+        return Branch(self.index, tuple(self.output_ids), self._cumulative_logprob)
 
     def accept(
         self,
@@ -69,9 +75,9 @@ class Sample:
     ) -> None:
         """Add tokens to the sample and to `piece`. Known ones are dropped; a gap is refused (WorkerLost)."""
         known = len(self.output_ids) - first_index
-        if known < 0:
-            raise WorkerLost("gap")
         fresh, details = token_ids[known:], list(logprobs)[known:]
+        if known < 0 or (finish is not None and not fresh):
+            raise WorkerLost("gap")
         for number, token_id in enumerate(fresh):
             if self.finish_reason is not None:
                 return

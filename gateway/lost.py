@@ -16,13 +16,16 @@ from common.errors import (
 from common.types import WorkerRecord
 from protos.v1 import decode_pb2
 
+GIVEN_BACK = "given_back"
+
 
 class WorkerLost(Exception):
     """An attempt that ended without an answer; the request may be prefilled again.
 
     `counted` attempts are bounded; being given back for want of blocks is not counted, as each such attempt has brought
-    at least one token. `final` is what the client is told when no attempt is left. `unreachable`: nobody was there to
-    take the request, so it is not counted, and the worker gets no other before the registry has had time to drop it.
+    at least one token (a beam search comes back only when it can reach its end). `final` is what the client is told
+    when no attempt is left. `unreachable`: nobody was there to take the request, so it is not counted, and the worker
+    gets no other before the registry has had time to drop it.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class WorkerLost(Exception):
         self.counted = counted
         self.suspect = suspect
         """Whether other workers should be preferred for a while."""
+        self.given_back = reason == GIVEN_BACK
         self.final = final or Unavailable("the workers of this request were lost", retry_after_s=1.0)
 
 
@@ -70,7 +74,7 @@ def internal(role: str) -> WorkerLost:
 def rejected(rejection: int, timeout_s: float) -> Exception:
     """What a decode worker's rejection means for a request with this timeout."""
     if rejection == decode_pb2.REJECTION_GIVEN_BACK:
-        return WorkerLost("given_back", counted=False, suspect=False)
+        return WorkerLost(GIVEN_BACK, counted=False, suspect=False)
     if rejection == decode_pb2.REJECTION_QUEUE_FULL:
         return queue_full("decode")
     if rejection == decode_pb2.REJECTION_DEADLINE:

@@ -138,8 +138,12 @@ class Metrics:
         self._hits.inc(summary.sources.cached)
         self._generated.inc()
 
+    def tokens(self, count: int) -> None:
+        """`count` tokens leave that followed none: of another sample's first message, or of a beam search."""
+        self._generated.inc(count)
+
     def next_tokens(self, count: int, since_s: float) -> None:
-        """`count` tokens leave in one message, `since_s` after the last one."""
+        """`count` tokens leave in one message, `since_s` after the sample's last one."""
         self._generated.inc(count)
         for _ in range(count):
             self._itl.observe(since_s / count)

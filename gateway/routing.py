@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from common.blocks import group_blocks
 from common.types import WorkerLoad, WorkerRecord
 
 SUSPECT_S = 2.0
@@ -19,6 +20,23 @@ UNREACHABLE_S = 4.0
 Its successor has another address and is taken at once."""
 REPORT_S = 3.0
 """A load report older than this says nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """What a request can come to need on a decode worker."""
+
+    prompt_len: int
+    max_tokens: int
+    width: int
+    """Sequences."""
+
+    def fits(self, record: WorkerRecord) -> bool:
+        """Whether a worker's batch and floor hold the group; a worker that names no floor is taken to."""
+        floor = record.max_group_blocks
+        if self.width > record.max_num_seqs:
+            return False
+        return not floor or group_blocks(self.prompt_len, self.max_tokens, self.width, record.block_size) <= floor
 
 
 @dataclass(slots=True)
@@ -106,7 +124,9 @@ class Router:
     def pick_decode(
         self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool]
     ) -> WorkerState | None:
-        """The decode worker with the fewest sequences for its size, of those that take the prefill worker's tickets."""
+        """The decode worker with the fewest sequences for its size, of those that take the prefill worker's tickets and
+        are `usable` for the group.
+        """
         candidates = [d for d in self._decodes_for(prefill) if usable(d.record)]
         return self._least(candidates, lambda d: d.sequences(now) / max(1, d.record.max_num_seqs), now)
 

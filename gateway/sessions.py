@@ -42,22 +42,30 @@ class Limits:
 class OutputStream:
     """The outputs of one submitted sequence group, in order. One reader.
 
-    Bounded by max_tokens: a worker sends each token once.
+    Bounded by samples and max_tokens: a worker sends each token once.
     """
 
-    __slots__ = ("_closed", "_outputs", "_waiter", "attempt", "handle")
+    __slots__ = ("_closed", "_outputs", "_waiter", "attempt", "handle", "running")
 
-    def __init__(self, handle: int, attempt: int) -> None:
+    def __init__(self, handle: int, attempt: int, samples: Iterable[int]) -> None:
         self.handle = handle
         self.attempt = attempt
+        self.running = set(samples)
+        """Samples, or returned beams, that the worker has not ended and that were not cancelled."""
         self._outputs: deque[pb.SequenceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._closed: Exception | None = None
 
-    def put(self, output: pb.SequenceOutput) -> None:
-        if output.attempt == self.attempt:  # a late one of another attempt is dropped
-            self._outputs.append(output)
-            self._wake()
+    def put(self, output: pb.SequenceOutput) -> bool:
+        """Take an output; one of another attempt is late and dropped. Whether the worker is done with the group."""
+        if output.attempt != self.attempt:
+            return False
+        self._outputs.append(output)
+        self._wake()
+        if output.finish_reason:
+            self.running.discard(output.sample_index)
+            return not self.running
+        return output.rejection != pb.REJECTION_UNSPECIFIED
 
     def fail(self, error: Exception) -> None:
         """No more outputs will come; what is there is still read."""
@@ -91,7 +99,7 @@ class DecodeSession:
         self._on_load = on_load
         self._streams: dict[int, OutputStream] = {}
         self._next_handle = 1
-        # Bounded by the requests let in: each puts at most a submit and a cancel.
+        # Bounded by the requests let in: each puts at most a submit and a cancel per sample.
         self._commands: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._stepped_at = time.monotonic()
         self._reason = "session_lost"
@@ -109,11 +117,11 @@ class DecodeSession:
     def start(self) -> None:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
-    def submit(self, request: pb.Submit) -> OutputStream:
-        """Send a group, its `attempt` filled in; the handle is filled in here."""
+    def submit(self, request: pb.Submit, samples: Iterable[int]) -> OutputStream:
+        """Send a group, its `attempt` filled in; the handle is filled in here. It is over when all `samples` are."""
         request.handle = self._next_handle
         self._next_handle += 1
-        stream = OutputStream(request.handle, request.attempt)
+        stream = OutputStream(request.handle, request.attempt, samples)
         if not self.connected:
             stream.fail(WorkerLost("session_lost"))
             return stream
@@ -127,6 +135,14 @@ class DecodeSession:
         """Drop a group that has not ended; its blocks are released within a step."""
         if self._streams.pop(stream.handle, None) is not None and self.connected:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=stream.handle)))
+
+    def cancel_sample(self, stream: OutputStream, sample: int) -> None:
+        """Drop one sample of a group; the last one takes the group with it."""
+        if stream.running == {sample}:
+            self.cancel(stream)
+        elif sample in stream.running and stream.handle in self._streams and self.connected:
+            self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=stream.handle, sample_index=sample)))
+        stream.running.discard(sample)
 
     def check_stall(self) -> None:
         """Give the worker up if it has sequences of ours and its steps have said nothing for too long."""
@@ -185,10 +201,8 @@ class DecodeSession:
         self._stepped_at = time.monotonic()
         for output in response.outputs:
             stream = self._streams.get(output.handle)
-            if stream is not None:
-                if output.finish_reason or output.rejection:
-                    del self._streams[output.handle]
-                stream.put(output)
+            if stream is not None and stream.put(output):
+                del self._streams[output.handle]
         self._on_load(self.record.worker_id, convert.load_from_pb(response.load))
 
     def _fail_all(self) -> None:

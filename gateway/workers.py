@@ -10,31 +10,35 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from common.types import WorkerLoad, WorkerRecord
+from gateway.admission import Place
 from gateway.lost import WorkerLost
 from gateway.prefill_client import PrefillClient
-from gateway.routing import Router, WorkerState
+from gateway.routing import GroupSize, Router, WorkerState
 from gateway.sessions import DecodeSession, Limits, SessionPool
 from protos.v1 import prefill_pb2
 
 Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes], Awaitable[dict[str, int]]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
-"""Requests with the workers beyond what decode can batch: those in prefill."""
+"""Sequences with the workers beyond what decode can batch: those in prefill."""
+ROOM_PER_SEQUENCE = 2
+"""Free blocks for each sequence of a group that comes back, besides those it had: else it would soon be given back."""
 
 
 class DecodePlace:
-    """A request's place on a decode worker, counted until `release`."""
+    """A group's place on a decode worker, counted until `release`."""
 
-    __slots__ = ("_router", "_state", "session")
+    __slots__ = ("_num_sequences", "_router", "_state", "session")
 
-    def __init__(self, session: DecodeSession, state: WorkerState, router: Router) -> None:
+    def __init__(self, session: DecodeSession, state: WorkerState, router: Router, num_sequences: int) -> None:
         self.session = session
         self._state = state
         self._router = router
-        state.dispatched_sequences += 1
+        self._num_sequences = num_sequences
+        state.dispatched_sequences += num_sequences
 
     def release(self) -> None:
-        self._state.dispatched_sequences -= 1
+        self._state.dispatched_sequences -= self._num_sequences
 
     def suspect(self) -> None:
         self._router.suspect(self._state.record.worker_id, time.monotonic())
@@ -46,9 +50,12 @@ class Workers:
     def __init__(self, limits: Limits) -> None:
         self._router = Router()
         self._sessions = SessionPool(self._on_load, limits)
+        self._usable = self._sessions.usable
         self._prefills = PrefillClient(self._on_load, limits.silence_s)
         self._ready_at = time.monotonic()
         self._lookup: Lookup | None = None
+        self._promised: dict[Place, int] = {}
+        """Blocks promised to groups that come back, until decode has them and reports what is left."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def use_lookup(self, lookup: Lookup) -> None:
@@ -67,7 +74,7 @@ class Workers:
     @property
     def ready(self) -> bool:
         """Whether some prefill worker has a decode partner whose session is open."""
-        return self._router.ready(self._sessions.usable)
+        return self._router.ready(self._usable)
 
     def missing_for(self) -> float:
         """Seconds since there was a ready pair."""
@@ -82,16 +89,22 @@ class Workers:
         return self._router.workers
 
     def gate_capacity(self) -> int:
-        """How many requests may be with workers at a time."""
+        """How many sequences may be with workers at a time."""
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
-    async def pick_prefill(self, prompt_ids: Sequence[int], salt: bytes) -> WorkerRecord | None:
-        """The worker to prefill on, None if no pair is ready. The prefix index is asked only if there is a choice."""
+    def holds(self, size: GroupSize) -> bool:
+        """Whether some decode worker is large enough for the group."""
+        return any(s.record.role == "decode" and size.fits(s.record) for s in self._router.workers.values())
+
+    async def pick_prefill(self, prompt_ids: Sequence[int], salt: bytes, size: GroupSize) -> WorkerRecord | None:
+        """The worker to prefill on, None if no pair is ready whose decode worker holds the group. The prefix index is
+        asked only if there is a choice.
+        """
         records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
         cached: dict[str, int] = {}
         if len(records) > 1 and self._lookup is not None:
             cached = await self._lookup(records, prompt_ids, salt)
-        state = self._router.pick_prefill(len(prompt_ids), cached, time.monotonic(), self._sessions.usable)
+        state = self._router.pick_prefill(len(prompt_ids), cached, time.monotonic(), self._usable_for(size))
         if state is None:
             return None
         return state.record
@@ -101,7 +114,7 @@ class Workers:
     ) -> prefill_pb2.PrefillDone:
         """Errors as `PrefillClient.prefill`; a worker that failed is passed over for a while."""
         state = self._router.workers.get(worker.worker_id)
-        num_tokens = len(request.prompt_token_ids)
+        num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
         if state is not None:
             state.dispatched_tokens += num_tokens
         try:
@@ -116,17 +129,45 @@ class Workers:
             if state is not None:
                 state.dispatched_tokens -= num_tokens
 
-    def pick_decode(self, prefill: WorkerRecord) -> DecodePlace | None:
-        """A place on a decode worker that takes this prefill worker's tickets."""
-        state = self._router.pick_decode(prefill, time.monotonic(), self._sessions.usable)
+    def pick_decode(self, prefill: WorkerRecord, size: GroupSize) -> DecodePlace | None:
+        """A place on a decode worker that takes this prefill worker's tickets and holds the group."""
+        state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(size))
         session = None if state is None else self._sessions.get(state.record.worker_id)
         if state is None or session is None:
             return None
-        return DecodePlace(session, state, self._router)
+        return DecodePlace(session, state, self._router, size.width)
+
+    def promise(self, place: Place, num_blocks: Callable[[int], int]) -> bool:
+        """Promise a group that comes back its blocks, if some decode worker reports so many free, or if nothing else of
+        this gateway is with workers. `num_blocks` takes a block size. A promise counts until `keep_promise`.
+
+        Also True, but without a promise, when no decode worker is there: that wait is bounded elsewhere.
+        """
+        usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
+        for state in usable:
+            needed, load = num_blocks(state.record.block_size), state.load
+            free = load.free_blocks - sum(self._promised.values()) - ROOM_PER_SEQUENCE * place.weight
+            if not load.total_blocks or free >= needed or self._nothing_there:
+                self._promised[place] = needed
+                return True
+        return not usable
+
+    def keep_promise(self, place: Place) -> None:
+        """The group has its blocks, or wants them no more."""
+        self._promised.pop(place, None)
 
     async def close(self) -> None:
         self._sessions.close()
         await self._prefills.close()
+
+    @property
+    def _nothing_there(self) -> bool:
+        """Whether no sequence of this gateway is with workers, or on its way to them."""
+        states = self._router.workers.values()
+        return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
+
+    def _usable_for(self, size: GroupSize) -> Callable[[WorkerRecord], bool]:
+        return lambda record: self._usable(record) and size.fits(record)
 
     def _on_load(self, worker_id: str, load: WorkerLoad) -> None:
         self._router.report(worker_id, load, time.monotonic())

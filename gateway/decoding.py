@@ -1,0 +1,138 @@
+"""The decode half of an attempt: hand the ticket over, then put out what comes, until the group's last sample ends.
+
+A stop string that is found here ends one sample, which is then cancelled at the worker; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from common.errors import LooseleafError
+from common.types import WorkerRecord
+from gateway.admission import Gate
+from gateway.assemble import Piece, Sample
+from gateway.life import Life, Pieces, tokens_of
+from gateway.lost import WorkerLost, rejected, too_late
+from gateway.metrics import Metrics
+from gateway.sessions import DecodeSession, OutputStream
+from gateway.workers import Workers
+from protos.v1 import prefill_pb2
+from protos.v1 import types_pb2 as types_pb
+
+MESSAGE_COST_S = 0.0005
+"""A message to a client costs the event loop about 0.2 ms. With many streams each waits so long per stream between its
+messages, and sends what has come meanwhile as one: the loop stays free for new calls (grpc.aio accepts one at a time).
+"""
+FEW_STREAMS = 16
+"""Up to so many streams every step's tokens go out at once."""
+
+
+@dataclass(slots=True)
+class _News:
+    """What one read of a worker's outputs brought."""
+
+    pieces: Pieces = field(default_factory=dict)
+    timings: types_pb.Timings | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """What a prefill worker has left for decode."""
+
+    prefill: WorkerRecord
+    done: prefill_pb2.PrefillDone
+    first: Pieces
+    """Of the tokens that prefill drew; they go out once decode has the ticket."""
+    going: list[Sample]
+    """The samples whose tables the ticket has, in its order; of a beam search those that it will return."""
+
+
+class DecodeHalf:
+    """Sees groups through decode."""
+
+    def __init__(self, workers: Workers, gate: Gate, metrics: Metrics) -> None:
+        self._workers = workers
+        self._gate = gate
+        self._metrics = metrics
+
+    async def run(self, life: Life, hand_over: HandOver) -> AsyncGenerator[Piece, None]:
+        """Pieces of all samples; a message brings at most one of each. Errors: WorkerLost, any LooseleafError."""
+        # The message may be too late: made before a place is taken.
+        message, left_s = life.submit_request(hand_over.done, hand_over.going), life.remaining_s()
+        place = self._workers.pick_decode(hand_over.prefill, life.size)
+        if place is None:
+            for piece in hand_over.first.values():
+                yield piece
+            raise WorkerLost("no_decode")
+        began, session = time.monotonic(), place.session
+        stream = session.submit(message, [sample.index for sample in hand_over.going])
+        self._account(life, hand_over, session)
+        timer = asyncio.get_running_loop().call_later(left_s, stream.fail, too_late(life.request.timeout_s))
+        try:
+            for sample in hand_over.going:
+                if sample.finish_reason is not None:  # by a stop string in its first token
+                    session.cancel_sample(stream, sample.index)
+            for piece in hand_over.first.values():
+                yield piece
+            while life.num_open:
+                await self._pace(life)
+                news = await _next(life, session, stream)
+                if not life.num_open:
+                    _add_decode_time(life, news.timings, began)
+                    list(news.pieces.values())[-1].summary = life.summary()
+                for piece in news.pieces.values():
+                    if piece.token_ids:
+                        yield piece
+                if news.error is not None:
+                    raise news.error
+        except WorkerLost as lost:
+            _add_decode_time(life, None, began)
+            if lost.suspect:
+                place.suspect()
+            raise
+        finally:
+            timer.cancel()
+            session.cancel(stream)
+            place.release()
+
+    def _account(self, life: Life, hand_over: HandOver, session: DecodeSession) -> None:
+        life.handed_over = tokens_of(hand_over.done.ticket, hand_over.prefill.block_size)
+        self._metrics.handed_over(life.handed_over)
+        self._metrics.dispatched("decode", session.record.worker_id)
+
+    async def _pace(self, life: Life) -> None:
+        """Hold the next message back while there are many streams and this one has just sent."""
+        if self._gate.inside > FEW_STREAMS:
+            pause = life.emitted_at + self._gate.inside * MESSAGE_COST_S - time.monotonic()
+            if pause > 0.001:
+                await asyncio.sleep(pause)
+
+
+async def _next(life: Life, session: DecodeSession, stream: OutputStream) -> _News:
+    """All that has come since the last pieces, up to the last sample's end or what went wrong."""
+    news = _News()
+    try:
+        for output in await stream.get():
+            if not life.num_open:
+                break
+            if output.rejection:
+                raise rejected(output.rejection, life.request.timeout_s)
+            if life.accept(news.pieces, output):
+                session.cancel_sample(stream, output.sample_index)
+            elif output.finish_reason:
+                news.timings = output.timings
+    except (WorkerLost, LooseleafError) as error:
+        news.error = error  # the tokens that came before it still go out
+    return news
+
+
+def _add_decode_time(life: Life, timings: types_pb.Timings | None, began: float) -> None:
+    """The worker's own account, or the gateway's where the worker gave none (a stop string, a loss)."""
+    if timings is not None and timings.decode_ns:
+        life.took(hand_over_ns=timings.hand_over_ns, decode_ns=timings.decode_ns)
+    else:
+        life.took(decode_ns=int((time.monotonic() - began) * 1e9))
