@@ -1,10 +1,12 @@
-"""The blocks of running sequences: one to write into, copy-on-write, the reader rule, sealing, giving up.
+"""The blocks of running sequences: one to write into, copy-on-write, the reader rule, sealing, forks, giving up.
 
-Knows nothing of what runs, waits or is preempted: blocks are brought to it.
+A sequence writes in place only into a block that is not sealed and that no other one uses; else it gets a copy. Knows
+nothing of what runs, waits or is preempted: blocks are brought to it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -19,7 +21,7 @@ from engine.runner import ModelRunner
 from engine.sequence import BlockTable, Chunk, Sequence, Step
 
 Plan = list[tuple[Group, Chunk]]
-"""What one step computes; the chunks of a group stand together."""
+"""What one step computes; the chunks of a group stand together, in the order of its live sequences."""
 
 
 class RunningBlocks:
@@ -33,50 +35,66 @@ class RunningBlocks:
     # --- before the step
 
     def needy(self, group: Group) -> list[Sequence]:
-        """The group's sequences that need a block more before their next position can be written."""
+        """The group's sequences that need a block more before their next position can be written.
+
+        Of k that share a block not sealed, k - 1 copy it and the last one keeps it.
+        """
         size = self._block_size
-        return [s for s in group.live if s.tail_sealed or s.num_computed // size >= len(s.table)]
+        found = [s for s in group.live if s.tail_sealed or s.num_computed // size >= len(s.table)]
+        if len(group.live) == 1 or len(found) == len(group.live):  # groups share sealed blocks only
+            return found
+        leaving = Counter(s.copy_from for s in group.live if s.copy_from is not None)  # of a step that did not run
+        needy: list[Sequence] = []
+        for sequence in group.live:
+            if sequence in found:
+                needy.append(sequence)
+            elif self._attached.held.count(tail := sequence.table[-1]) - leaving[tail] > 1:
+                leaving[tail] += 1
+                needy.append(sequence)
+        return needy
 
     def give(self, sequence: Sequence, fresh: BlockRef) -> None:
-        """A block for the next position, in place of one that may not be written (copied before the step), or new."""
-        block = sequence.num_computed // self._block_size
-        if block == len(sequence.table):
+        """A block for the next position: a new one, or one in place of the last, whose content is then to be copied."""
+        if sequence.num_computed // self._block_size == len(sequence.table):
             sequence.table.append(fresh)
             return
-        sequence.copy_from = sequence.table[block]
-        sequence.table[block] = fresh
+        sequence.copy_from = sequence.table[-1]
+        sequence.table[-1] = fresh
         sequence.tail_sealed = False
 
-    def stale(self, plan: Plan, step: Step) -> set[Group]:
+    def copy(self, copying: Seq[Sequence]) -> None:
+        """All copies of the step, in one call. Their sources stay ours until `copied`."""
+        if copying:
+            self._runner.copy_blocks([_source(s).block for s in copying], [s.table[-1].block for s in copying])
+
+    def stale(self, plan: Plan, step: Step, copying: Seq[Sequence]) -> set[Group]:
         """The reader rule, for tables and for the sources of copies: groups whose blocks live another life now."""
         arena = self._attached.arena
         found: set[Group] = set()
         if not arena.check(step.block_table, step.generations):
             rows = zip(step.block_table, step.generations, strict=True)
             found |= {group for (group, _), row in zip(plan, rows, strict=True) if not arena.check(*row)}
-        for group, chunk in plan:
-            source = chunk.sequence.copy_from
-            if source is not None and int(arena.generations[source.block]) != source.generation:
-                found.add(group)
+        if copying and not arena.check_refs([_source(s) for s in copying]):
+            lost = [s for s in copying if not arena.check_refs([_source(s)])]
+            found |= {group for group, chunk in plan if chunk.sequence in lost}
         return found
-
-    def copy(self, plan: Plan) -> list[Sequence]:
-        """All copies of the step, in one call; returns who copied."""
-        copying = [chunk.sequence for _, chunk in plan if chunk.sequence.copy_from is not None]
-        if copying:
-            self._runner.copy_blocks([_source(s).block for s in copying], [s.table[-1].block for s in copying])
-        return copying
 
     # --- after it
 
     def copied(self, copying: Seq[Sequence]) -> None:
         """The copies hold: give their sources up."""
+        if not copying:
+            return
+        self._attached.held.release_many([[_source(sequence)] for sequence in copying])
         for sequence in copying:
-            self._attached.held.release([_source(sequence)])
             sequence.copy_from = None
 
     def seal(self, sequences: Iterable[Sequence]) -> None:
-        """Seal and publish the blocks that a step filled; acknowledged before any token of the step leaves."""
+        """Seal and publish the blocks that a step filled; acknowledged before any token of the step leaves.
+
+        Each was written by one sequence alone, so none stands here twice. Where equal content is published already,
+        by another sequence of the same step too, that block takes its place.
+        """
         filled = [s for s in sequences if s.num_full_blocks(self._block_size) > s.num_sealed]
         if not filled:
             return
@@ -89,20 +107,48 @@ class RunningBlocks:
             sequence.table[sequence.num_sealed] = ref
             sequence.num_sealed += 1
 
+    def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
+        """The sequences after a step of beam search; `parents[i]` is the index of the old one that number i continues.
+
+        The first child of a parent goes on in its place, further ones share its blocks; who has no child gives its
+        blocks up at once.
+        """
+        children: list[Sequence] = []
+        taken: set[int] = set()
+        for index, parent in enumerate(parents):
+            sequence = live[parent]
+            if parent in taken:
+                self._attached.held.share(sequence.table)
+                sequence = sequence.fork(index)
+            taken.add(parent)
+            children.append(sequence)
+        for index, sequence in enumerate(children):
+            sequence.sample_index = index
+        self.release([sequence for index, sequence in enumerate(live) if index not in taken])
+        return children
+
     # --- leaving
 
-    def release(self, sequence: Sequence) -> None:
-        """Give up all its blocks."""
-        source = [] if sequence.copy_from is None else [sequence.copy_from]
-        refs = [*sequence.table, *source]
-        forget(sequence)
-        with suppress(Fenced):  # they were taken back already
-            self._attached.held.release(refs)
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Give up all blocks of these sequences, in one call."""
+        tables: list[list[BlockRef]] = []
+        for sequence in sequences:
+            source = [] if sequence.copy_from is None else [sequence.copy_from]
+            tables.append([*sequence.table, *source])
+            forget(sequence)
+        if tables:
+            with suppress(Fenced):  # they were taken back already
+                self._attached.held.release_many(tables)
 
 
 def forget(sequence: Sequence) -> None:
     """Its blocks are not ours any more, or counted elsewhere now."""
     sequence.table, sequence.copy_from = BlockTable(), None
+
+
+def copying(plan: Plan) -> list[Sequence]:
+    """Who copies a block before the step."""
+    return [chunk.sequence for _, chunk in plan if chunk.sequence.copy_from is not None]
 
 
 def _source(sequence: Sequence) -> BlockRef:

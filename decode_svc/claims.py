@@ -9,12 +9,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from block_store.attach import Attached
 from block_store.errors import Fenced, LedgerError, LedgerUnavailable
+from block_store.hashing import next_hash
+from common.blocks import group_blocks
 from common.types import Ticket
 from decode_svc.scheduler import Group
+from engine.beam import Candidates
 from engine.sequence import BlockTable
 
 logger = logging.getLogger("decode")
@@ -27,25 +30,48 @@ class Claim:
     ticket: Ticket
     chain_start: bytes
     """The parent of its first block's hash."""
+    candidates: Candidates | None = None
+    """The first step of a beam search."""
+    cancelled: set[int] = field(default_factory=set)
+    """Samples that were cancelled before it could be claimed."""
 
 
 def fits_ticket(group: Group, ticket: Ticket, block_size: int) -> bool:
-    """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked."""
+    """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked.
+
+    The newest token of a sample has no KV yet; a beam search begins with the prompt alone, its first tokens come from
+    the candidates.
+    """
+    newest = 0 if group.search is not None else 1
     return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
-        [len(table) for table in tables] == [-(-num_tokens // block_size)] and sequence.num_tokens == num_tokens + 1
+        [len(table) for table in tables] == [-(-num_tokens // block_size)]
+        and sequence.num_tokens == num_tokens + newest
+        and len(sequence.output_ids) >= newest
         for tables, num_tokens, sequence in zip(ticket.tables, ticket.num_tokens, group.sequences, strict=True)
     )
 
 
+def most_needed(group: Group, max_model_len: int, block_size: int) -> tuple[int, int]:
+    """The most sequences and the most blocks that the group may come to. With fewer at hand it might never finish."""
+    first = group.sequences[0]
+    width = len(group.sequences) if group.search is None else first.sampling.width
+    prompt_len = len(first.prompt_ids)
+    max_tokens = min(first.stopping.max_tokens, max_model_len - prompt_len)
+    return width, group_blocks(prompt_len, max_tokens, width, block_size)
+
+
 def take_over(group: Group, claim: Claim, block_size: int) -> None:
-    """Give the group's sequences the blocks that were claimed."""
-    ticket = claim.ticket
+    """Give the group's sequences the blocks that were claimed; what the prompt hashes to is found once for all."""
+    ticket, first = claim.ticket, group.sequences[0]
+    first.hashes = [claim.chain_start]
+    if first.sampling.width > 1:
+        first.extend_hashes(len(first.prompt_ids) // block_size, block_size, next_hash)
     for sequence, groups, num_tokens in zip(group.sequences, ticket.tables, ticket.num_tokens, strict=True):
         sequence.table = BlockTable(groups[0])
         sequence.num_computed = num_tokens
         sequence.num_sealed = num_tokens // block_size
         sequence.tail_sealed = num_tokens % block_size != 0
-        sequence.hashes = [claim.chain_start]
+        sequence.hashes = first.hashes.copy()
     group.live = list(group.sequences)
     group.claimed_ns = time.monotonic_ns()
 
@@ -65,6 +91,13 @@ class Claims:
 
     def add(self, group: Group, claim: Claim) -> None:
         self._waiting[group] = claim
+
+    def cancel(self, group: Group, sample_index: int) -> bool:
+        """Whether the group still waits; then the sample is dropped once it is claimed."""
+        if (claim := self._waiting.get(group)) is None:
+            return False
+        claim.cancelled.add(sample_index)
+        return True
 
     def settle(self) -> Iterator[tuple[Group, Claim | None]]:
         """Claim what is to be claimed while the ledger answers; each group with its claim, without if that is over.

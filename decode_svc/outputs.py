@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from common.types import FinishReason, Timings, TokenLogprob, WorkerLoad
 from decode_svc.scheduler import Group
+from engine.beam import Hypothesis
+from engine.sampler import Sampled
+from engine.sequence import Sequence
 
 TELL_S = 1.0
 """How often a session with waiting groups only hears of the worker."""
@@ -39,6 +42,7 @@ class Output:
     finish_reason: FinishReason | None = None
     rejection: Rejection | None = None
     timings: Timings | None = None
+    beam_score: float | None = None
 
 
 Send = Callable[[list[Output], WorkerLoad], None]
@@ -53,6 +57,45 @@ class Session:
         self.send = send
         self.groups: dict[int, Group] = {}
         self.outputs: list[Output] = []
+
+
+def timings_of(group: Group) -> Timings:
+    """Of a sequence that ends now."""
+    now = time.monotonic_ns()
+    return Timings(hand_over_ns=group.claimed_ns - group.arrived_ns, decode_ns=now - group.claimed_ns)
+
+
+def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishReason | None) -> Output:
+    """The newest token of a sample, which `sequence` has already."""
+    return Output(
+        group.handle,
+        group.attempt,
+        sequence.sample_index,
+        len(sequence.output_ids) - 1,
+        (sample.token_id,),
+        () if sample.logprob is None else (sample.logprob,),
+        reason,
+        timings=None if reason is None else timings_of(group),
+    )
+
+
+def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
+    """What a beam search found, best first; all that it ever sends."""
+    timings = timings_of(group)
+    return [
+        Output(
+            group.handle,
+            group.attempt,
+            rank,
+            0,
+            tuple(beam.token_ids),
+            tuple(beam.logprobs),
+            beam.finish_reason,
+            timings=timings,
+            beam_score=beam.score,
+        )
+        for rank, beam in enumerate(best)
+    ]
 
 
 class Outbox:
@@ -76,9 +119,13 @@ class Outbox:
         session.groups.pop(group.handle, None)
 
     def emit(self, group: Group, output: Output) -> None:
+        """Tell the group's session at the end of the step."""
         session = self._sessions[group]
         session.outputs.append(output)
         self._touched.add(session)
+
+    def reject(self, group: Group, rejection: Rejection) -> None:
+        self.emit(group, Output(group.handle, group.attempt, rejection=rejection))
 
     def refuse(self, session: Session, group: Group, rejection: Rejection) -> None:
         """Of a group that was not opened."""

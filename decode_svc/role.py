@@ -50,7 +50,7 @@ class DecodeRole(Member):
         self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
-        self._servicer = DecodeServicer(worker, self.thread)
+        self._servicer = DecodeServicer(worker, self.thread, runner.config.vocab_size)
 
     def add_to(self, server: RpcServer) -> None:
         add = decode_pb2_grpc.add_DecodeServiceServicer_to_server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 
 from common import convert
@@ -14,9 +13,8 @@ from common.step_thread import StepThread
 from common.types import WorkerLoad
 from decode_svc.outputs import Output, Rejection
 from decode_svc.outputs import Session as WorkerSession
-from decode_svc.scheduler import Group
+from decode_svc.submits import read_submit
 from decode_svc.worker import DecodeWorker
-from engine.sequence import Sequence
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
 
@@ -36,9 +34,10 @@ _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """A session's sequences live as long as its stream."""
 
-    def __init__(self, worker: DecodeWorker, thread: StepThread) -> None:
+    def __init__(self, worker: DecodeWorker, thread: StepThread, vocab_size: int) -> None:
         self._worker = worker
         self._thread = thread
+        self._vocab_size = vocab_size
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
@@ -64,36 +63,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             if request.HasField("submit"):
                 self._post_submit(session, request.submit)
             elif request.HasField("cancel"):
-                handle = request.cancel.handle
-                self._thread.post(lambda handle=handle: self._worker.cancel(session, handle))  # type: ignore[misc]
+                self._post_cancel(session, request.cancel)
 
     def _post_submit(self, session: WorkerSession, submit: pb.Submit) -> None:
         try:
-            group, ticket = _group(submit), convert.ticket_from_pb(submit.ticket)
+            submission = read_submit(submit, self._vocab_size)
         except (LooseleafError, ValueError) as error:
             logger.error("a submit cannot be read: %s", error)
             rejected = Output(submit.handle, submit.attempt, rejection=Rejection.INTERNAL)
             session.send([rejected], self._worker.load)
             return
-        salt = submit.cache_salt
-        self._thread.post(lambda: self._worker.submit(session, group, ticket, salt))
+        self._thread.post(lambda: self._worker.submit(session, *submission))
 
-
-def _group(submit: pb.Submit) -> Group:
-    sampling = convert.sampling_from_pb(submit.sampling)
-    stopping = convert.stopping_from_pb(submit.stopping)
-    if len(submit.branches) != len(submit.ticket.branches):
-        raise ValueError("a submit must have as many branches as its ticket")
-    now = time.monotonic_ns()
-    prompt = list(submit.prompt_token_ids)
-    sequences = [
-        Sequence(prompt, list(branch.output_token_ids), sampling, stopping, branch.sample_index)
-        for branch in submit.branches
-    ]
-    deadline = now + submit.timeout_ms * 1_000_000 if submit.HasField("timeout_ms") else None
-    return Group(
-        submit.handle, submit.attempt, sequences, priority=submit.priority, deadline_ns=deadline, arrived_ns=now
-    )
+    def _post_cancel(self, session: WorkerSession, cancel: pb.Cancel) -> None:
+        handle, sample_index = cancel.handle, cancel.sample_index if cancel.HasField("sample_index") else None
+        self._thread.post(lambda: self._worker.cancel(session, handle, sample_index))
 
 
 async def _within(seconds: float, queue: asyncio.Queue[pb.SessionResponse | None]) -> pb.SessionResponse | None:
@@ -137,6 +121,8 @@ def _output(item: Output) -> pb.SequenceOutput:
         message.finish_reason = convert.finish_reason_to_pb(item.finish_reason)
     if item.rejection is not None:
         message.rejection = _REJECTIONS[item.rejection]
+    if item.beam_score is not None:
+        message.beam_score = item.beam_score
     if item.timings is not None:
         message.timings.CopyFrom(convert.timings_to_pb(item.timings))
     return message

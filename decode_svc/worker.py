@@ -12,13 +12,14 @@ from dataclasses import replace
 from block_store.attach import Attached
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
 from block_store.hashing import chain_start
-from common.types import BlockRef, Ticket, Timings, WorkerLoad
-from decode_svc.blocks import Plan, RunningBlocks, forget
-from decode_svc.claims import Claim, Claims, fits_ticket, take_over
-from decode_svc.outputs import Outbox, Output, Rejection, Session
+from common.types import BlockRef, Ticket, WorkerLoad
+from decode_svc.blocks import Plan, RunningBlocks, copying, forget
+from decode_svc.claims import Claim, Claims, fits_ticket, most_needed, take_over
+from decode_svc.outputs import Outbox, Rejection, Session
+from decode_svc.progress import Progress
 from decode_svc.scheduler import DecodeScheduler, Group
+from engine.beam import BeamSearch, Candidates
 from engine.runner import ModelRunner
-from engine.sampler import Sampled, SampleRow, sample_rows
 from engine.sequence import Chunk, Sequence, Step, lay_out
 
 logger = logging.getLogger("decode")
@@ -38,20 +39,30 @@ class DecodeWorker:
         self._blocks = RunningBlocks(runner, attached)
         self._claims = Claims(attached)
         self._outbox = Outbox()
+        self._progress = Progress(self._blocks, self._outbox, runner.max_model_len, self._drop)
         self._draining = False
+        self._spoken_for = 0
+        """Blocks that groups admitted in this step will take."""
         self.load = WorkerLoad()
         """As of the last step; other threads may read it."""
 
     # --- commands
 
-    def submit(self, session: Session, group: Group, ticket: Ticket, salt: bytes) -> None:
-        """Claim the ticket at once and queue the group; whatever cannot be is rejected."""
+    def submit(
+        self, session: Session, group: Group, ticket: Ticket, salt: bytes, candidates: Candidates | None = None
+    ) -> None:
+        """Claim the ticket at once and queue the group; whatever cannot be is rejected. A beam search comes with the
+        candidates of its first step."""
+        if candidates is not None:
+            first = group.sequences[0]
+            limit = self._runner.max_model_len
+            group.search = BeamSearch(first.sampling, first.stopping, len(first.prompt_ids), limit)
         if (rejection := self._objection(group, ticket)) is not None:
             self._outbox.refuse(session, group, rejection)
             self._claims.decline(ticket)
         else:
             self._outbox.open(session, group)
-            self._claims.add(group, Claim(ticket, chain_start(self._domain, salt)))
+            self._claims.add(group, Claim(ticket, chain_start(self._domain, salt), candidates))
             try:
                 self._claim_all()
             except Fenced:
@@ -67,12 +78,10 @@ class DecodeWorker:
             return Rejection.INTERNAL
         if ticket.arena_id != self._attached.arena.arena_id:
             return Rejection.LOST
-        if -(-self._longest(group) // self._block_size) > self._attached.arena.num_blocks:
+        width, num_blocks = most_needed(group, self._runner.max_model_len, self._block_size)
+        if width > self._scheduler.max_num_seqs or num_blocks > self._attached.floor_blocks:
             return Rejection.TOO_LARGE
         return None
-
-    def _longest(self, group: Group) -> int:
-        return max(min(len(s.prompt_ids) + s.stopping.max_tokens, self._runner.max_model_len) for s in group.sequences)
 
     def _claim_all(self) -> None:
         """Claim what is to be claimed, in order of arrival, while the ledger answers. Fenced."""
@@ -80,13 +89,25 @@ class DecodeWorker:
             if claim is None:
                 self._reject(group, Rejection.LOST)
             else:
-                take_over(group, claim, self._block_size)
-                self._scheduler.add(group)
+                self._enter(group, claim)
 
-    def cancel(self, session: Session, handle: int) -> None:
-        """Drop a group and release its blocks; unknown handles have ended already."""
-        if (group := session.groups.get(handle)) is not None:
+    def _enter(self, group: Group, claim: Claim) -> None:
+        """Queue a group whose blocks are ours."""
+        take_over(group, claim, self._block_size)
+        self._scheduler.add(group)
+        if group.search is not None and claim.candidates is not None:
+            self._progress.advance(group, group.search, [claim.candidates])
+        for sample_index in claim.cancelled:
+            self._progress.cancel(group, sample_index)
+
+    def cancel(self, session: Session, handle: int, sample_index: int | None = None) -> None:
+        """Drop a group, or one sample of it, and release its blocks; what is not known has ended already."""
+        if (group := session.groups.get(handle)) is None:
+            return
+        if sample_index is None:
             self._drop(group)
+        elif group.search is None and not self._claims.cancel(group, sample_index):  # beams have no life of their own
+            self._progress.cancel(group, sample_index)
 
     def close(self, session: Session) -> None:
         """The session is gone: drop all its groups."""
@@ -104,6 +125,7 @@ class DecodeWorker:
             self._claim_all()
             for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
                 self._reject(group, Rejection.DEADLINE)
+            self._spoken_for = 0
             self._scheduler.admit(self._fits)
             if plan := self._reserve():
                 ran = True
@@ -123,7 +145,12 @@ class DecodeWorker:
 
     def _load(self) -> WorkerLoad:
         load = self._scheduler.load()
-        return replace(load, num_waiting=load.num_waiting + sum(len(g.sequences) for g in self._claims))
+        return replace(
+            load,
+            num_waiting=load.num_waiting + sum(g.sequences[0].sampling.width for g in self._claims),
+            free_blocks=self._attached.held.num_free_hint,
+            total_blocks=self._attached.arena.num_blocks,
+        )
 
     def _groups(self) -> list[Group]:
         return [*self._scheduler.groups(), *self._claims]
@@ -143,8 +170,15 @@ class DecodeWorker:
                     self._reject(group, Rejection.INTERNAL)
 
     def _fits(self, group: Group) -> bool:
-        """Admission below a watermark: a group starts only while blocks for its first step can be had at once."""
-        return self._attached.held.num_free_hint >= 2 * len(group.live) or not self._scheduler.running
+        """Admission below a watermark: a group starts only while blocks for its first step, and one more for each of
+        its sequences, can be had beside those of the groups that start with it."""
+        if not self._scheduler.running:
+            return True
+        needed = len(self._blocks.needy(group)) + len(group.live)
+        if self._attached.held.num_free_hint - self._spoken_for < needed:
+            return False
+        self._spoken_for += needed
+        return True
 
     def _reserve(self) -> Plan:
         """Give every running sequence a block of its own for its next position, preempting where there is none."""
@@ -184,55 +218,27 @@ class DecodeWorker:
 
     def _run(self, plan: Plan) -> None:
         step = lay_out([chunk for _, chunk in plan], self._block_size)
-        if not self._check(plan, step):  # before anything is launched: groups that it rejects release their blocks
+        copies = copying(plan)
+        if not self._check(plan, step, copies):  # before anything is launched: what it rejects releases its blocks
             return
-        copying = self._blocks.copy(plan)
+        self._blocks.copy(copies)
         logits = self._runner.step(step.batch)
-        if not self._check(plan, step):
+        if not self._check(plan, step, copies):
             return
-        self._blocks.copied(copying)
+        self._blocks.copied(copies)
         for _, chunk in plan:
             chunk.sequence.num_computed = chunk.end
         self._blocks.seal(chunk.sequence for _, chunk in plan)
-        samples = sample_rows(logits, [SampleRow.of(chunk.sequence) for _, chunk in plan])
-        for (group, chunk), sample in zip(plan, samples, strict=True):
-            self._append(group, chunk.sequence, sample)
+        self._progress.take(plan, logits)
 
-    def _check(self, plan: Plan, step: Step) -> bool:
+    def _check(self, plan: Plan, step: Step, copies: list[Sequence]) -> bool:
         """The reader rule. False: the stale groups were rejected."""
-        stale = self._blocks.stale(plan, step)
+        stale = self._blocks.stale(plan, step, copies)
         if stale:
             logger.warning("reader rule: %d groups of %d had blocks that live another life now", len(stale), len(plan))
         for group in stale:
             self._reject(group, Rejection.LOST)
         return not stale
-
-    def _append(self, group: Group, sequence: Sequence, sample: Sampled) -> None:
-        index = len(sequence.output_ids)
-        sequence.output_ids.append(sample.token_id)
-        reason = sequence.finish_reason(self._runner.max_model_len)
-        timings: Timings | None = None
-        if reason is not None:
-            now = time.monotonic_ns()
-            timings = Timings(hand_over_ns=group.claimed_ns - group.arrived_ns, decode_ns=now - group.claimed_ns)
-        self._outbox.emit(
-            group,
-            Output(
-                group.handle,
-                group.attempt,
-                sequence.sample_index,
-                index,
-                (sample.token_id,),
-                () if sample.logprob is None else (sample.logprob,),
-                reason,
-                timings=timings,
-            ),
-        )
-        if reason is not None:
-            group.live.remove(sequence)
-            self._blocks.release(sequence)
-            if not group.live:
-                self._drop(group)
 
     # --- leaving
 
@@ -241,11 +247,10 @@ class DecodeWorker:
         self._scheduler.remove(group)
         self._claims.drop(group)
         self._outbox.close(group)
-        for sequence in group.live:
-            self._blocks.release(sequence)
+        self._blocks.release(group.live)
 
     def _reject(self, group: Group, rejection: Rejection) -> None:
-        self._outbox.emit(group, Output(group.handle, group.attempt, rejection=rejection))
+        self._outbox.reject(group, rejection)
         self._drop(group)
 
     def start_draining(self) -> None:

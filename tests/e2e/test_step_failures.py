@@ -20,8 +20,9 @@ from block_store.holder import Holder
 from block_store.rebuild import open_ledger
 from common.errors import Internal
 from common.types import BlockRef, SamplingParams, StoppingParams, Ticket
+from decode_svc.outputs import Output, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
-from decode_svc.worker import DecodeWorker, Output, Rejection, Session
+from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sequence import Sequence
 from engine.tiny import make_checkpoint
@@ -93,7 +94,7 @@ def pair(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for name in ("prefill", "decode"):
             slot = arena.acquire_writer_slot()
             held.append(HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number, floor=0), arena, slot, 0))
-        attached: list[Any] = [SimpleNamespace(arena=arena, held=h, is_fenced=False) for h in held]
+        attached: list[Any] = [SimpleNamespace(arena=arena, held=h, is_fenced=False, floor_blocks=8) for h in held]
         runner.bind(arena.data)
         by_prefill = PrefillScheduler(max_num_batched_tokens=64, max_num_seqs=4, max_queue=4)
         by_decode = DecodeScheduler(max_num_seqs=4, max_queue=4)

@@ -1,0 +1,110 @@
+"""From a step's logits to what its sequences go on with: tokens drawn, beams forked, ends.
+
+One sampling call for all samples and one call for all beams of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from decode_svc.blocks import Plan, RunningBlocks
+from decode_svc.outputs import Outbox, of_beams, of_token
+from decode_svc.scheduler import Group
+from engine.beam import BeamSearch, Candidates
+from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
+from engine.sequence import Sequence
+
+Drawn = tuple[Group, Sequence, Sampled]
+"""A sample's sequence and its next token."""
+Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
+"""Beam searches and the candidates of their running beams."""
+
+
+class Progress:
+    """Takes groups one step further. In the step thread."""
+
+    def __init__(
+        self, blocks: RunningBlocks, outbox: Outbox, max_model_len: int, on_end: Callable[[Group], None]
+    ) -> None:
+        """`on_end` forgets a group whose last sequence has ended."""
+        self._blocks = blocks
+        self._outbox = outbox
+        self._max_model_len = max_model_len
+        self._on_end = on_end
+
+    def take(self, plan: Plan, logits: torch.Tensor) -> None:
+        """What a step brought: fp32 logits [len(plan), vocab]."""
+        samples, searches = draw(plan, logits)
+        ended: list[Sequence] = []
+        try:
+            for group, sequence, sample in samples:
+                if self._append(group, sequence, sample):
+                    ended.append(sequence)
+                    self._end(group, [sequence])
+        finally:
+            self._blocks.release(ended)
+        for group, search, candidates in searches:
+            self.advance(group, search, candidates)
+
+    def advance(self, group: Group, search: BeamSearch, candidates: list[Candidates]) -> None:
+        """One more token of every beam: the group's sequences become those of the new running beams."""
+        parents = search.advance(candidates)
+        group.live = self._blocks.fork(group.live, parents)
+        for sequence, beam in zip(group.live, search.running, strict=True):
+            sequence.output_ids.append(beam.token_ids[-1])
+        if search.done:
+            for output in of_beams(group, search.best()):
+                self._outbox.emit(group, output)
+            self._on_end(group)
+
+    def cancel(self, group: Group, sample_index: int) -> None:
+        """End one sample without a word."""
+        gone = [sequence for sequence in group.live if sequence.sample_index == sample_index]
+        self._end(group, gone)
+        self._blocks.release(gone)
+
+    def _append(self, group: Group, sequence: Sequence, sample: Sampled) -> bool:
+        """One more token of a sample; whether it was the last one."""
+        sequence.output_ids.append(sample.token_id)
+        reason = sequence.finish_reason(self._max_model_len)
+        self._outbox.emit(group, of_token(group, sequence, sample, reason))
+        return reason is not None
+
+    def _end(self, group: Group, sequences: list[Sequence]) -> None:
+        """Take sequences, whose blocks the caller releases, out of a group; the last ones end it."""
+        for sequence in sequences:
+            group.live.remove(sequence)
+        if not group.live:
+            self._on_end(group)
+
+
+def draw(plan: Plan, logits: torch.Tensor) -> tuple[list[Drawn], Steps]:
+    """Logits are fp32 [len(plan), vocab]."""
+    beams = [row for row, (group, _) in enumerate(plan) if group.search is not None]
+    if not beams:
+        return _samples(plan, logits), []
+    others = [row for row, (group, _) in enumerate(plan) if group.search is None]
+    samples = _samples([plan[row] for row in others], logits[others]) if others else []
+    return samples, _steps([plan[row] for row in beams], logits[beams] if others else logits)
+
+
+def _samples(plan: Plan, logits: torch.Tensor) -> list[Drawn]:
+    found = sample_rows(logits, [SampleRow.of(chunk.sequence) for _, chunk in plan])
+    return [(group, chunk.sequence, sample) for (group, chunk), sample in zip(plan, found, strict=True)]
+
+
+def _steps(plan: Plan, logits: torch.Tensor) -> Steps:
+    rows, counts, steps = [], [], Steps()
+    for group, chunk in plan:
+        search = group.search
+        assert search is not None
+        if not steps or steps[-1][0] is not group:
+            steps.append((group, search, []))
+        rows.append(SampleRow.of(chunk.sequence))
+        counts.append(search.num_candidates)
+    found = iter(beam_candidates(logits, rows, counts))
+    for group, _, candidates in steps:
+        candidates += [next(found) for _ in group.live]
+    return steps

@@ -1,0 +1,76 @@
+"""Reads a gateway's submit: the group, its ticket, a beam search's first candidates.
+
+A worker never trusts that its caller has checked.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from common import convert
+from common.types import SamplingParams, StoppingParams, Ticket
+from decode_svc.scheduler import Group
+from engine.beam import Candidates
+from engine.sequence import Sequence
+from protos.v1 import decode_pb2 as pb
+
+
+class Submission(NamedTuple):
+    """A group that a gateway hands over."""
+
+    group: Group
+    ticket: Ticket
+    cache_salt: bytes
+    candidates: Candidates | None
+    """Of a beam search."""
+
+
+def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
+    """ValueError: one sentence on what does not fit together."""
+    sampling = convert.sampling_from_pb(submit.sampling)
+    stopping = convert.stopping_from_pb(submit.stopping)
+    ticket = convert.ticket_from_pb(submit.ticket)
+    candidates = None
+    if sampling.beam_width is not None:
+        candidates = Candidates(tuple(submit.beam_candidates.token_ids), tuple(submit.beam_candidates.logprobs))
+    _check_branches(submit, sampling, candidates)
+    _check_ids(submit, sampling, stopping, vocab_size)
+    prompt, now = list(submit.prompt_token_ids), time.monotonic_ns()
+    sequences = [
+        Sequence(prompt, list(branch.output_token_ids), sampling, stopping, branch.sample_index)
+        for branch in submit.branches
+    ]
+    deadline = now + submit.timeout_ms * 1_000_000 if submit.HasField("timeout_ms") else None
+    group = Group(
+        submit.handle, submit.attempt, sequences, priority=submit.priority, deadline_ns=deadline, arrived_ns=now
+    )
+    return Submission(group, ticket, submit.cache_salt, candidates)
+
+
+def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Candidates | None) -> None:
+    samples = {branch.sample_index for branch in submit.branches}
+    if not submit.prompt_token_ids:
+        raise ValueError("prompt_token_ids must hold at least one token")
+    if len(submit.branches) != len(submit.ticket.branches):
+        raise ValueError("branches must be as many as the ticket's")
+    if len(samples) != len(submit.branches):
+        raise ValueError("branches: a sample_index stands twice")
+    if candidates is None:
+        if len(samples) > sampling.num_sequences or max(samples, default=0) >= sampling.num_sequences:
+            raise ValueError(f"branches: more than num_sequences, which is {sampling.num_sequences}")
+    elif len(samples) != 1 or not 0 < len(candidates.token_ids) == len(candidates.logprobs):
+        raise ValueError("a beam search has one branch, and candidates with a log-probability each")
+    elif not 0 < sampling.num_sequences <= sampling.width <= len(candidates.token_ids):
+        raise ValueError("a beam search has beam_width candidates or more, and returns at most as many")
+
+
+def _check_ids(submit: pb.Submit, sampling: SamplingParams, stopping: StoppingParams, vocab_size: int) -> None:
+    """Tokens outside the vocabulary would cost every group of a step."""
+    known = [submit.prompt_token_ids, submit.beam_candidates.token_ids, stopping.stop_token_ids]
+    known += [branch.output_token_ids for branch in submit.branches]
+    largest = max([max(ids, default=0) for ids in known] + [token for token, _ in sampling.logit_bias])
+    if largest >= vocab_size:
+        raise ValueError(f"token id {largest} is not below the vocabulary size {vocab_size}")
+    if (sampling.logprobs or 0) > vocab_size:
+        raise ValueError(f"logprobs must be at most the vocabulary size {vocab_size}")
