@@ -25,6 +25,17 @@ class Lengths:
     """Standard deviation of the logarithm."""
     most: int
 
+    @classmethod
+    def of_mean(cls, mean: float, sigma: float, most: int) -> Lengths:
+        """The one whose cut lengths have this mean (before rounding). ValueError: none has, `most` is too small."""
+        low, high = 0.0, math.log(most) + 8 * sigma
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _cut_mean(middle, sigma, most) < mean else (low, middle)
+        if abs(_cut_mean(low, sigma, most) - mean) > 0.01 * mean:
+            raise ValueError(f"lengths of at most {most} cannot have a mean of {mean} with sigma {sigma}")
+        return cls(math.exp(low), sigma, most)
+
     def draw(self, rng: random.Random) -> int:
         return max(1, min(self.most, round(rng.lognormvariate(math.log(self.median), self.sigma))))
 
@@ -79,6 +90,16 @@ class Workload:
     def _tokens(self, rng: random.Random, count: int) -> tuple[int, ...]:
         first = min(self.first_token_id, self.vocab_size - 1)
         return tuple(rng.randrange(first, self.vocab_size) for _ in range(count))
+
+
+def _cut_mean(mu: float, sigma: float, most: int) -> float:
+    """Mean of min(X, most) where log X is normal (mu, sigma)."""
+    reach = (math.log(most) - mu) / sigma
+    return math.exp(mu + sigma**2 / 2) * _normal_cdf(reach - sigma) + most * _normal_cdf(-reach)
+
+
+def _normal_cdf(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2
 
 
 def read_trace(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], ...]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from pathlib import Path
+
+import pytest
 
 from loadtest.workload import AZURE_TRACE, Lengths, Workload, read_trace
 
@@ -58,3 +61,17 @@ def test_the_trace_that_ships_is_whole() -> None:
     trace = read_trace(AZURE_TRACE)
     assert len(trace) == 1000
     assert trace[0] == (374, 44)
+
+
+@pytest.mark.parametrize("mean,most", [(19.31, 100), (338.0, 560), (161.0, 4096)])
+def test_lengths_of_a_mean_have_it_although_they_are_cut(mean: float, most: int) -> None:
+    lengths = Lengths.of_mean(mean, 0.8, most)
+    rng = random.Random(1)
+    drawn = [lengths.draw(rng) for _ in range(20_000)]
+    assert abs(statistics.fmean(drawn) / mean - 1) < 0.02
+    assert max(drawn) <= most
+
+
+def test_lengths_that_cannot_have_a_mean_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 100"):
+        Lengths.of_mean(338.0, 0.8, 100)
