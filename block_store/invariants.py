@@ -15,7 +15,11 @@ from common.types import BlockRef, Epoch
 
 def check(ledger: Ledger, before: Inspection | None = None) -> list[str]:
     """Every broken invariant of the ledger now; with `before`, an earlier moment, also of what changed since."""
-    now = inspect(ledger, with_blocks=True)
+    return findings(ledger, inspect(ledger, with_blocks=True), before)
+
+
+def findings(ledger: Ledger, now: Inspection, before: Inspection | None = None) -> list[str]:
+    """`check` of a moment that the caller has read just now."""
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
     return found if before is None else [*found, *changes(before, now)]
 
@@ -96,8 +100,10 @@ def _fencing(ledger: Ledger, now: Inspection) -> list[str]:
         return [f"I5: leases of holders that are gone: {nobody}"]
     live = {str(holder.epoch).encode() for holder in now.holders}
     left: set[bytes] = set()
-    for kind in ("own", "holder"):
-        left |= {key.rpartition(b":")[2] for key in ledger.client.scan_iter(f"{ledger.tag}{kind}:*", count=1000)}
+    for key in ledger.client.scan_iter(f"{ledger.tag}*", count=1000):
+        kind, _, epoch = key[len(ledger.tag) :].partition(b":")
+        if kind in (b"own", b"holder"):
+            left.add(epoch)
     if dead := left - live:
         return [f"I5: keys of holders that are not live: {sorted(dead)}"]
     if floors := set(now.floors or ()) - {holder.epoch for holder in now.holders}:

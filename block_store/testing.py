@@ -95,8 +95,11 @@ class TestStore:
         now = inspect(self.ledger, with_blocks=True)
         return replace(now, holders=tuple(replace(holder, lease_ms=0) for holder in now.holders))
 
-    def check(self, before: Inspection | None = None) -> None:
-        assert not (found := invariants.check(self.ledger, before)), found
+    def check(self, before: Inspection | None = None) -> Inspection:
+        """No invariant is broken, nor was any since the moment `before`. Returns the moment."""
+        now = self.moment()
+        assert not (found := invariants.findings(self.ledger, now, before)), found
+        return now
 
     def fill(self, caller: Caller, hashes: Sequence[bytes]) -> list[BlockRef]:
         """Allocates, writes and seals full blocks with these hashes."""

@@ -14,7 +14,7 @@ from functools import partial
 
 from block_store import errors
 from block_store.codec import SealItem
-from block_store.inspection import BlockState
+from block_store.inspection import BlockState, Inspection
 from block_store.ledger import Lane, Ledger, ReapReport, Standing
 from block_store.rebuild import rebuild
 from block_store.testing import LONG_S, Caller, TestStore, chain, content
@@ -49,12 +49,22 @@ class LedgerWalk:
         self.tickets: list[Paper] = []
         self.zombies: list[Mine] = []
         self.seen: dict[int, int] = {}
+        self._known: Inspection | None = None
+        """The ledger as it was left, until something is done to it. One kept too long would hide nothing, but raise a
+        false alarm: it is compared with one read afresh.
+        """
 
     @property
     def ledger(self) -> Ledger:
         return self.store.ledger
 
+    def _now(self) -> Inspection:
+        """The moment, without a call if it is known."""
+        self._known = self._known or self.store.moment()
+        return self._known
+
     def _reap(self, free_slots: Iterable[int] = ()) -> ReapReport:
+        self._known = None
         return self.ledger.reap(free_slots, gap_s=LONG_S)
 
     def _mine(self, who: int) -> Mine:
@@ -62,10 +72,9 @@ class LedgerWalk:
 
     def _once(self, name: str, mine: Mine, operation: Callable[[Lane], object]) -> object:
         """The operation, its repetition (I8), and the invariants after it. Returns its answer or refusal."""
-        before = self.store.moment()
+        before = self._now()
         answer = _attempt(lambda: operation(mine.caller.lane()))
-        self.store.check(before)
-        after = self.store.moment()
+        self._known = after = self.store.check(before)
         again = _attempt(lambda: operation(mine.caller.last))
         assert repr(again) == repr(answer), f"I8: {name} answered {answer}, repeated {again}"
         assert self.store.moment() == after, f"I8: {name} happened twice"
@@ -77,7 +86,7 @@ class LedgerWalk:
 
     def alloc(self, who: int, n: int) -> None:
         mine, n = self._mine(who), n % 5 + 1
-        moment = self.store.moment()
+        moment = self._now()
         unused = sum(max(0, h.floor - h.num_references) for h in moment.holders if h.epoch != mine.caller.epoch)
         room = moment.counts.free + moment.counts.cached - unused
         answer = self._once("alloc", mine, lambda lane: self.ledger.alloc(lane, n))
@@ -167,10 +176,10 @@ class LedgerWalk:
             return
         mine = self.holders.pop(who % len(self.holders))
         self.store.expire(mine.caller.epoch)
-        before = self.store.moment()
+        before = self._now()
         assert mine.caller.epoch in self._reap().reaped
-        self.store.check(before)
-        waiting = {block for block, slot in self.store.moment().quarantine if slot == mine.caller.slot.number}
+        self._known = self.store.check(before)
+        waiting = {block for block, slot in self._known.quarantine if slot == mine.caller.slot.number}
         assert waiting == {ref.block for ref in mine.unsealed}, "unsealed blocks belong into quarantine"
         self.zombies.append(mine)
         self.successes["reap"] += 1
@@ -179,9 +188,9 @@ class LedgerWalk:
         if self.tickets:
             paper = self.tickets.pop(which % len(self.tickets))
             self.store.expire(paper.epoch)
-            before = self.store.moment()
+            before = self._now()
             self._reap()
-            self.store.check(before)
+            self._known = self.store.check(before)
             self.successes["ticket_reap"] += 1
             answer = self._once("-", self.holders[0], lambda lane: self.ledger.claim(lane, paper.epoch))
             assert isinstance(answer, errors.Gone)
@@ -189,7 +198,7 @@ class LedgerWalk:
     def zombie(self) -> None:
         """I5: nothing that a reaped holder does succeeds or has an effect."""
         for mine in self.zombies:
-            before, caller = self.store.moment(), mine.caller
+            before, caller = self._now(), mine.caller
             refs = [*mine.unsealed, *mine.held][:3]
             attempts: list[Callable[[], object]] = [
                 lambda c=caller: self.ledger.alloc(c.lane(), 1),  # type: ignore[misc]
@@ -211,11 +220,12 @@ class LedgerWalk:
             return
         mine = self.zombies.pop()
         mine.caller.slot.close()
-        before = self.store.moment()
+        before = self._now()
         report = self._reap([mine.caller.slot.number])
         self.store.check(before)
         assert report.num_unquarantined == len(mine.unsealed)
         self.holders.append(Mine(self.store.caller()))
+        self._known = None
         self.successes["unquarantine"] += report.num_unquarantined
 
     def stale(self, who: int) -> None:
@@ -223,7 +233,7 @@ class LedgerWalk:
         mine = self._mine(who)
         old = copy.copy(self.ledger)
         old.dataset = "0" * 16
-        before = self.store.moment()
+        before = self._now()
         assert isinstance(_attempt(lambda: old.alloc(mine.caller.lane(), 1)), errors.StaleDataset)
         past = [BlockRef(ref.block, ref.generation - 1) for ref in [*mine.held, *mine.unsealed]][:2]
         if past:
@@ -248,7 +258,7 @@ class LedgerWalk:
         if not isinstance(answer, list) or not answer[0]:
             return
         mine.held[answer[0][0]] = prefix_hash
-        before = self.store.moment()
+        before = self._now()
         again = _attempt(lambda: self.ledger.release(release, answer[0]))
         assert isinstance(again, errors.OutOfOrder), f"I8: a late release answered {again}"
         assert self.store.moment() == before, "I8: a late release had an effect"
@@ -256,6 +266,7 @@ class LedgerWalk:
 
     def gap(self) -> None:
         """Nothing was swept for long, or the clock jumped: everybody looks dead, and nobody is."""
+        self._known = None
         self.store.expire(*(holder.epoch for holder in self.store.moment().holders))
         self.store.client.hset(self.ledger.tag + "meta", "last_reap", 1)
         report = self.ledger.reap()
@@ -288,6 +299,7 @@ class LedgerWalk:
         self.successes["older"] += 1
 
     def _build_anew(self) -> None:
+        self._known = None
         self.store.ledger = self.ledger.under(rebuild(self.store.client, self.store.arena, grace_s=0))
         self.store.check()
         self.tickets.clear()
@@ -297,6 +309,7 @@ class LedgerWalk:
             refs += past
             caller.ledger, caller.number = self.ledger, 0
             caller.epoch = self.ledger.register("caller", writer_slot=caller.slot.number, lease_s=LONG_S)
+            self._known = None
             standings = self._once("assert", mine, partial(self._assert_held, refs))
             expected = [Standing.SEALED] * len(mine.held) + [Standing.UNSEALED] * len(mine.unsealed)
             expected += [Standing.LOST] * len(past)
@@ -329,9 +342,10 @@ class LedgerWalk:
         """I7, by the reader rule: what is read is what was sealed under this hash."""
         refs = [ref for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
         assert self.store.arena.check_refs(refs), "a held block lives another life"
+        blocks = self._now().blocks
         for ref in refs:
             assert (self.store.arena.data[ref.block] == content(mine.held[ref])).all(), f"I7: {ref}"
-            assert self.store.moment().blocks[ref.block].state is BlockState.SEALED
+            assert blocks[ref.block].state is BlockState.SEALED
 
 
 def _attempt(operation: Callable[[], object]) -> object:

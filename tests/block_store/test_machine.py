@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,7 +22,8 @@ from block_store.walk import LedgerWalk
 
 NUMBER = st.integers(0, 30)
 EXAMPLES, STEPS = (int(os.environ.get(f"MODEL_CHECK_{k}", small)) for k, small in (("EXAMPLES", 60), ("STEPS", 30)))
-"""`make model-check` has more of both."""
+"""`make model-check` has more of both, and cuts the examples into shards, for several processes at once."""
+SHARDS = int(os.environ.get("MODEL_CHECK_SHARDS", "1"))
 FLOORS = {
     "alloc": 100, "seal": 60, "acquire": 60, "hit": 40, "dedup": 10, "hand_over": 40, "claim": 30, "release": 60,
     "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 20,
@@ -122,12 +124,14 @@ def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedS
     return Machine
 
 
-def test_random_operations_keep_the_invariants(redis_handle: RedisHandle) -> None:
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_operations_keep_the_invariants(redis_handle: RedisHandle, shard: int) -> None:
     successes: Counter[str] = Counter()
+    seeded = hypothesis.seed(shard) if SHARDS > 1 else lambda machine: machine  # the small tier: as derandomized
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        make_machine(redis_handle, successes),
+        seeded(make_machine(redis_handle, successes)),
         settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True,
+            max_examples=EXAMPLES // SHARDS, stateful_step_count=STEPS, deadline=None, derandomize=True,
             suppress_health_check=list(HealthCheck), database=None,
         ),
     )  # fmt: skip
