@@ -63,6 +63,10 @@ class Preemption:
         self.costs = Costs()
         self.counts = PreemptionCounts()
 
+    def __contains__(self, group: object) -> bool:
+        """Whether a group is swapped out."""
+        return group in self._since
+
     def preempt(self, group: Group) -> Rejection | None:
         """Take a group's blocks away. None: it is swapped, and the scheduler has it among the preempted; else it must
         leave the worker, and holds its blocks until then."""
