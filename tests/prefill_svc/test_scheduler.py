@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ResourceExhausted
-from common.types import SamplingParams, StoppingParams
+from common.types import Branch, SamplingParams, StoppingParams
 from engine.sequence import Sequence
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
@@ -89,3 +89,36 @@ def test_at_most_max_num_seqs_run() -> None:
     for _ in range(3):
         target.add(job(4))
     assert len(target.plan(lambda _: True)) == 2
+
+
+def group(num_prompt: int, *num_outputs: int) -> Job:
+    """Branches that have produced so many tokens, no two alike."""
+    branches = [Branch(i, tuple(range(100 * i, 100 * i + n))) for i, n in enumerate(num_outputs)]
+    return Job.of([1] * num_prompt, branches, SamplingParams(num_sequences=len(branches)), StoppingParams())
+
+
+def test_samples_take_a_place_each_and_their_prompt_is_computed_once() -> None:
+    target, many, one = scheduler(max_num_seqs=4), group(10, 0, 0, 0, 0), job(10)
+    target.add(many)
+    target.add(one)
+    load = target.load()
+    assert (load.num_waiting, load.waiting_tokens) == (5, 20)
+    assert run(target) == [(many, 10)], "no place is left for the other"
+    assert run(target) == [(one, 10)]
+
+
+def test_branches_wait_for_the_blocks_they_share_with_the_trunk() -> None:
+    target, some = scheduler(budget=40), group(48, 5, 6, 7)
+    some.waits_for = [0, 48, 48]  # as admission settles it with nothing cached
+    for branch in some.sequences[1:]:
+        branch.num_computed = 48
+    target.add(some)
+    chunks: list[list[tuple[int, int]]] = []
+    while not target.idle:
+        plan = target.plan(lambda _: True)
+        chunks.append([(some.sequences.index(chunk.sequence), chunk.num_tokens) for _, chunk in plan])
+        for _, chunk in plan:
+            chunk.sequence.num_computed = chunk.end
+        if all(s.num_computed == s.num_tokens for s in some.sequences):
+            target.remove(some)
+    assert chunks == [[(0, 40)], [(0, 13)], [(1, 6), (2, 7)]]

@@ -1,0 +1,131 @@
+"""A prefill worker over a real arena and ledger, and somebody who claims its tickets."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from block_store import redis_server
+from block_store.arena import Arena
+from block_store.held import HeldBlocks
+from block_store.holder import Holder
+from block_store.ledger import Ledger
+from block_store.rebuild import open_ledger
+from common.types import BlockRef, Branch, SamplingParams, StoppingParams, Ticket
+from engine.oracle import Oracle
+from engine.runner import ModelRunner, RunnerSettings
+from engine.tiny import make_checkpoint
+from prefill_svc.job import Job
+from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.worker import Done, Event, PrefillWorker
+
+
+@dataclass
+class World:
+    """One worker, one claimer."""
+
+    runner: ModelRunner
+    arena: Arena
+    ledger: Ledger
+    held: HeldBlocks
+    claimer: HeldBlocks
+    worker: PrefillWorker
+    num_computed: int = 0
+    """Positions that went through the model."""
+
+    def submit(
+        self,
+        prompt: list[int],
+        branches: list[Branch],
+        sampling: SamplingParams,
+        stopping: StoppingParams,
+    ) -> list[Event]:
+        events: list[Event] = []
+        self.worker.submit(Job.of(prompt, branches, sampling, stopping), b"", events.append)
+        return events
+
+    def run(self, *many: list[Event]) -> None:
+        """Step until each of these has its last event."""
+        for _ in range(200):
+            if all(events and isinstance(events[-1], Done | Exception) for events in many):
+                return
+            self.worker.step()
+        raise AssertionError("the worker goes on and on")
+
+    def prefill(self, *args: Any) -> Done:
+        events = self.submit(*args)
+        self.run(events)
+        done = events[-1]
+        assert isinstance(done, Done), done
+        return done
+
+    def claim(self, ticket: Ticket) -> list[BlockRef]:
+        """What the ledger says of the claimer alone, who has claimed the ticket."""
+        before = set(self.claimer.holder.holdings())
+        self.claimer.claim(ticket)
+        return [ref for ref in self.claimer.holder.holdings() if ref not in before]
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[redis_server.RedisHandle]:
+    with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
+        server = redis_server.connect(None, directory)
+        yield server
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "llama", dtype=torch.bfloat16)
+    return ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=256, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def oracle(runner: ModelRunner) -> Oracle:
+    return Oracle(runner)
+
+
+@pytest.fixture
+def make_world(
+    runner: ModelRunner, redis: redis_server.RedisHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., World]]:
+    """`make_world(num_blocks=64, budget=512, max_num_seqs=16)`, once per test; nothing may be held at its end."""
+    made: list[World] = []
+
+    def make(num_blocks: int = 64, budget: int = 512, max_num_seqs: int = 16) -> World:
+        arena = Arena.create(tmp_path, runner.layout, num_blocks)
+        ledger = open_ledger(redis.client, arena)
+        held: list[HeldBlocks] = []
+        for name in ("prefill", "claimer"):
+            slot = arena.acquire_writer_slot()
+            held.append(HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number, floor=0), arena, slot, 0))
+        attached: Any = SimpleNamespace(arena=arena, held=held[0], is_fenced=False)
+        runner.bind(arena.data)
+        scheduler = PrefillScheduler(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_queue=16)
+        world = World(runner, arena, ledger, *held, PrefillWorker(runner, attached, scheduler, b"domain"))
+        step = runner.step
+
+        def counted(batch: Any) -> torch.Tensor:
+            if runner.bound_arena.data_ptr() == arena.data.ctypes.data:  # not the oracle's
+                world.num_computed += len(batch.token_ids)
+            return step(batch)
+
+        monkeypatch.setattr(runner, "step", counted)
+        made.append(world)
+        return world
+
+    yield make
+    for world in made:
+        world.held.assert_idle()
+        world.held.close()
+        world.claimer.close()
+        world.ledger.forget()
+        world.arena.remove()

@@ -1,0 +1,59 @@
+"""What a prefill worker refuses, whoever sends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidArgument
+from prefill_svc.requests import Limits, job_of
+from protos.v1 import prefill_pb2
+from protos.v1 import types_pb2 as pb
+
+LIMITS = Limits(max_model_len=64, vocab_size=100, max_num_seqs=4)
+BRANCH = pb.Branch
+
+
+def request(**changes: Any) -> prefill_pb2.PrefillRequest:
+    given: dict[str, Any] = {"prompt_token_ids": [5, 6, 7], "branches": [BRANCH()], "stopping": pb.StoppingParams()}
+    return prefill_pb2.PrefillRequest(**(given | changes))
+
+
+def test_a_group_becomes_one_job() -> None:
+    branches = [BRANCH(sample_index=i, output_token_ids=[9] * (i == 2)) for i in (0, 2, 3)]
+    job = job_of(request(branches=branches, sampling=pb.SamplingParams(num_sequences=4), priority=-3), LIMITS)
+    assert [(s.prompt_ids, s.output_ids) for s in job.sequences] == [([5, 6, 7], []), ([5, 6, 7], [9])]
+    assert job.branches == [(0, 0), (1, 2), (0, 3)] and job.priority == -3 and job.arrived_ns
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"branches": []}, "branches"),
+        ({"branches": [BRANCH(), BRANCH(sample_index=1)]}, "branches"),  # of one sample
+        ({"branches": [BRANCH(), BRANCH()], "sampling": pb.SamplingParams(num_sequences=2)}, "branches"),
+        ({"sampling": pb.SamplingParams(num_sequences=5)}, "num_sequences"),
+        ({"sampling": pb.SamplingParams(num_sequences=0)}, "num_sequences"),
+        ({"sampling": pb.SamplingParams(beam_width=5)}, "beam_width"),
+        ({"sampling": pb.SamplingParams(beam_width=2, num_sequences=3)}, "num_sequences"),
+        ({"branches": [BRANCH(output_token_ids=[1])], "sampling": pb.SamplingParams(beam_width=2)}, "branches"),
+        (
+            {
+                "branches": [BRANCH(), BRANCH(sample_index=1)],
+                "sampling": pb.SamplingParams(beam_width=2, num_sequences=2),
+            },
+            "branches",
+        ),
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"branches": [BRANCH(output_token_ids=[1] * 61)]}, "prompt_token_ids"),
+        ({"branches": [BRANCH(output_token_ids=[100])]}, "token ids"),
+        ({"sampling": pb.SamplingParams(logit_bias={100: 1.0})}, "token ids"),
+        ({"sampling": pb.SamplingParams(logprobs=101)}, "logprobs"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_by_field(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        job_of(request(**changes), LIMITS)
+    assert [violation.field for violation in refusal.value.violations] == [field]
