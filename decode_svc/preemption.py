@@ -103,9 +103,9 @@ class Preemption:
             make_way(waiting)
 
     def drop(self, group: Group) -> None:
-        """A group ends; its memory in the host tier is free."""
-        if self._since.pop(group, None) is not None:
-            self._swap.drop(group)
+        """A group ends; what it had in the host tier is free."""
+        self._since.pop(group, None)
+        self._swap.drop(group)
 
     # --- inside
 

@@ -10,9 +10,11 @@ from common.rpc import RpcServer
 from common.service_main import wait_idle
 from common.turns import Turns
 from decode_svc.outputs import Rejection
+from decode_svc.preemption import Preemption
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.service import DecodeServicer
 from decode_svc.settings import DecodeSettings
+from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
@@ -47,7 +49,9 @@ class DecodeRole(Member):
         runner.bind(attached.arena.data)
         runner.capture(settings.max_num_seqs)
         scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
-        self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner))
+        swap_bytes = 0 if settings.preemption == "give-back" else int(settings.swap_space * 2**30)
+        preemption = Preemption(scheduler, SwapSpace(runner, attached, swap_bytes), settings.preemption)
+        self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner), preemption)
         record = record_of(needs, attached, runner, settings)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
         self._servicer = DecodeServicer(worker, self.thread, runner.config.vocab_size)
@@ -58,6 +62,10 @@ class DecodeRole(Member):
 
     async def drain(self, timeout_s: float) -> None:
         self.thread.post(self._worker.start_draining)
-        await wait_idle(lambda: self._worker.load.num_running or self._worker.load.num_waiting, timeout_s)
+        await wait_idle(self._is_busy, timeout_s)
         self.thread.post(lambda: self._worker.reject_all(Rejection.DRAINING))
         await asyncio.sleep(0.1)  # the step thread sends them
+
+    def _is_busy(self) -> bool:
+        load = self._worker.load
+        return load.num_running + load.num_waiting + load.num_preempted > 0

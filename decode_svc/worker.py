@@ -16,8 +16,10 @@ from common.types import BlockRef, Ticket, WorkerLoad
 from decode_svc.blocks import Plan, RunningBlocks, copying, forget
 from decode_svc.claims import Claim, Claims, fits_ticket, most_needed, take_over
 from decode_svc.outputs import Outbox, Rejection, Session
+from decode_svc.preemption import Preemption
 from decode_svc.progress import Progress
 from decode_svc.scheduler import DecodeScheduler, Group
+from decode_svc.swap import SwapSpace
 from engine.beam import BeamSearch, Candidates
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, Sequence, Step, lay_out
@@ -30,7 +32,15 @@ RETRY_ALLOC_S = 0.005
 class DecodeWorker:
     """Owns model, blocks and groups of a decode worker. All methods run in the step thread."""
 
-    def __init__(self, runner: ModelRunner, attached: Attached, scheduler: DecodeScheduler, domain: bytes) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        attached: Attached,
+        scheduler: DecodeScheduler,
+        domain: bytes,
+        preemption: Preemption | None = None,
+    ) -> None:
+        """`preemption` None: whoever is preempted is given back."""
         self._runner = runner
         self._attached = attached
         self._scheduler = scheduler
@@ -40,6 +50,7 @@ class DecodeWorker:
         self._claims = Claims(attached)
         self._outbox = Outbox()
         self._progress = Progress(self._blocks, self._outbox, runner.max_model_len, self._drop)
+        self._preemption = preemption or Preemption(scheduler, SwapSpace(runner, attached, 0), "give-back")
         self._draining = False
         self._spoken_for = 0
         """Blocks that groups admitted in this step will take."""
@@ -125,8 +136,7 @@ class DecodeWorker:
             self._claim_all()
             for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
                 self._reject(group, Rejection.DEADLINE)
-            self._spoken_for = 0
-            self._scheduler.admit(self._fits)
+            self._schedule()
             if plan := self._reserve():
                 ran = True
                 self._run_guarded(plan)
@@ -169,6 +179,18 @@ class DecodeWorker:
                 if group in self._outbox:
                     self._reject(group, Rejection.INTERNAL)
 
+    def _schedule(self) -> None:
+        """Who runs: higher priorities in place of lower ones, preempted groups before new ones."""
+        while (group := self._scheduler.in_the_way()) is not None:
+            self._preempt(group)
+        self._preemption.resume(self._preempt)
+        self._spoken_for = 0
+        self._scheduler.admit(self._fits)
+
+    def _preempt(self, group: Group) -> None:
+        if (rejection := self._preemption.preempt(group)) is not None:
+            self._reject(group, rejection)
+
     def _fits(self, group: Group) -> bool:
         """Admission below a watermark: a group starts only while blocks for its first step, and one more for each of
         its sequences, can be had beside those of the groups that start with it."""
@@ -184,7 +206,7 @@ class DecodeWorker:
         """Give every running sequence a block of its own for its next position, preempting where there is none."""
         plan: Plan = []
         for group in list(self._scheduler.running):
-            if group not in self._outbox:  # preempted for one before it
+            if group not in self._outbox or group in self._preemption:  # preempted for one before it
                 continue
             if not self._reserve_for(group):
                 break  # the last group waits until others release blocks
@@ -213,8 +235,7 @@ class DecodeWorker:
                 victim = self._scheduler.victim()
                 if victim is None or victim is group:
                     return None
-                logger.info("no block left: group %d is given back to prefill", victim.handle)
-                self._reject(victim, Rejection.GIVEN_BACK)
+                self._preempt(victim)
 
     def _run(self, plan: Plan) -> None:
         step = lay_out([chunk for _, chunk in plan], self._block_size)
@@ -222,7 +243,9 @@ class DecodeWorker:
         if not self._check(plan, step, copies):  # before anything is launched: what it rejects releases its blocks
             return
         self._blocks.copy(copies)
+        began = time.monotonic()
         logits = self._runner.step(step.batch)
+        self._preemption.costs.note_step(len(plan), time.monotonic() - began)
         if not self._check(plan, step, copies):
             return
         self._blocks.copied(copies)
@@ -245,6 +268,7 @@ class DecodeWorker:
     def _drop(self, group: Group) -> None:
         """Forget a group and release what it still holds."""
         self._scheduler.remove(group)
+        self._preemption.drop(group)
         self._claims.drop(group)
         self._outbox.close(group)
         self._blocks.release(group.live)
