@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.types import SamplingParams, StoppingParams, TokenLogprob
@@ -124,48 +126,58 @@ def _adjust(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
     penalised = [(i, row) for i, row in enumerate(rows) if row.params.has_penalties]
     if not (biases or short or penalised):
         return logits
-    logits = logits.clone()
-    for index, row in biases:
-        ids, values = zip(*row.params.logit_bias, strict=True)
-        added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
-        logits[index].index_add_(0, torch.tensor(ids, device=logits.device), added)
-    for index, row in short:
-        if row.stopping.stop_token_ids:
-            logits[index, list(row.stopping.stop_token_ids)] = -torch.inf
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    flat = logits.view(-1)
+    if biases:
+        places = _places([(i, [token for token, _ in row.params.logit_bias]) for i, row in biases], logits.shape[1])
+        values = torch.tensor([value for _, row in biases for _, value in row.params.logit_bias], dtype=logits.dtype)
+        flat.index_add_(0, torch.from_numpy(places).to(logits.device), values.to(logits.device))
+    if short:
+        places = _places([(i, row.stopping.stop_token_ids) for i, row in short], logits.shape[1])
+        flat[torch.from_numpy(places).to(logits.device)] = -torch.inf
     if penalised:
         _penalise(logits, penalised)
     return logits
 
 
+def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Where (row, its tokens) lie in flattened logits [B, vocab]: int64, row after row.
+
+    Errors: IndexError for a token outside the vocabulary, which would otherwise be another row's.
+    """
+    lens = [len(ids) for _, ids in tokens]
+    places = np.fromiter(chain.from_iterable(ids for _, ids in tokens), np.int64, sum(lens))
+    if len(places) and not 0 <= places.min() <= places.max() < vocab_size:
+        raise IndexError(f"token ids must be below the vocabulary's size, {vocab_size}; got up to {places.max()}")
+    places += np.repeat(np.array([row for row, _ in tokens], np.int64) * vocab_size, lens)
+    return places
+
+
 def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
-    """Penalties in place, for all (row, token) pairs that occur at once.
+    """Penalties in place, for all tokens of all rows at once.
 
     repetition (tokens of prompt or output): logit / r if positive, else logit * r; frequency: minus f * count in the
     output; presence: minus p if in the output.
     """
-    parts, device = [_occurrences(row) for _, row in rows], logits.device
-    lens = [len(tokens) for tokens, _ in parts]
-    row_ids = torch.from_numpy(np.repeat([index for index, _ in rows], lens)).to(device)
-    tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).to(device)
-    counts = torch.from_numpy(np.concatenate([counts for _, counts in parts])).to(device, logits.dtype)
+    flat, vocab_size = logits.view(-1), logits.shape[1]
+    columns = np.ones((3, len(logits)), np.float32)  # repetition, frequency, presence of each row
+    for row, entry in rows:
+        params = entry.params
+        columns[:, row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
-    def spread(values: list[float]) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), lens)).to(device)
+    def on_device(values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(logits.device)
 
-    repetition = spread([row.params.repetition_penalty for _, row in rows])
-    frequency = spread([row.params.frequency_penalty for _, row in rows])
-    presence = spread([row.params.presence_penalty for _, row in rows])
-    values = logits[row_ids, tokens]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= frequency * counts
-    values -= presence * (counts > 0)
-    logits[row_ids, tokens] = values
-
-
-def _occurrences(row: SampleRow) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct tokens of prompt and output, int64 [N], and how often each occurs in the output, int64 [N]."""
-    outputs = np.array(row.output_ids, np.int64)
-    if row.params.repetition_penalty == 1.0:
-        return np.unique(outputs, return_counts=True)
-    tokens, inverse = np.unique(np.concatenate((outputs, np.array(row.prompt_ids, np.int64))), return_inverse=True)
-    return tokens, np.bincount(inverse[: len(outputs)], minlength=len(tokens))
+    repeated = [(i, [*row.prompt_ids, *row.output_ids]) for i, row in rows if row.params.repetition_penalty != 1.0]
+    if repeated:
+        # A token that occurs twice is written twice, with the same value: cheaper than to look for the distinct ones.
+        places = _places(repeated, vocab_size)
+        penalty, at = on_device(columns[0, places // vocab_size]), on_device(places)
+        values = flat[at]
+        flat[at] = torch.where(values > 0, values / penalty, values * penalty)
+    produced = [(i, row.output_ids) for i, row in rows if row.params.frequency_penalty or row.params.presence_penalty]
+    if produced:
+        places, counts = np.unique(_places(produced, vocab_size), return_counts=True)
+        _, frequency, presence = columns[:, places // vocab_size]
+        at = on_device(places)
+        flat[at] = flat[at] - on_device(frequency * counts.astype(np.float32)) - on_device(presence)
