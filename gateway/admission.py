@@ -141,7 +141,8 @@ class Gate:
             self.wake()
             while not group.future.done():
                 await asyncio.wait((group.future,), timeout=RETURN_POLL_S)
-                self.wake()
+                if self._returning and self._returning[0] is group:
+                    self.wake()
         finally:
             if group in self._returning:
                 self._returning.remove(group)
