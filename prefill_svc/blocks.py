@@ -47,7 +47,6 @@ class GroupBlocks:
             if len(refs) < heads[index]:
                 refs = job.trunk.table[: heads[index]]
                 held.share(refs)
-                job.waits_for[index] = heads[index] * self._block_size
             self._begin(job.sequences[index], refs, [next(fresh) for _ in range(missing[index])])
         return True
 

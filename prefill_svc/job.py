@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Job:
     """One request. Each of its different token sequences is computed once, however many branches continue it.
 
-    The first sequence is the trunk: the others take over its blocks as far as their tokens are the same, and begin when
-    it has computed these.
+    The first sequence is the trunk: the others take over its blocks as far as their tokens are the same.
     """
 
     sequences: list[Sequence]
@@ -37,8 +36,6 @@ class Job:
     """Per branch of the request, in its order: the index of the sequence it continues, and its sample index."""
     common: list[int] = field(default_factory=list)
     """Tokens that each sequence has in common with the trunk; 0 for the trunk itself."""
-    waits_for: list[int] = field(default_factory=list)
-    """Positions of the trunk that have to be computed before each sequence begins; settled at admission."""
     drawn: dict[int, Sampled] = field(default_factory=dict)
     """The next token of each branch whose sequence is complete, by its place in `branches`."""
     candidates: Candidates | None = None
@@ -48,7 +45,6 @@ class Job:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]
         trunk, *others = self.sequences
         self.common = [0, *(len(trunk.prompt_ids) + _common(trunk.output_ids, s.output_ids) for s in others)]
-        self.waits_for = [0] * len(self.sequences)
 
     @classmethod
     def of(
@@ -99,13 +95,6 @@ class Job:
         return sum(
             -(-s.num_tokens // block_size) - self.shared_blocks(i, block_size) for i, s in enumerate(self.sequences)
         )
-
-    def ready(self) -> Seq[Sequence]:
-        """The sequences that may be computed now."""
-        if len(self.sequences) == 1:
-            return self.sequences
-        computed = self.trunk.num_computed
-        return [s for s, needed in zip(self.sequences, self.waits_for, strict=True) if needed <= computed]
 
     def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
         """(place in `branches`, sample index) of the branches that continue `sequence`."""

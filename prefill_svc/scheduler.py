@@ -63,9 +63,13 @@ class PrefillScheduler:
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]]) -> int:
-        """Tokens of the budget that the job's sequences take, its trunk first."""
+        """Tokens of the budget that the job's sequences take.
+
+        In their order: the others begin in the step that completes the trunk, or later. A step writes each layer's K
+        and V before it reads any, so what they share with the trunk is there.
+        """
         taken = 0
-        for sequence in job.ready():
+        for sequence in job.sequences:
             num_tokens = min(sequence.num_tokens - sequence.num_computed, budget - taken)
             if num_tokens > 0:
                 plan.append((job, Chunk(sequence, num_tokens)))

@@ -107,11 +107,10 @@ def test_samples_take_a_place_each_and_their_prompt_is_computed_once() -> None:
     assert run(target) == [(one, 10)]
 
 
-def test_branches_wait_for_the_blocks_they_share_with_the_trunk() -> None:
+def test_branches_begin_once_the_trunk_is_computed() -> None:
     target, some = scheduler(budget=40), group(48, 5, 6, 7)
-    some.waits_for = [0, 48, 48]  # as admission settles it with nothing cached
     for branch in some.sequences[1:]:
-        branch.num_computed = 48
+        branch.num_computed = 48  # as admission settles it: they share the trunk's three full blocks
     target.add(some)
     chunks: list[list[tuple[int, int]]] = []
     while not target.idle:
@@ -121,4 +120,4 @@ def test_branches_wait_for_the_blocks_they_share_with_the_trunk() -> None:
             chunk.sequence.num_computed = chunk.end
         if all(s.num_computed == s.num_tokens for s in some.sequences):
             target.remove(some)
-    assert chunks == [[(0, 40)], [(0, 13)], [(1, 6), (2, 7)]]
+    assert chunks == [[(0, 40)], [(0, 13), (1, 6), (2, 7)]]
