@@ -33,6 +33,7 @@ SCENARIOS = {
     "redis-killed": Scenario(outages.killed, 20),
     "redis-flushed": Scenario(outages.flushed, 20),
     "redis-frozen": Scenario(outages.frozen, 20),
+    "redis-slow": Scenario(outages.slow, 20),
     "redis-older": Scenario(outages.older, 20),
     "rolling": Scenario(rolling.rolling, 5),
     "poison": Scenario(poison.poison, 3),

@@ -19,9 +19,12 @@ from typing import Any
 from block_store.holder import Holder
 from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner
+from looseleaf.chaos.late import count_late_calls
 from prefill_svc.worker import PrefillWorker
 
 VARIABLE = "LOOSELEAF_CHAOS"
+PACKAGES = {f"{role}_svc": f"looseleaf.chaos.faulty_{role}" for role in ("prefill", "decode")}
+"""Entry points of workers with faults."""
 PHASES = ("fill", "before seal", "after seal", "hand-over")
 """Where a prefill worker can be told to die: KV stored, nothing published; header says sealed, ledger does not know;
 ledger knows, nobody was told; ticket made, nobody was told.
@@ -41,6 +44,8 @@ class Faults:
     """The lease of workers, renewed six times as often."""
     reader_rule: bool = True
     """Whether block tables are compared with the header."""
+    late_counted: bool = False
+    """Not a fault: the ledger counts what the worker asks of it after its lease."""
 
     def variables(self) -> dict[str, str]:
         """The environment that carries them."""
@@ -57,6 +62,8 @@ def install() -> None:
         _replace(ModelRunner, "step", _dying_of(faults.poison_token, ModelRunner.step))
     if faults.death_notes is not None:
         _install_deaths(Path(faults.death_notes) / _worker_id(sys.argv))
+    if faults.late_counted:
+        count_late_calls()
     if not faults.reader_rule:
         _switch_off_the_reader_rule()
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from looseleaf.chaos.faulty import PACKAGES, Faults
 from looseleaf.chaos.held import HeldAfter
+from looseleaf.chaos.late import EFFECTIVE, late_calls
 from looseleaf.chaos.report import Report, percentile
 from looseleaf.chaos.run import Run, judge
-from looseleaf.chaos.stack import Stack
+from looseleaf.chaos.stack import Plan, Stack
 
 FROZEN_S = 10.0
 FOUND_S = 3.0
@@ -28,12 +32,14 @@ class _Freeze:
     fenced: bool
     """Whether the woken process was told that it is fenced."""
     survived: bool
+    num_late: int
+    """What the incarnation asked of the ledger once its lease was over."""
 
 
 def freeze(run: Run) -> Report:
     """Workers of both roles, a pair at a time, stopped for 10 s under load."""
     report = run.report("freeze")
-    with run.stack() as stack:
+    with run.stack(Plan(packages=PACKAGES, variables=Faults(late_counted=True).variables())) as stack:
         held = HeldAfter(stack)
         with run.traffic(stack) as traffic, ThreadPoolExecutor(AT_ONCE) as pair:
             traffic.wait_for(run.concurrency, timeout_s=60)
@@ -48,6 +54,7 @@ def freeze(run: Run) -> Report:
         report.none("woken that were not fenced", sum(not f.fenced for f in freezes), len(freezes), "freezes")
         report.none("woken that did not survive", sum(not f.survived for f in freezes), len(freezes), "freezes")
         report.told("groups and prompts that woken workers sent away", str(_sent_away(stack)))
+        _tell_late(report, stack, freezes)
         held.tell(report)
     return report
 
@@ -62,7 +69,21 @@ def _freeze_one(stack: Stack, name: str, held: HeldAfter) -> _Freeze:
     held.died(woken, before)
     stack.wait_used(name)
     fenced = bool(stack.lines(FENCED, service=name, since=woken))
-    return _Freeze(found - stopped, fenced, stack.pids[name] == pid)
+    num_late = sum(times for (epoch, _, _), times in late_calls(stack.ledger()).items() if epoch == before.epoch)
+    return _Freeze(found - stopped, fenced, stack.pids[name] == pid, num_late)
+
+
+def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None:
+    """What woken workers asked of the ledger as the incarnation that they were."""
+    calls, by_kind = late_calls(stack.ledger()), Counter[str]()
+    for (_, operation, verdict), times in calls.items():
+        by_kind[f"{operation} {verdict}"] += times
+    total = sum(calls.values())
+    effective = sum(times for (_, _, verdict), times in calls.items() if verdict == EFFECTIVE)
+    report.none("woken that asked nothing late", sum(not f.num_late for f in freezes), len(freezes), "freezes")
+    report.none("late ledger calls that had an effect", effective, total, "calls")
+    for kind, times in sorted(by_kind.items()):
+        report.told("  late " + kind, str(times))
 
 
 def _found_at(stack: Stack, name: str, stopped: float, woken: float) -> float:

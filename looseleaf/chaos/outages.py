@@ -1,4 +1,4 @@
-"""Scenarios in which Redis is lost under load: killed and back empty, flushed, frozen, back with an older snapshot.
+"""Scenarios in which Redis is lost under load: killed and back empty, flushed, frozen, slow, back with older data.
 
 No process may end, requests go on (waiting where they must), and within 10 s of its return the ledger is whole again:
 no invariant broken, every worker holding a lease, and blocks moving.
@@ -6,8 +6,10 @@ no invariant broken, every worker holding a lease, and blocks moving.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from block_store.invariants import check
 from looseleaf.chaos.report import Report, percentile
@@ -18,11 +20,17 @@ from looseleaf.chaos.traffic import Answer
 FROZEN_S = 10.0
 DOWN_S = 1.0
 """How long a killed Redis stays away."""
+SLOW_S = 10.0
+STALLS_S = (0.02, 0.3)
+"""How long a slow Redis stalls at a time: on either side of what a worker waits for it, 0.25 s."""
+PAUSES_S = (0.005, 0.05)
+"""How long it answers between two stalls."""
 OLD_S = 2.0
 """Age of the snapshot that comes back: the ledger has moved on by hundreds of blocks."""
 WHOLE_S = 10.0
 POLL_S = 0.1
 MOST_FAILED = 0.001
+WITHOUT = r"(prefill|decode)-\d goes on without the ledger"
 WORKERS = frozenset({"prefill-0", "prefill-1", "decode-0", "decode-1"})
 
 
@@ -45,6 +53,11 @@ def frozen(run: Run) -> Report:
     return _scenario(run, "redis-frozen", _freeze)
 
 
+def slow(run: Run) -> Report:
+    """For 10 s it answers late, as one does whose core, memory or disk others use: it stalls again and again."""
+    return _scenario(run, "redis-slow", partial(_stall, rng=run.rng))
+
+
 def older(run: Run) -> Report:
     """Killed and started again with a snapshot from before."""
     return _scenario(run, "redis-older", _restore)
@@ -60,6 +73,15 @@ def _freeze(stack: Stack) -> None:
     stack.redis.freeze()
     time.sleep(FROZEN_S)
     stack.redis.thaw()
+
+
+def _stall(stack: Stack, rng: random.Random) -> None:
+    ends = time.monotonic() + SLOW_S
+    while time.monotonic() < ends:
+        stack.redis.freeze()
+        time.sleep(rng.uniform(*STALLS_S))
+        stack.redis.thaw()
+        time.sleep(rng.uniform(*PAUSES_S))
 
 
 def _restore(stack: Stack) -> None:
@@ -88,6 +110,7 @@ def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) 
         answers = traffic.stop()
     judge(report, stack, answers, most_failed=MOST_FAILED)
     report.told("longest gap p50, p99", f"{_gap(answers, 0.5):.2f} s, {_gap(answers, 0.99):.2f} s")
+    report.told("workers went on without the ledger", f"{len(stack.lines(WITHOUT))} times")
     ended = sum(stack.pids[service] != pid for service, pid in pids.items())
     report.none("processes that ended", ended, run.trials * len(pids), "times")
     report.at_most("ledger whole after, most", max(took), WHOLE_S, "s")

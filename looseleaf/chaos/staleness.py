@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from common.types import BlockRef
-from looseleaf.chaos.faulty import Faults
+from looseleaf.chaos.faulty import PACKAGES, Faults
 from looseleaf.chaos.report import Report
 from looseleaf.chaos.run import Run, judge
 from looseleaf.chaos.stack import Plan, Stack
@@ -25,7 +25,7 @@ RENEWED_S = 3.0
 """A woken worker that is not registered anew by then was not fenced."""
 MAX_MODEL_LEN = 432
 NUM_BLOCKS = 224
-"""The floors of two prefill and two decode workers are 2 x 27 + 2 x 28."""
+"""The floors of two prefill and two decode workers are 2 x 27 + 2 x (28 + 14)."""
 LONGEST_OUTPUT = 128
 """Of the requests used here: the shorter their outputs, the faster blocks change hands."""
 MOST_ATTEMPTS = 100
@@ -68,8 +68,7 @@ def _stack(run: Run, *, reader_rule: bool) -> Stack:
     faults = Faults(lease_s=LEASE_S, reader_rule=reader_rule).variables()
     patient = {"LOOSELEAF_GATEWAY_MAX_ATTEMPTS": str(MOST_ATTEMPTS), "LOOSELEAF_GATEWAY_SILENCE_S": "60"}
     variables = faults | patient
-    packages = {f"{role}_svc": f"looseleaf.chaos.faulty_{role}" for role in ("prefill", "decode")}
-    return run.stack(Plan(NUM_BLOCKS, MAX_MODEL_LEN, packages=packages, variables=variables))
+    return run.stack(Plan(NUM_BLOCKS, MAX_MODEL_LEN, packages=PACKAGES, variables=variables))
 
 
 def _hurried(run: Run) -> Run:

@@ -1,0 +1,68 @@
+"""What workers whose lease is over still ask of the ledger, counted in the ledger itself at the moment of each call.
+
+`count_late_calls` belongs into a worker's process (`faulty`), `late_calls` into the suite's. A script knows best
+whether a call came too late and whether it changed anything: no log and no clock of ours stands between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from block_store import ledger as ledger_module
+from block_store.ledger import Ledger
+
+REFUSED = "refused"
+HARMLESS = "of no effect"
+"""Answered rather than refused, by `release` and `unregister`, and nothing has changed."""
+EFFECTIVE = "EFFECTIVE"
+"""Something has changed: the fence has a hole."""
+_OF_HOLDERS = frozenset({
+    "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "assert_held",
+    "report",
+})  # fmt: skip
+"""Operations whose first argument is the caller's epoch."""
+_COUNTED = """
+local function operation()
+{operation}
+end
+-- Whatever a holder can change shows in a counter, a length or a clock.
+local function marks()
+  local meta = call('HMGET', META, 'epoch', 'tick', 'reserved', 'sealed')
+  return table.concat({{ meta[1], meta[2], meta[3], meta[4], call('LLEN', FREE_LIST), call('ZCARD', CACHED_SET),
+    call('ZCARD', QUARANTINE_SET), call('HLEN', REFS), call('HLEN', INDEX), call('ZCARD', LEASES) }}, ' ')
+end
+if live(ARGV[2]) then return operation() end
+local before, reply = marks(), operation()
+local verdict = '{effective}'
+if marks() == before then verdict = string.sub(reply, 1, 7) == '-FENCED' and '{refused}' or '{harmless}' end
+call('HINCRBY', TAG .. 'late', ARGV[2] .. ' {name} ' .. verdict, 1)
+return reply
+"""
+
+
+def count_late_calls() -> None:
+    """From here on every ledger that this process opens has scripts that count. Once."""
+    _replace_source(ledger_module.source)
+
+
+def _replace_source(source: Callable[[str], str]) -> None:
+    ledger_module.source = lambda name: counted(name, source(name))  # type: ignore[assignment]
+
+
+def counted(name: str, script: str) -> str:
+    """An operation's script that also counts, or what is none as it is."""
+    if name not in _OF_HOLDERS:
+        return script
+    words = {"effective": EFFECTIVE, "refused": REFUSED, "harmless": HARMLESS}
+    return _COUNTED.format(operation=script, name=name, **words)
+
+
+def late_calls(ledger: Ledger) -> Counter[tuple[int, str, str]]:
+    """How often each (epoch, operation, verdict) came, since Redis was last emptied."""
+    found: dict[bytes, bytes] = ledger.client.hgetall(ledger.tag + "late")  # type: ignore[assignment]
+    calls: Counter[tuple[int, str, str]] = Counter()
+    for field, times in found.items():
+        epoch, name, verdict = field.decode().split(" ", 2)
+        calls[int(epoch), name, verdict] = int(times)
+    return calls
