@@ -29,6 +29,8 @@ def shm() -> Iterator[Path]:
 def redis_handle() -> Iterator[RedisHandle]:
     directory = tempfile.mkdtemp(prefix="ll-redis-")
     handle = redis_server.connect(None, directory)
+    # A machine that is busy elsewhere may let Redis wait for seconds; no answer would count as a refusal here.
+    handle.client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
     yield handle
     handle.close()
     shutil.rmtree(directory, ignore_errors=True)
