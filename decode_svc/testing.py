@@ -1,0 +1,181 @@
+"""For tests: a decode worker over a real arena and ledger, a small prefill, and what a gateway would hear."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from block_store.arena import Arena
+from block_store.codec import SealItem
+from block_store.hashing import chain_start, next_hash
+from block_store.held import HeldBlocks
+from block_store.holder import Holder
+from block_store.rebuild import open_ledger
+from common.blocks import blocks_of
+from common.types import Branch, FinishReason, SamplingParams, StoppingParams, Ticket, TokenLogprob, WorkerLoad
+from decode_svc.outputs import Output, Rejection, Session
+from decode_svc.scheduler import DecodeScheduler, Group
+from decode_svc.submits import Submission
+from decode_svc.worker import DecodeWorker
+from engine.beam import BeamSearch, Candidates
+from engine.runner import ModelRunner
+from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
+from engine.sequence import BlockTable, Chunk, lay_out
+from engine.sequence import Sequence as Tokens
+
+DOMAIN = b"domain"
+
+
+@dataclass
+class Answer:
+    """What was heard of one sample or beam."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    beam_score: float | None = None
+
+
+class Inbox:
+    """A session's other end."""
+
+    def __init__(self) -> None:
+        self.answers: defaultdict[int, dict[int, Answer]] = defaultdict(dict)
+        """By handle and sample index; what prefill drew included."""
+        self.rejections: dict[int, Rejection] = {}
+        self.loads: list[WorkerLoad] = []
+        self.session = Session(self._hear)
+
+    def _hear(self, outputs: list[Output], load: WorkerLoad) -> None:
+        self.loads.append(load)
+        for output in outputs:
+            if output.rejection is not None:
+                self.rejections[output.handle] = output.rejection
+                continue
+            answer = self.answers[output.handle].setdefault(output.sample_index, Answer())
+            assert answer.finish_reason is None and output.first_index == len(answer.token_ids)
+            answer.token_ids += output.token_ids
+            answer.logprobs += output.logprobs
+            answer.finish_reason, answer.beam_score = output.finish_reason, output.beam_score
+
+    def ids(self, handle: int) -> dict[int, list[int]]:
+        return {index: answer.token_ids for index, answer in self.answers[handle].items()}
+
+
+class DecodeBench:
+    """A worker to be stepped by hand. `attached` is what it has of the block store, `prefill` another holder."""
+
+    def __init__(
+        self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64
+    ) -> None:
+        self.runner = runner
+        self.block_size = runner.layout.block_size
+        self.arena = Arena.create(directory, runner.layout, num_blocks)
+        self._ledger = open_ledger(client, self.arena)
+        self.prefill, self.held = self._holder("prefill"), self._holder("decode")
+        runner.bind(self.arena.data)
+        self.attached = SimpleNamespace(arena=self.arena, held=self.held, is_fenced=False, floor_blocks=num_blocks)
+        self.scheduler = DecodeScheduler(max_num_seqs=max_num_seqs, max_queue=64)
+        self.worker = DecodeWorker(runner, cast(Any, self.attached), self.scheduler, DOMAIN)
+        self.inbox = Inbox()
+
+    def _holder(self, name: str) -> HeldBlocks:
+        slot = self.arena.acquire_writer_slot()
+        return HeldBlocks(Holder.register(self._ledger, name, writer_slot=slot.number), self.arena, slot, 0)
+
+    def submit(
+        self,
+        handle: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stopping: StoppingParams,
+        branches: Sequence[Branch] | None = None,
+        *,
+        priority: int = 0,
+    ) -> Group:
+        """Prefill these branches (a new request's by default) and hand them over."""
+        made = self.prefilled(handle, prompt, sampling, stopping, branches)
+        made.group.priority = priority
+        self.worker.submit(self.inbox.session, *made)
+        return made.group
+
+    def prefilled(
+        self,
+        handle: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stopping: StoppingParams,
+        branches: Sequence[Branch] | None = None,
+    ) -> Submission:
+        """One ticket for all branches that go on; equal outputs are computed once."""
+        is_search = sampling.beam_width is not None
+        branches = branches or [Branch(index) for index in range(1 if is_search else sampling.num_sequences)]
+        computed: dict[tuple[int, ...], tuple[Tokens, torch.Tensor]] = {}
+        live: list[Tokens] = []
+        candidates: Candidates | None = None
+        for branch in branches:
+            if branch.output_ids not in computed:
+                computed[branch.output_ids] = self._compute(Tokens(prompt, list(branch.output_ids), sampling, stopping))
+            first, logits = computed[branch.output_ids]
+            sequence = first.fork(branch.sample_index)
+            if is_search:
+                count = BeamSearch(sampling, stopping, len(prompt), self.runner.max_model_len).num_candidates
+                [candidates] = beam_candidates(logits, [SampleRow.of(sequence)], [count])
+            elif self._ends(handle, sequence, sample_rows(logits, [SampleRow.of(sequence)])[0]):
+                continue
+            self.prefill.share(sequence.table)
+            live.append(sequence)
+        for first, _ in computed.values():
+            self.prefill.release(list(first.table))
+        return Submission(Group(handle, 0, live), self._ticket(live), b"", candidates)
+
+    def _compute(self, sequence: Tokens) -> tuple[Tokens, torch.Tensor]:
+        """A sequence with all its KV, every block sealed; logits [1, vocab] of its last token."""
+        size, num_tokens = self.block_size, sequence.num_tokens
+        refs = self.prefill.alloc(blocks_of(num_tokens, size))
+        sequence.table, sequence.hashes = BlockTable(refs), [chain_start(DOMAIN, b"")]
+        logits = self.runner.step(lay_out([Chunk(sequence, num_tokens)], size).batch).clone()
+        full = num_tokens // size
+        sequence.extend_hashes(full, size, next_hash)
+        hashes = [*(sequence.block_hash(block) for block in range(full)), None]
+        items = [SealItem(ref, found) for ref, found in zip(refs, hashes, strict=False)]
+        sequence.table = BlockTable(self.prefill.seal(items))
+        sequence.num_computed = num_tokens
+        return sequence, logits
+
+    def _ends(self, handle: int, sequence: Tokens, sample: Sampled) -> bool:
+        answer = self.inbox.answers[handle].setdefault(sequence.sample_index, Answer(list(sequence.output_ids)))
+        sequence.output_ids.append(sample.token_id)
+        answer.token_ids.append(sample.token_id)
+        answer.logprobs += [] if sample.logprob is None else [sample.logprob]
+        answer.finish_reason = sequence.finish_reason(self.runner.max_model_len)
+        return answer.finish_reason is not None
+
+    def _ticket(self, live: list[Tokens]) -> Ticket:
+        tables = tuple((tuple(sequence.table),) for sequence in live)
+        epoch = self.prefill.hand_over([[sequence.table] for sequence in live]) if live else 0
+        return Ticket(self.arena.arena_id, epoch, tables, tuple(sequence.num_computed for sequence in live))
+
+    def run(self, max_steps: int = 500) -> int:
+        """Step until nothing is left to do; returns how many steps that took."""
+        for step in range(max_steps):
+            if self.worker.step() is None:
+                return step + 1
+        raise AssertionError(f"not done after {max_steps} steps: {self.worker.load}")
+
+    def held_by(self, sequences: Iterable[Tokens]) -> set[int]:
+        """Distinct blocks of their tables."""
+        return {ref.block for sequence in sequences for ref in sequence.table}
+
+    def close(self) -> None:
+        """AssertionError if anything is still held."""
+        for held in (self.held, self.prefill):
+            held.assert_idle()
+            held.close()
+        self.arena.remove()

@@ -1,0 +1,56 @@
+"""A tiny model of 3 layers in two block sizes, a private Redis for the module, a fresh worker for each test."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from block_store import redis_server
+from decode_svc.testing import DecodeBench
+from engine.runner import ModelRunner, RunnerSettings
+from engine.tiny import make_checkpoint
+
+NewRunner = Callable[[int], ModelRunner]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def small_runner(model: Path) -> ModelRunner:
+    """Blocks of 4."""
+    return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=256, device="cpu", block_size=4))
+
+
+@pytest.fixture(scope="module")
+def ordinary_runner(model: Path) -> ModelRunner:
+    """Blocks of 16."""
+    return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=256, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def redis_client() -> Iterator[Any]:
+    with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
+        redis = redis_server.connect(None, directory)
+        yield redis.client
+        redis.close()
+
+
+@pytest.fixture
+def small(small_runner: ModelRunner, redis_client: Any, tmp_path: Path) -> Iterator[DecodeBench]:
+    made = DecodeBench(small_runner, tmp_path, redis_client)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ordinary(ordinary_runner: ModelRunner, redis_client: Any, tmp_path: Path) -> Iterator[DecodeBench]:
+    made = DecodeBench(ordinary_runner, tmp_path, redis_client)
+    yield made
+    made.close()
