@@ -131,9 +131,9 @@ class Gate:
     async def come_back(self, place: Place, fits: Callable[[], bool]) -> None:
         """Wait until a group that was given back may be prefilled again; it keeps its place, also if this is cancelled.
 
-        `fits` (must not raise) is asked of the first one only, by priority and arrival, and with every `wake` one is
-        let go: by the next one `fits` may know of the blocks that this one takes. Meanwhile no new request of the same
-        or a lower priority enters.
+        `fits` (must not raise) is asked of the first one only, by priority and arrival, and a `wake` that lets one go
+        lets nobody else go: by the next one `fits` may know of the blocks that this one takes. Meanwhile no new request
+        of the same or a lower priority enters.
         """
         group = _Returning(place, fits, asyncio.get_running_loop().create_future())
         bisect.insort(self._returning, group, key=lambda g: (g.place.priority, g.place.arrival))
@@ -151,7 +151,10 @@ class Gate:
     def wake(self) -> None:
         """Let in whoever fits; also called when workers have come or have reported."""
         if self._returning and self._returning[0].fits():
-            self._returning.pop(0).future.set_result(None)
+            back = self._returning.pop(0).future
+            back.set_result(None)
+            back.get_loop().call_later(RETURN_POLL_S, self.wake)
+            return  # whoever is behind it goes later: it is to be with its worker first
         while self._queues:
             priority = min(self._queues)
             queue = self._queues[priority]

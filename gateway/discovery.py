@@ -1,6 +1,7 @@
 """Who is there: polls the registry in Redis, tells router and sessions, and looks up cached prefixes for routing.
 
-All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to workers it knows.
+All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to workers it knows; a
+few lookups without an answer and no request waits for one any more, until a poll is answered as fast as a lookup must.
 And when Redis is back it has forgotten who is there, or could not be told: nobody counts as gone until all had time to
 enter themselves again.
 """
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from block_store.errors import BlockStoreError
+from block_store.breaker import Breaker
+from block_store.errors import BlockStoreError, LedgerUnavailable
 from block_store.hashing import chain_start, hash_blocks
 from block_store.ledger import MAX_BATCH, Ledger
 from block_store.redis_server import open_client
@@ -25,6 +27,8 @@ from common.types import WorkerRecord
 logger = logging.getLogger("discovery")
 T = TypeVar("T")
 LOOKUP_BUDGET_S = 0.05
+MAX_UNANSWERED = 3
+"""So many lookups in a row without an answer, and the breaker opens. One alone may have met a busy Redis."""
 GRACE_S = 5.0
 """For so long after Redis was silent, or forgot, missing workers are not taken for gone. They publish every second."""
 
@@ -47,6 +51,9 @@ class Discovery:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="redis")
         self._ledgers: dict[str, Ledger] = {}
         self.fallbacks = Fallbacks(logger)
+        self.breaker = Breaker("routing")
+        self._unanswered = 0
+        """Lookups in a row."""
         self._known: frozenset[tuple[str, str]] = frozenset()
         self._records: dict[str, WorkerRecord] = {}
         self._life = b""
@@ -56,10 +63,16 @@ class Discovery:
     async def run(self) -> None:
         """Poll until cancelled. While Redis is silent the last list stays in force."""
         while True:
+            began = time.monotonic()
             try:
-                self._take(await self._in_thread(self._registry.list))
+                found = await self._in_thread(self._registry.list)
+                fast = time.monotonic() - began < LOOKUP_BUDGET_S
+                self._take(found)
                 self._ledgers = await self._in_thread(self._open_ledgers)
+                if fast:
+                    self.breaker.close()
             except BlockStoreError as error:
+                self.breaker.open(error)
                 self._complete_at = time.monotonic() + self._grace_s
                 self.fallbacks.note("registry", f"{error}; going on with the workers known")
             except Exception:
@@ -77,14 +90,29 @@ class Discovery:
     async def cached_tokens(
         self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes
     ) -> dict[str, int]:
-        """By arena: how many leading tokens of the prompt lie in its index. Empty when it cannot be told in time."""
+        """By arena: how many leading tokens of the prompt lie in its index. Empty when it cannot be told in time, and
+        at once while the breaker is open (`breaker.num_refused` counts these).
+        """
+        if self.breaker.refuses():
+            return {}
         by_arena = {record.arena_id: record for record in workers}
         try:
             async with asyncio.timeout(LOOKUP_BUDGET_S):
-                return await self._in_thread(lambda: self._lookup(by_arena, prompt_ids, salt))
+                found = await self._in_thread(lambda: self._lookup(by_arena, prompt_ids, salt))
         except (TimeoutError, BlockStoreError) as error:
-            self.fallbacks.note("lookup", f"{type(error).__name__}; routing by load alone")
+            self._lookup_failed(error)
             return {}
+        self._unanswered = 0
+        return found
+
+    def _lookup_failed(self, error: Exception) -> None:
+        self.fallbacks.note("lookup", f"{type(error).__name__}; routing by load alone")
+        if not isinstance(error, TimeoutError | LedgerUnavailable):
+            return  # Redis answered: the ledger was rebuilt, which the next poll sees
+        self._unanswered += 1
+        if self._unanswered >= MAX_UNANSWERED:
+            self._unanswered = 0
+            self.breaker.open(f"{MAX_UNANSWERED} lookups in a row had no answer in {LOOKUP_BUDGET_S * 1000:.0f} ms")
 
     def _lookup(self, by_arena: dict[str, WorkerRecord], prompt_ids: Sequence[int], salt: bytes) -> dict[str, int]:
         found: dict[str, int] = {}

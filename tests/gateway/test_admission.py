@@ -186,7 +186,7 @@ async def test_groups_given_back_keep_their_place_and_go_first_by_priority_and_a
     assert crowd.order[4] == "old"
     await crowd.leave("old")
     await asyncio.gather(crowd.tasks["low"], crowd.tasks["worse"])
-    assert crowd.gate.inside == 4
+    assert crowd.gate.inside == 4 and crowd.gate.num_waiting == 0, "nobody called wake: the gate did"
 
 
 async def test_groups_given_back_ask_by_themselves_and_only_the_first_is_asked() -> None:

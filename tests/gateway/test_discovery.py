@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from block_store.hashing import chain_start, hash_blocks
 from block_store.redis_server import RedisHandle, connect
-from block_store.registry import WorkerRegistry
+from block_store.registry import StoreRecord, WorkerRegistry
+from block_store.testing import TestStore
 from common.types import WorkerRecord
-from gateway.discovery import Discovery
+from gateway.discovery import LOOKUP_BUDGET_S, MAX_UNANSWERED, Discovery
 from gateway.testing import Script, ScriptedWorker, make_record
 from tests.gateway.test_chat_template import write_model
 from tests.gateway.test_requests import until
@@ -62,6 +65,46 @@ async def test_without_redis_the_last_list_stays_and_nothing_hangs(tmp_path: Pat
         assert await asyncio.wait_for(discovery.cached_tokens(seen[-1], [1, 2, 3], b""), 1) == {}
         task.cancel()
         discovery.close()
+
+
+async def test_while_redis_is_frozen_only_the_first_lookups_wait_for_it(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="gw") as directory:
+        handle = connect(None, directory)
+        store, seen, ids = TestStore(handle.client, tmp_path), list[list[WorkerRecord]](), list(range(40))
+        store.fill(store.caller(), hash_blocks(chain_start(b"\0", b""), ids, 16))
+        arena_id, registry = store.arena.arena_id, WorkerRegistry(handle.client)
+        registry.publish_store(StoreRecord(arena_id, "127.0.0.1:1", store.ledger.dataset, handle.run_id, "", 12, 16))
+        registry.publish(make_record("prefill", "p0", arena_id=arena_id))
+        discovery = Discovery(handle.url, 0.02, seen.append)
+        task = asyncio.create_task(discovery.run())
+
+        async def lookups(count: int) -> list[dict[str, int]]:
+            return [await discovery.cached_tokens(seen[-1], ids, b"") for _ in range(count)]
+
+        async def is_found() -> None:
+            while not seen or await lookups(1) != [{arena_id: 32}]:
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(is_found(), 10)
+        opened, refused = discovery.breaker.num_opened, discovery.breaker.num_refused
+        assert handle.process is not None
+        handle.process.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert await lookups(200) == [{}] * 200
+            took = time.monotonic() - began
+        finally:
+            handle.process.send_signal(signal.SIGCONT)
+        assert discovery.breaker.num_opened == opened + 1, "they waited one after the other"
+        assert discovery.breaker.num_refused == refused + 200 - MAX_UNANSWERED
+        assert took < 200 * LOOKUP_BUDGET_S / 4
+        registry.publish_store(StoreRecord(arena_id, "127.0.0.1:1", store.ledger.dataset, handle.run_id, "", 12, 16))
+        await asyncio.wait_for(is_found(), 10)
+        assert not discovery.breaker.is_open
+        task.cancel()
+        discovery.close()
+        store.close()
+        handle.close()
 
 
 @pytest.mark.parametrize("forget", ["flush", "delete"])
