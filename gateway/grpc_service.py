@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc.aio
 
 from common import convert
-from common.errors import DeadlineExceeded, LooseleafError
+from common.errors import DeadlineExceeded, InvalidArgument, LooseleafError
+from common.types import EarlyStopping
 from gateway.admission import Admission
 from gateway.assemble import Piece, Summary
 from gateway.assets import ModelAssets
@@ -20,7 +21,7 @@ from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
 from gateway.validate import ChatPrompt, IdsPrompt, Prompt, ResolvedRequest, TextPrompt, Validator, Wanted
 from protos.v1 import inference_pb2 as pb
-from protos.v1 import inference_pb2_grpc
+from protos.v1 import inference_pb2_grpc, types_pb2
 
 STALLED_CLIENT_S = 5.0
 """How long after its deadline a request may still wait for a client that does not read."""
@@ -141,8 +142,8 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
                 setattr(wanted, name, getattr(message, name))
     if sampling.HasField("num_sequences"):
         wanted.n = sampling.num_sequences
-    if sampling.HasField("beam_width"):
-        wanted.beam_width = sampling.beam_width
+    if sampling.HasField("early_stopping"):
+        wanted.early_stopping = _early_stopping(sampling.early_stopping)
     if request.cache.HasField("cache_salt"):
         wanted.cache_salt = request.cache.cache_salt
     return wanted
@@ -150,14 +151,32 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
 
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "logprobs", "prompt_logprobs",
+    "logprobs", "prompt_logprobs", "beam_width", "length_penalty",
 )  # fmt: skip
 _STOPPING = ("max_tokens", "min_tokens")
+_BEAM_STOPPING: dict[int, EarlyStopping] = {
+    types_pb2.BEAM_STOPPING_UNSPECIFIED: False,
+    types_pb2.BEAM_STOPPING_EARLY: True,
+    types_pb2.BEAM_STOPPING_HEURISTIC: False,
+    types_pb2.BEAM_STOPPING_NEVER: "never",
+}
+
+
+def _early_stopping(value: int) -> EarlyStopping:
+    found = _BEAM_STOPPING.get(value)
+    if found is None:
+        raise InvalidArgument.of("early_stopping", f"must be one of BeamStopping's values, got {value}")
+    return found
 
 
 def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
     message = pb.GenerateResponse(
-        request_id=request_id, text_delta=piece.text, token_ids=piece.token_ids, logprobs=piece.logprobs
+        request_id=request_id,
+        index=piece.index,
+        text_delta=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=piece.logprobs,
+        beam_score=piece.beam_score,
     )
     if piece.prompt_logprobs:
         message.prompt_logprobs.extend(piece.prompt_logprobs)

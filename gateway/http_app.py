@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -98,8 +99,8 @@ class HttpApi:
         with self._admission.enter(len(wanted)):
             answer.take([await self._validator.resolve(item, tenant) for item in wanted])
             async with asyncio.TaskGroup() as group:
-                for choice in answer.choices:
-                    group.create_task(_collect(self._runner, choice.request, choice.add))
+                for number, resolved in enumerate(answer.requests):
+                    group.create_task(_collect(self._runner, resolved, partial(answer.add, number)))
             return answer.whole()
 
     async def _events(self, answer: Answer, tenant: str) -> AsyncGenerator[bytes, None]:
@@ -108,8 +109,8 @@ class HttpApi:
             answer.take([await self._validator.resolve(item, tenant) for item in wanted])
             writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
             async with aclosing(_merged(self._runner, answer.requests)) as pieces:
-                async for index, piece in pieces:
-                    for chunk in answer.chunks(writer, index, piece):
+                async for number, piece in pieces:
+                    for chunk in answer.chunks(writer, number, piece):
                         yield chunk
 
     async def models(self, request: Request) -> Response:
@@ -155,7 +156,7 @@ async def _collect(runner: RequestRunner, request: ResolvedRequest, add: Callabl
 
 
 async def _merged(runner: RequestRunner, requests: list[ResolvedRequest]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """(index, piece) of all requests as they come."""
+    """(number of the request, piece) of all requests as they come."""
     if len(requests) == 1:
         async with aclosing(runner.generate(requests[0])) as pieces:
             async for piece in pieces:
@@ -163,23 +164,23 @@ async def _merged(runner: RequestRunner, requests: list[ResolvedRequest]) -> Asy
         return
     queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(4 * len(requests))
 
-    async def feed(index: int, request: ResolvedRequest) -> None:
+    async def feed(number: int, request: ResolvedRequest) -> None:
         try:
             async with aclosing(runner.generate(request)) as pieces:
                 async for piece in pieces:
-                    await queue.put((index, piece))
+                    await queue.put((number, piece))
         except Exception as error:
-            await queue.put((index, error))
+            await queue.put((number, error))
 
-    tasks = [asyncio.create_task(feed(index, request)) for index, request in enumerate(requests)]
+    tasks = [asyncio.create_task(feed(number, request)) for number, request in enumerate(requests)]
     left = len(requests)
     try:
         while left:
-            index, item = await queue.get()
+            number, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
-            left -= item.finish_reason is not None
-            yield index, item
+            left -= item.summary is not None
+            yield number, item
     finally:
         for task in tasks:
             task.cancel()

@@ -145,9 +145,10 @@ def _finite(logprob: float) -> float:
 
 @dataclass(slots=True)
 class Choice:
-    """One prompt's answer as it comes together."""
+    """The answer of one sample of one prompt as it comes together."""
 
     index: int
+    """The prompt's number times samples per prompt, plus the sample's."""
     request: ResolvedRequest
     text: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
@@ -158,7 +159,6 @@ class Choice:
     def add(self, piece: Piece) -> None:
         self.text.append(piece.text)
         self.logprobs += piece.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
         if piece.finish_reason is not None:
             self.last = piece
 
@@ -215,13 +215,10 @@ class ChunkWriter:
         body = f'"delta":{{"content":{quoted(text)}}}' if self._chat else f'"text":{quoted(text)}'
         return f'{self._head}{{"index":{index},{body},"logprobs":{shown},"finish_reason":null}}]{self._tail}'.encode()
 
-    def finish(
-        self, index: int, reason: str | None, stopped_by: str | int | None, summaries: Sequence[Summary] | None
-    ) -> bytes:
-        """A choice's last chunk; `summaries` with the last choice of the stream."""
+    def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:
+        """A choice's last chunk: what `ending` says of it; `summaries` with the last choice of the stream."""
         body = '"delta":{}' if self._chat else '"text":""'
-        choice = f'{{"index":{index},{body},"logprobs":null,"finish_reason":{json.dumps(reason)},'
-        choice += f'"stop_reason":{json.dumps(stopped_by)}}}]'
+        choice = f'{{"index":{index},{body},"logprobs":null,{json.dumps(ending)[1:]}]'
         extra = "" if summaries is None else f',"looseleaf":{json.dumps(account_of(summaries))}'
         return f"{self._head}{choice}{extra}{self._tail}".encode()
 

@@ -1,8 +1,12 @@
-"""One HTTP answer as it comes together: choices, echoes, log-probabilities; whole or in chunks. No I/O."""
+"""One HTTP answer as it comes together: choices, echoes, log-probabilities; whole or in chunks. No I/O.
+
+Each prompt has as many choices as samples (`n`), or as beams that are returned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from gateway.assemble import Piece, Summary
@@ -30,17 +34,31 @@ class Answer:
         self._summaries: list[Summary] = []
         self.body = body
         self.envelope = envelope
+        self.requests: list[ResolvedRequest] = []
         self.choices: list[Choice] = []
-
-    @property
-    def requests(self) -> list[ResolvedRequest]:
-        return [choice.request for choice in self.choices]
+        self._samples = 1
 
     def take(self, requests: list[ResolvedRequest]) -> None:
-        """One choice per request."""
-        self.choices = [Choice(index, request) for index, request in enumerate(requests)]
+        """One choice per sample of each request; all have equally many."""
+        self.requests = requests
+        self._samples = requests[0].sampling.num_sequences
+        self.choices = [
+            Choice(index, requests[index // self._samples]) for index in range(self._samples * len(requests))
+        ]
+
+    def _choice_of(self, number: int, piece: Piece) -> Choice:
+        """Whose piece of request `number` this is. The request's first piece brings what all its choices show."""
+        first = number * self._samples
+        if piece.prompt_logprobs:
+            for choice in self.choices[first : first + self._samples]:
+                choice.prompt_logprobs = piece.prompt_logprobs
+        return self.choices[first + piece.index]
 
     # --- whole
+
+    def add(self, number: int, piece: Piece) -> None:
+        """Take a piece of request `number` for the whole answer."""
+        self._choice_of(number, piece).add(piece)
 
     def whole(self) -> bytes:
         summaries = [
@@ -57,8 +75,7 @@ class Answer:
         else:
             answer["text"] = self._prompt_text(choice) + text
         answer["logprobs"] = self._logprobs(choice)
-        answer["finish_reason"] = "length" if self._scores_only else finish_name(last.finish_reason)
-        answer["stop_reason"] = None if self._scores_only else stop_reason(last, self._eos)
+        answer.update(self._ending(last))
         if self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs)
         return answer
@@ -76,33 +93,31 @@ class Answer:
 
     # --- in chunks
 
-    def chunks(self, writer: ChunkWriter, index: int, piece: Piece) -> Iterator[bytes]:
-        """The chunks for a piece of one choice; the stream's last piece brings usage and account too."""
-        choice = self.choices[index]
+    def chunks(self, writer: ChunkWriter, number: int, piece: Piece) -> Iterator[bytes]:
+        """The chunks for a piece of request `number`; the stream's last piece brings usage and account too."""
+        choice = self._choice_of(number, piece)
         if not choice.text:
             yield from self._opening(writer, choice, piece)
         choice.text.append("")  # opened
         choice.logprobs += piece.logprobs
         if not self._scores_only and (piece.text or (choice.logprobs and self._with_logprobs)):
-            yield writer.text(index, piece.text, self._chunk_logprobs(choice))
+            yield writer.text(choice.index, piece.text, self._chunk_logprobs(choice))
         if piece.finish_reason is None:
             return
         self._summaries += [] if piece.summary is None else [self._summary(piece.summary)]
-        done = len(self._summaries) == len(self.choices)
-        reason = "length" if self._scores_only else finish_name(piece.finish_reason)
+        done = piece.summary is not None and len(self._summaries) == len(self.requests)
         account = self._summaries if done and not self.body.include_usage else None
-        yield writer.finish(index, reason, None if self._scores_only else stop_reason(piece, self._eos), account)
+        yield writer.finish(choice.index, self._ending(piece), account)
         if done and self.body.include_usage:
             yield writer.usage(self._summaries)
 
     def _opening(self, writer: ChunkWriter, choice: Choice, piece: Piece) -> Iterator[bytes]:
-        choice.prompt_logprobs = piece.prompt_logprobs
         if self._chat:
             yield writer.role(choice.index)
         elif self._echo:
             text = self._prompt_text(choice)
             choice.offset = len(text)
-            logprobs = self._format.echoed(choice.request, piece.prompt_logprobs) if self._with_logprobs else None
+            logprobs = self._format.echoed(choice.request, choice.prompt_logprobs) if self._with_logprobs else None
             yield writer.text(choice.index, text, logprobs)
 
     def _chunk_logprobs(self, choice: Choice) -> dict[str, Any] | None:
@@ -117,6 +132,18 @@ class Answer:
 
     # --- common
 
+    def _ending(self, last: Piece) -> dict[str, Any]:
+        """What a choice's last piece says of its end."""
+        if self._scores_only:
+            return {"finish_reason": "length", "stop_reason": None}
+        ending: dict[str, Any] = {
+            "finish_reason": finish_name(last.finish_reason),
+            "stop_reason": stop_reason(last, self._eos),
+        }
+        if last.beam_score is not None:
+            ending["beam_score"] = last.beam_score
+        return ending
+
     def _prompt_text(self, choice: Choice) -> str:
         if not self._echo:
             return ""
@@ -128,6 +155,4 @@ class Answer:
         """The token that a worker always draws does not count where none was asked for."""
         if not self._scores_only:
             return summary
-        return Summary(
-            summary.prompt_tokens, 0, summary.sources, summary.handed_over_tokens, summary.timings, summary.attempts
-        )
+        return replace(summary, completion_tokens=0)

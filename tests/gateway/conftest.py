@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from common import convert
+from common.types import WorkerRecord
 from gateway.admission import Admission, Gate
 from gateway.assets import ModelAssets
 from gateway.credentials import Authenticator
@@ -16,7 +18,8 @@ from gateway.groups import limits_of
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
 from gateway.sessions import Limits
-from gateway.testing import Script, ScriptedWorker, make_assets
+from gateway.testing import Script, make_assets
+from gateway.testing_workers import ScriptedWorker
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import Salts, Validator
 from gateway.workers import Workers
@@ -33,6 +36,9 @@ class Rig:
     script: Script
     scripted: list[ScriptedWorker]
     authenticator: Authenticator
+    gate: Gate
+    records: list[WorkerRecord]
+    """What the registry names."""
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -66,7 +72,8 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
     ) -> Rig:
         script = script or Script()
         scripted = [ScriptedWorker("prefill", "p0", script)]
-        scripted += [ScriptedWorker("decode", f"d{i}", script) for i in range(num_decode)]
+        floors = options.pop("floors", [0] * num_decode)
+        scripted += [ScriptedWorker("decode", f"d{i}", script, max_group_blocks=floors[i]) for i in range(num_decode)]
         records = [await worker.start() for worker in scripted]
         workers = Workers(Limits(options.pop("silence_s", 60.0), options.pop("stall_s", 60.0)))
         metrics = Metrics("tiny")
@@ -86,13 +93,24 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
 
         async def announce() -> None:
             while True:
-                workers.on_records(records)
+                load = convert.load_from_pb(script.load)
+                workers.on_records([replace(r, load=load) if r.role == "decode" else r for r in records])
                 gate.wake()
                 await asyncio.sleep(0.05)
 
         task = asyncio.create_task(announce())
         rig = Rig(
-            assets, workers, Admission(max_queue), validator, metrics, runner, script, scripted, Authenticator(api_key)
+            assets,
+            workers,
+            Admission(max_queue),
+            validator,
+            metrics,
+            runner,
+            script,
+            scripted,
+            Authenticator(api_key),
+            gate,
+            records,
         )
         rigs.append((rig, task, pool))
         async with asyncio.timeout(5):
