@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class StepRecord:
     """Bytes of their messages."""
     ticket_blocks: int
     """Different blocks of each, added up."""
+    preemption: Mapping[str, float]
+    """`decode_svc.preemption.PreemptionCounts` since the start."""
 
 
 def count_tables(tables: Iterable[tuple[BlockTable, int]], block_size: int) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import wraps
 from typing import Any
 
@@ -47,6 +47,7 @@ def record(worker: Any, totals: Totals) -> StepRecord:
         totals.num_tickets,
         totals.ticket_bytes,
         totals.ticket_blocks,
+        asdict(worker._preemption.counts),
     )
 
 

@@ -1,0 +1,185 @@
+"""How much of the KV memory holds nothing: `python -m looseleaf.bench.waste`, or `make bench-waste`.
+
+Serves the built-in model with fewer blocks than the load asks for, and looks at the decode worker's blocks after every
+step and at the ledger twenty times a second. Requests are a mix of one greedy or sampled sequence, several samples, and
+beams; some share a prefix; they come by a seeded Poisson process, faster than they can be served. Printed are
+
+* internal waste: slots of blocks in use that hold no KV, against (block_size - 1) / 2 slots a sequence in theory;
+* utilisation while saturated: blocks that somebody refers to, of all blocks, in the middle of the run, where many
+  requests wait (blocks allocated ahead do not count as used);
+* stranded blocks: referred to by nobody who needs them, while running (held, but in no block table) and at rest.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic import Field
+
+from common.errors import StartupError
+from common.rpc import open_channel
+from common.settings import Settings, settings_config
+from loadtest.workload import Lengths, Workload
+from looseleaf.bench.server import WatchedServer
+from looseleaf.bench.steps import StepRecord
+from looseleaf.client import AsyncClient
+from looseleaf.options import GenerateOptions
+from looseleaf.testing import assert_nothing_held
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+
+POLL_S = 0.05
+PROMPT = Lengths.of_mean(280.0, 0.5, 600)
+OUTPUT = Lengths.of_mean(240.0, 0.5, 420)
+MIX: Sequence[tuple[int, GenerateOptions]] = (
+    (50, {"temperature": 0.0}),
+    (25, {"temperature": 1.0}),
+    (10, {"temperature": 1.0, "n": 2}),
+    (5, {"temperature": 1.0, "n": 4}),
+    (5, {"beam_width": 2, "n": 1}),
+    (5, {"beam_width": 4, "n": 2}),
+)
+"""(parts of 100, options)."""
+SATURATED = (0.2, 0.6)
+"""Measured between the moments at which these shares of the requests have been answered; the rest runs or waits."""
+
+
+class WasteSettings(Settings):
+    """Measure KV memory that holds nothing, under a mixed load."""
+
+    model_config = settings_config("LOOSELEAF_WASTE_", "looseleaf.bench.waste")
+
+    requests: int = Field(200, ge=10, le=250, description="how many requests in all")
+    rate: float = Field(20.0, gt=0, description="requests a second")
+    num_blocks: int = Field(600, ge=300, description="blocks of the arena")
+    block_size: int = Field(16, ge=1, description="token positions in a block")
+    preemption: str | None = Field(None, description="auto, swap or give-back; default: the decode worker's")
+    seed: int = Field(0, description="of arrivals, lengths and samples")
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """The ledger at one moment."""
+
+    at_ns: int
+    referenced: int
+    """Blocks with a reference, those allocated ahead among them."""
+
+
+async def poll(address: str, polls: list[Poll]) -> None:
+    """Look at the ledger until cancelled."""
+    async with open_channel(address) as channel:
+        stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
+        while True:
+            state = await stub.Inspect(pb.InspectRequest(), timeout=10)
+            polls.append(Poll(time.monotonic_ns(), state.sealed + state.reserved))
+            await asyncio.sleep(POLL_S)
+
+
+async def run_load(address: str, block_store: str, settings: WasteSettings) -> tuple[list[Poll], list[int]]:
+    """Send everything; what the polls saw, and when each request was answered (sorted)."""
+    rng = random.Random(settings.seed)
+    workload = Workload(settings.seed, 2048, 1024, PROMPT, OUTPUT, shared_share=0.3)
+    polls: list[Poll] = []
+    answered: list[int] = []
+
+    async def send(client: AsyncClient, number: int, options: GenerateOptions) -> None:
+        wanted = workload.request(number)
+        own: GenerateOptions = {**options, "max_tokens": wanted.max_tokens, "seed": wanted.seed, "ignore_eos": True}
+        await client.generate(wanted.prompt_ids, **own)
+        answered.append(time.monotonic_ns())
+
+    async with AsyncClient(address, timeout=3600.0) as client:
+        watch = asyncio.create_task(poll(block_store, polls))
+        async with asyncio.TaskGroup() as group:
+            for number, (_, options) in enumerate(rng.choices(MIX, [parts for parts, _ in MIX], k=settings.requests)):
+                group.create_task(send(client, number, options))
+                await asyncio.sleep(rng.expovariate(settings.rate))
+        watch.cancel()
+    return polls, sorted(answered)
+
+
+def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float, float, float]:
+    """(share of slots in used blocks without KV, in theory, mean length of a sequence in tokens), over all steps.
+
+    In theory the last block of a sequence lacks (block_size - 1) / 2 positions, and nothing else is lost.
+    """
+    slots = block_size * sum(step.own_blocks for step in steps)
+    filled = sum(step.filled_slots for step in steps)
+    sequences = sum(step.num_running + step.num_waiting for step in steps)
+    lost = (block_size - 1) / 2 * sequences
+    return 1 - filled / slots, lost / (filled + lost), sum(step.sequence_tokens for step in steps) / sequences
+
+
+def utilisations(polls: Sequence[Poll], steps: Sequence[StepRecord], num_blocks: int) -> list[float]:
+    """Share of the blocks in use at each poll, without what the decode worker had allocated ahead."""
+    times = [step.at_ns for step in steps]
+    reserves = [steps[max(0, bisect(times, item.at_ns) - 1)].reserve_blocks for item in polls]
+    return [(item.referenced - ahead) / num_blocks for item, ahead in zip(polls, reserves, strict=True)]
+
+
+def measure(settings: WasteSettings) -> dict[str, Any]:
+    given = {"num_blocks": settings.num_blocks, "block_size": settings.block_size}
+    decode = {} if settings.preemption is None else {"PREEMPTION": settings.preemption}
+    with WatchedServer(None, {"max_model_len": 1024, "max_num_seqs": 128, **given}, decode) as server:
+        polls, answered = asyncio.run(run_load(server.addresses.grpc, server.addresses.block_store, settings))
+        rest = assert_nothing_held(server.addresses.block_store)
+        steps = server.steps()
+        prefills = server.dispatched("prefill")
+    begin, end = (answered[int(share * len(answered))] for share in SATURATED)
+    busy = [step for step in steps if begin <= step.at_ns < end and step.own_blocks]
+    used = utilisations([item for item in polls if begin <= item.at_ns < end], steps, settings.num_blocks)
+    waste, theory, mean_len = internal_waste(busy, settings.block_size)
+    return {
+        "benchmark": "waste",
+        "block_size": settings.block_size,
+        "num_blocks": settings.num_blocks,
+        "steps": len(busy),
+        "polls": len(used),
+        "mean_len": round(mean_len, 1),
+        "internal_waste": round(waste, 4),
+        "internal_waste_theory": round(theory, 4),
+        "utilisation_mean": round(statistics.fmean(used), 4),
+        "utilisation_p5": round(statistics.quantiles(used, n=20)[0], 4),
+        "in_no_table_max": max(step.held_blocks - step.own_blocks for step in steps),
+        "stranded_at_rest": rest.num_blocks - rest.free - rest.cached - rest.reserved,
+        "sequences_running_mean": round(statistics.fmean(step.num_running for step in busy), 1),
+        "prefills_per_request": round(prefills / settings.requests, 2),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"{found['steps']} steps, {found['sequences_running_mean']} sequences of {found['mean_len']} tokens at a time"
+    )
+    print(f"internal waste      {found['internal_waste']:8.2%}   in theory {found['internal_waste_theory']:.2%}")
+    print(f"utilisation         {found['utilisation_mean']:8.2%}   5 % of the time below {found['utilisation_p5']:.2%}")
+    print(f"held, in no table   {found['in_no_table_max']:8}   most after any step")
+    print(f"stranded at rest    {found['stranded_at_rest']:8}   of {found['num_blocks']} blocks")
+    print(f"prefills a request  {found['prefills_per_request']:8}   more than one: given back")
+
+
+def main(settings: WasteSettings) -> None:
+    found = measure(settings)
+    show(found)
+    print(json.dumps(found | {"machine": platform.processor() or platform.machine()}))
+
+
+if __name__ == "__main__":
+    try:
+        main(WasteSettings.load(sys.argv[1:]))
+    except StartupError as error:
+        print(f"looseleaf.bench.waste: {error}", file=sys.stderr)
+        sys.exit(1)
