@@ -14,7 +14,7 @@ import pytest
 from common.errors import InvalidArgument, ResourceExhausted
 from common.rpc import RpcServer, error_of
 from gateway.grpc_service import InferenceServicer
-from gateway.testing import Script, expected_ids
+from gateway.testing import Script, beam_score, expected_ids
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from protos.v1 import types_pb2 as types_pb
@@ -179,6 +179,35 @@ async def test_tokenize_detokenize_and_list_models(serve: Any) -> None:
     assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "<user>x\n<assistant>"
     models = (await stub.ListModels(pb.ListModelsRequest())).models
     assert [(m.id, m.max_model_len, list(m.eos_token_ids)) for m in models] == [("tiny", 512, [2])]
+
+
+async def test_samples_come_with_their_index_and_usage_once(serve: Any) -> None:
+    rig, stub = await serve()
+    responses = [r async for r in stub.Generate(request(num_sequences=3))]
+    prompt = rig.assets.tokenizer.encode("the mill").ids
+    for index in range(3):
+        mine = [r for r in responses if r.index == index]
+        assert [t for r in mine for t in r.token_ids] == expected_ids(prompt, 8, index)
+        assert [r.finish_reason for r in mine if r.finish_reason] == [types_pb.FINISH_REASON_LENGTH]
+    assert [r.HasField("usage") for r in responses] == [False] * (len(responses) - 1) + [True]
+    assert responses[-1].usage.completion_tokens == 24 and responses[-1].usage.prompt_tokens == len(prompt)
+    assert not any(r.HasField("beam_score") for r in responses)
+
+
+@pytest.mark.parametrize("stopping", [None, types_pb.BEAM_STOPPING_EARLY, types_pb.BEAM_STOPPING_NEVER])
+async def test_beams_come_with_their_scores(serve: Any, stopping: types_pb.BeamStopping | None) -> None:
+    rig, stub = await serve()
+    message = request(beam_width=3, num_sequences=2, length_penalty=0.5)
+    if stopping is not None:
+        message.sampling.early_stopping = stopping
+    responses = [r async for r in stub.Generate(message)]
+    assert [(r.index, r.beam_score) for r in responses] == [(rank, beam_score(rank)) for rank in range(2)]
+    told = rig.script.submitted[0].sampling
+    assert (told.beam_width, told.num_sequences, told.length_penalty) == (3, 2, 0.5)
+    assert told.early_stopping == (stopping or types_pb.BEAM_STOPPING_HEURISTIC)
+    message.sampling.early_stopping = 99
+    with pytest.raises(grpc.aio.AioRpcError, match="early_stopping"):
+        await _drain(stub.Generate(message))
 
 
 async def _drain(call: Any) -> None:

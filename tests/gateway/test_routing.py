@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from common.types import WorkerLoad
-from gateway.routing import REPORT_S, SUSPECT_S, Router
+from gateway.routing import REPORT_S, SUSPECT_S, GroupSize, Router
 from gateway.testing import make_record
 
 
@@ -101,3 +101,13 @@ def test_a_worker_that_failed_is_passed_over_for_a_while_unless_it_is_the_only_o
     made.suspect("p1", SUSPECT_S)
     state = made.pick_prefill(1, {}, SUSPECT_S + 0.1, always)
     assert state is not None and state.record.worker_id == "p0"
+
+
+def test_a_group_goes_where_batch_and_floor_hold_it() -> None:
+    size = GroupSize(
+        prompt_len=40, max_tokens=24, width=4
+    )  # 2 shared blocks, 2 more for each, 1 that is held meanwhile
+    assert size.fits(make_record("decode", "d", max_num_seqs=4, max_group_blocks=11))
+    assert not size.fits(make_record("decode", "d", max_num_seqs=3, max_group_blocks=11))
+    assert not size.fits(make_record("decode", "d", max_num_seqs=4, max_group_blocks=10))
+    assert size.fits(make_record("decode", "d", max_num_seqs=4)), "a worker that names no floor"

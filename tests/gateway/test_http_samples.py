@@ -1,0 +1,93 @@
+"""OpenAI's HTTP API with several samples a prompt, and with beam searches: choices, streams, usage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.testing import Fault, Script, beam_score, expected_ids
+from tests.gateway.test_http import Served, serve
+
+__all__ = ["serve"]
+PROMPTS = ["the mill", "the wind"]
+
+
+def text_of(served: Served, prompt: str, count: int, sample: int) -> str:
+    tokenizer = served.rig.assets.tokenizer
+    return str(tokenizer.decode(expected_ids(tokenizer.encode(prompt).ids, count, sample)))
+
+
+def texts_of(served: Served, count: int, samples: int) -> list[str]:
+    """What each choice is to say, in their order."""
+    return [text_of(served, prompt, count, sample) for prompt in PROMPTS for sample in range(samples)]
+
+
+async def test_each_prompt_has_n_choices_and_counts_once(serve: Any) -> None:
+    served = await serve()
+    reply = (await served.post("/v1/completions", prompt=PROMPTS, max_tokens=6, n=3, logprobs=1)).json()
+    assert [c["index"] for c in reply["choices"]] == list(range(6))
+    assert [c["text"] for c in reply["choices"]] == texts_of(served, 6, 3)
+    assert all(len(c["logprobs"]["tokens"]) == 6 and "beam_score" not in c for c in reply["choices"])
+    num_prompt = sum(len(served.rig.assets.tokenizer.encode(p).ids) for p in PROMPTS)
+    assert reply["usage"]["prompt_tokens"] == reply["looseleaf"]["handed_over_tokens"] == num_prompt
+    assert reply["usage"]["completion_tokens"] == 36 and reply["looseleaf"]["attempts"] == 2
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_a_stream_mixes_the_samples_of_several_prompts(serve: Any, include_usage: bool) -> None:
+    served = await serve(Script(submits=[Fault("die", 3)]), num_decode=2)
+    chunks = await served.events(
+        "/v1/completions", prompt=PROMPTS, max_tokens=12, n=3, stream_options={"include_usage": include_usage}
+    )
+    choices = [c["choices"][0] for c in chunks if c["choices"]]
+    for index, text in enumerate(texts_of(served, 12, 3)):
+        mine = [c for c in choices if c["index"] == index]
+        assert "".join(c["text"] for c in mine) == text
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+    assert [i for i, c in enumerate(chunks) if "looseleaf" in c] == [len(chunks) - 1]
+    assert chunks[-1]["looseleaf"]["attempts"] >= 3
+    if include_usage:
+        assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 72
+
+
+async def test_echo_shows_the_prompt_in_every_choice(serve: Any) -> None:
+    served = await serve()
+    body = {"prompt": PROMPTS[0], "max_tokens": 3, "n": 2, "echo": True, "logprobs": 0}
+    whole = (await served.post("/v1/completions", **body)).json()["choices"]
+    assert [c["text"] for c in whole] == [PROMPTS[0] + text_of(served, PROMPTS[0], 3, sample) for sample in (0, 1)]
+    chunks = [c["choices"][0] for c in await served.events("/v1/completions", **body)]
+    for index in (0, 1):
+        mine = [c for c in chunks if c["index"] == index]
+        assert "".join(c["text"] for c in mine) == whole[index]["text"]
+        tokens = [t for c in mine for t in (c["logprobs"] or {"tokens": []})["tokens"]]
+        assert tokens == whole[index]["logprobs"]["tokens"]
+        assert whole[index]["logprobs"]["token_logprobs"][:2] == [None, -0.5]
+
+
+async def test_chat_streams_open_every_choice_with_its_role(serve: Any) -> None:
+    served = await serve()
+    client = openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": "hi"}]
+    whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, n=2)
+    stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, n=2, stream=True)
+    chunks = [c.choices[0] async for c in stream]
+    for index in (0, 1):
+        mine = [c for c in chunks if c.index == index]
+        assert [c.delta.role for c in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert "".join(c.delta.content or "" for c in mine) == whole.choices[index].message.content
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+    await client.close()
+
+
+async def test_a_beam_search_brings_scores_whole_and_streamed(serve: Any) -> None:
+    served = await serve()
+    body = {"prompt": PROMPTS, "max_tokens": 6, "use_beam_search": True, "best_of": 4, "n": 2, "temperature": 0}
+    whole = (await served.post("/v1/completions", **body)).json()
+    assert [c["text"] for c in whole["choices"]] == texts_of(served, 6, 2)
+    assert [c["beam_score"] for c in whole["choices"]] == [beam_score(0), beam_score(1)] * 2
+    assert whole["usage"]["completion_tokens"] == 24
+    chunks = [c["choices"][0] for c in await served.events("/v1/completions", **body)]
+    ends = {c["index"]: c["beam_score"] for c in chunks if c["finish_reason"]}
+    assert ends == {index: beam_score(index % 2) for index in range(4)}
