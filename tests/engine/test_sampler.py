@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from common.types import SamplingParams, StoppingParams
@@ -79,6 +80,12 @@ def test_rows_do_not_depend_on_the_batch() -> None:
     assert together == alone
     order = [4, 2, 6, 0]
     assert sample_rows(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
+
+
+def test_a_token_outside_the_vocabulary_does_not_reach_the_next_row() -> None:
+    for params in (replace(GREEDY, logit_bias=((VOCAB, 1.0),)), replace(GREEDY, presence_penalty=1.0)):
+        with pytest.raises(IndexError, match="below the vocabulary's size, 97"):
+            sample_rows(random_logits(2), [row(params, output=[VOCAB]), row()])
 
 
 def replace_logprobs(r: SampleRow, k: int | None) -> SampleRow:

@@ -113,3 +113,17 @@ def test_a_block_table_reads_like_a_list() -> None:
     table.append(BlockRef(8, 8))
     assert (len(table), table[0], table[3]) == (4, BlockRef(5, 6), BlockRef(8, 8))
     assert all(isinstance(ref, BlockRef) for ref in table)
+
+
+def test_a_fork_has_the_same_past_and_grows_by_itself() -> None:
+    item = sequence(20, 3, computed=22, blocks=2)
+    item.hashes, item.num_sealed, item.tail_sealed, item.num_cached = [b"start", b"one"], 1, True, 16
+    fork = item.fork(3)
+    assert fork.sample_index == 3 and fork.prompt_ids is item.prompt_ids
+    assert (fork.token_ids, list(fork.table), fork.hashes) == (item.token_ids, list(item.table), item.hashes)
+    assert (fork.num_computed, fork.num_sealed, fork.tail_sealed, fork.num_cached) == (22, 1, True, 16)
+    fork.output_ids.append(7)
+    fork.table[1] = BlockRef(90, 1)
+    fork.table.append(BlockRef(91, 1))
+    fork.hashes.append(b"two")
+    assert (item.num_tokens, list(item.table), len(item.hashes)) == (23, [BlockRef(10, 100), BlockRef(11, 101)], 2)

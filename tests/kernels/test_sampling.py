@@ -39,10 +39,14 @@ def test_equal_weights_show_the_uniform_number(isa: str, vocab: int) -> None:
 
 @pytest.mark.parametrize(
     ("heat", "k", "p", "floor"),
-    [(1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.5, 0, 1.0, 0.2), (0.9, 6, 0.9, 0.05)],
-)
+    [
+        (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.5, 0, 1.0, 0.2),
+        (0.9, 6, 0.9, 0.05),
+    ],
+)  # fmt: skip
 def test_chi_square(native_isa: str, heat: float, k: int, p: float, floor: float) -> None:
-    n, logits = 20_000, torch.tensor([0.3, 2.0, -1.0, 1.1, NEG_INF, 0.9, 1.1, -3.0, 0.0, 1.7])
+    """100,000 draws against the exact distribution; a right sampler fails one fixed seed in ten thousand."""
+    n, logits = 100_000, torch.tensor([0.3, 2.0, -1.0, 1.1, NEG_INF, 0.9, 1.1, -3.0, 0.0, 1.7])
     probability = torch.softmax(logits.double() / heat, -1)
     probability[probability < floor * probability.max()] = 0
     order = torch.sort(probability, descending=True, stable=True).indices
@@ -57,7 +61,8 @@ def test_chi_square(native_isa: str, heat: float, k: int, p: float, floor: float
     kept = probability > 0
     want = probability[kept] * n
     chi_square = ((seen[kept] - want) ** 2 / want).sum()
-    assert chi_square < 30  # 9 degrees of freedom at most: p < 0.0005
+    freedom = torch.tensor((int(kept.sum()) - 1) / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(freedom, chi_square / 2) > 1e-4
 
 
 def test_agrees_with_the_reference(native_isa: str) -> None:
