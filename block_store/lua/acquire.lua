@@ -4,20 +4,25 @@ local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early then return early end
 local longest, groups = indexed_prefix(ARGV[4])
-local room, length = room_for(epoch), 0
+local room, length, records = room_for(epoch), 0, {}
+for group, blocks in ipairs(groups) do
+  for i = longest + 1, #blocks do blocks[i] = nil end
+  records[group] = read_all(blocks)
+end
 while length < longest do
-  for _, blocks in ipairs(groups) do
-    if state_of(read(blocks[length + 1])) == CACHED then room = room - 1 end
+  for group in ipairs(groups) do
+    if state_of(records[group][length + 1]) == CACHED then room = room - 1 end
   end
   if room < 0 then break end
   length = length + 1
 end
-local epoch8, order = u64(epoch), ticks(length * #groups)
-local reply = { '+', struct.pack('<I4', length) }
-for _, blocks in ipairs(groups) do
+local all, all_records, reply = {}, {}, { '+', struct.pack('<I4', length) }
+for group, blocks in ipairs(groups) do
   for i = 1, length do
-    order = order + 1
-    reply[#reply + 1] = pack_ref(blocks[i], pin(epoch, epoch8, blocks[i], order))
+    all[#all + 1] = blocks[i]
+    all_records[#all] = records[group][i]
+    reply[#reply + 1] = pack_ref(blocks[i], generation_of(records[group][i]))
   end
 end
+pin(epoch, u64(epoch), all, all_records, ticks(#all))
 return answer(epoch, number, table.concat(reply))

@@ -8,32 +8,29 @@ if n > room then return answer(epoch, number, '-EXHAUSTED ' .. text(n) .. ' ' ..
 
 local blocks, num_free = {}, math.min(n, call('LLEN', FREE_LIST))
 if num_free > 0 then blocks = call('LPOP', FREE_LIST, num_free) end
-if #blocks < n then
-  local coldest, evicted = call('ZPOPMIN', CACHED_SET, n - #blocks), {}
-  for i = 1, #coldest, 2 do
-    local block = coldest[i]
-    local hash = string.sub(read(block), 25, 56)
-    if call('HGET', INDEX, hash) == block then evicted[#evicted + 1] = hash end
-    blocks[#blocks + 1] = block
-  end
-  send('HDEL', INDEX, evicted)
+local coldest = n > #blocks and call('ZPOPMIN', CACHED_SET, n - #blocks) or {}
+for i = 1, #coldest, 2 do blocks[#blocks + 1] = coldest[i] end
+local records, hashes, evicted = read_all(blocks), {}, {}
+for i = num_free + 1, n do hashes[i - num_free] = string.sub(records[i], 25, 56) end
+for i, block in ipairs(hmget(INDEX, hashes)) do
+  if block == blocks[num_free + i] then evicted[#evicted + 1] = hashes[i] end
 end
+send('HDEL', INDEX, evicted)
 
 local rebuild, slot = tonumber(call('HGET', META, 'rebuild')), tonumber(call('HGET', holder_key(epoch), 'slot'))
 local epoch8, head = u64(epoch), struct.pack('<BBI2I4', RESERVED, 0, 0, slot)
 local sides, owns, reply, order = {}, {}, { '+' }, ticks(n)
 for i = 1, n do
-  local block = blocks[i]
-  local at = tonumber(block) * RECORD
-  local low, high = struct.unpack('<I4I4', call('GETRANGE', BLOCKS, at + 8, at + 15))
+  local block, low, high = blocks[i], struct.unpack('<I4I4', records[i], 9)
   -- The upper half is the rebuild count: what a lost ledger issued is never issued again (I11).
   if high == rebuild then low = low + 1 else low, high = 1, rebuild end
   local generation = struct.pack('<I4I4', low, high)
-  call('SETRANGE', BLOCKS, at, head .. generation .. epoch8)
+  records[i] = head .. generation .. epoch8 .. string.sub(records[i], 25)
   sides[2 * i - 1], sides[2 * i] = block, epoch8
   owns[2 * i - 1], owns[2 * i] = block, generation .. u64(order + i)
   reply[i + 1] = pack_ref(block, generation)
 end
+write_all(blocks, records)
 send('HSET', REFS, sides)
 send('HSET', own_key(epoch), owns)
 call('HINCRBY', META, 'reserved', n)

@@ -22,7 +22,7 @@ for i, block in ipairs(blocks) do
   order = order + 1
   if generation_of(record) == generations[i] then
     if state == SEALED or state == CACHED then
-      pin(epoch, epoch8, block, order)
+      pin(epoch, epoch8, { block }, { record }, order - 1)
       letter = 'S'
     elseif state == QUARANTINE and waits_for == slot then
       take(block, generations[i], RESERVED)

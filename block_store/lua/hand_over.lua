@@ -5,9 +5,9 @@ local early = lane(epoch, number)
 if early then return early end
 local blocks, generations = unpack_refs(ARGV[4] .. ARGV[5])
 local num_moved, seen = #ARGV[4] / 12, {}
-local own, sides = hmget(own_key(epoch), blocks), hmget(REFS, blocks)
+local own, sides, records = hmget(own_key(epoch), blocks), hmget(REFS, blocks), read_all(blocks)
 for i, block in ipairs(blocks) do
-  local record = read(block)
+  local record = records[i]
   if generation_of(record) ~= generations[i] then return answer(epoch, number, '-STALE ' .. block) end
   if seen[block] or not own[i] then return answer(epoch, number, '-NOT_HOLDER ' .. block) end
   if state_of(record) ~= SEALED then return answer(epoch, number, '-STALE ' .. block) end

@@ -87,10 +87,47 @@ local function read(block)
   return call('GETRANGE', BLOCKS, at, at + RECORD - 1)
 end
 
+-- Calls `visit(first, last, lowest block)` for each run of neighbours in the list, up or down: blocks that were handed
+-- out together mostly are neighbours, and a call costs more than what it does to one block.
+local function each_run(blocks, visit)
+  local n, first = #blocks, 1
+  while first <= n do
+    local start, last = tonumber(blocks[first]), first
+    local step = first < n and tonumber(blocks[first + 1]) - start
+    if step == 1 or step == -1 then
+      last = first + 1
+      while last < n and tonumber(blocks[last + 1]) == start + step * (last + 1 - first) do last = last + 1 end
+    end
+    visit(first, last, math.min(start, tonumber(blocks[last])))
+    first = last + 1
+  end
+end
+
+local function read_all(blocks)
+  local records = {}
+  each_run(blocks, function(first, last, lowest)
+    local packed = call('GETRANGE', BLOCKS, lowest * RECORD, (lowest + last - first + 1) * RECORD - 1)
+    for i = first, last do
+      local at = (tonumber(blocks[i]) - lowest) * RECORD
+      records[i] = string.sub(packed, at + 1, at + RECORD)
+    end
+  end)
+  return records
+end
+
+local function write_all(blocks, records)
+  each_run(blocks, function(first, last, lowest)
+    local parts = {}
+    for i = first, last do parts[tonumber(blocks[i]) - lowest + 1] = records[i] end
+    call('SETRANGE', BLOCKS, lowest * RECORD, table.concat(parts))
+  end)
+end
+
 local function state_of(record) return string.byte(record, 1) end
 local function generation_of(record) return string.sub(record, 9, 16) end
 
 -- State and hashed flag; what else the record holds stays.
+local function in_state(record, state, hashed) return string.char(state, hashed) .. string.sub(record, 3) end
 local function set_state(block, state, hashed)
   call('SETRANGE', BLOCKS, tonumber(block) * RECORD, string.char(state, hashed))
 end
@@ -142,20 +179,30 @@ local function unquarantine(slot)
   return #blocks
 end
 
--- A reference of `epoch` on a sealed block, once. Returns the block's generation.
-local function pin(epoch, epoch8, block, order)
-  local record = read(block)
-  local side = call('HGET', REFS, block) or ''
-  if not holds(side, epoch8) then
-    call('HSET', REFS, block, side .. epoch8)
-    call('HSET', own_key(epoch), block, generation_of(record) .. u64(order))
+-- References of `epoch` on sealed blocks, one on each, however often it is named. `records` as they are now.
+local function pin(epoch, epoch8, blocks, records, order)
+  local sides, seen, new_sides, own, warm, warm_records = hmget(REFS, blocks), {}, {}, {}, {}, {}
+  for i, block in ipairs(blocks) do
+    local side, record = sides[i] or '', records[i]
+    if not seen[block] then
+      seen[block] = true
+      if not holds(side, epoch8) then
+        new_sides[#new_sides + 1] = block
+        new_sides[#new_sides + 1] = side .. epoch8
+        own[#own + 1] = block
+        own[#own + 1] = generation_of(record) .. u64(order + i)
+      end
+      if state_of(record) == CACHED then
+        warm[#warm + 1] = block
+        warm_records[#warm] = in_state(record, SEALED, 1)
+      end
+    end
   end
-  if state_of(record) == CACHED then
-    call('ZREM', CACHED_SET, block)
-    set_state(block, SEALED, 1)
-    call('HINCRBY', META, 'sealed', 1)
-  end
-  return generation_of(record)
+  send('HSET', REFS, new_sides)
+  send('HSET', own_key(epoch), own)
+  send('ZREM', CACHED_SET, warm)
+  write_all(warm, warm_records)
+  call('HINCRBY', META, 'sealed', #warm)
 end
 
 -- Takes `epoch` from the block side of `blocks` (a chain, head first). A block that nobody holds any more becomes CACHED
@@ -171,24 +218,27 @@ local function let_go(epoch, blocks, reaped)
       kept[#kept + 1] = rest
     else
       gone[#gone + 1] = block
-      local record = read(block)
-      local state, hashed = string.byte(record, 1, 2)
-      if state == RESERVED then num_reserved = num_reserved + 1 else num_sealed = num_sealed + 1 end
-      if state == RESERVED and reaped then
-        waiting[#waiting + 1] = (struct.unpack('<I4', record, 5))
-        waiting[#waiting + 1] = block
-        set_state(block, QUARANTINE, 0)
-      elseif hashed == 1 then
-        tick = tick + 1
-        cached[#cached + 1] = tick
-        cached[#cached + 1] = block
-        set_state(block, CACHED, 1)
-      else
-        freed[#freed + 1] = block
-        set_state(block, FREE, 0)
-      end
     end
   end
+  local records = read_all(gone)
+  for i, block in ipairs(gone) do
+    local state, hashed = string.byte(records[i], 1, 2)
+    if state == RESERVED then num_reserved = num_reserved + 1 else num_sealed = num_sealed + 1 end
+    if state == RESERVED and reaped then
+      waiting[#waiting + 1] = (struct.unpack('<I4', records[i], 5))
+      waiting[#waiting + 1] = block
+      records[i] = in_state(records[i], QUARANTINE, 0)
+    elseif hashed == 1 then
+      tick = tick + 1
+      cached[#cached + 1] = tick
+      cached[#cached + 1] = block
+      records[i] = in_state(records[i], CACHED, 1)
+    else
+      freed[#freed + 1] = block
+      records[i] = in_state(records[i], FREE, 0)
+    end
+  end
+  write_all(gone, records)
   send('HSET', REFS, kept)
   send('HDEL', REFS, gone)
   send('LPUSH', FREE_LIST, freed)

@@ -3,34 +3,47 @@
 local epoch, number, packed = ARGV[2], ARGV[3], ARGV[4]
 local early = lane(epoch, number)
 if early then return early end
-local ITEM, epoch8, seen, n = 45, u64(epoch), {}, 0
+local ITEM, epoch8, n, seen = 45, u64(epoch), 0, {}
+local blocks, hashes = {}, {} -- a partial block's hash is '', which the index has never
 for at = 1, #packed, ITEM do
-  local block = text((struct.unpack('<I4', packed, at)))
-  local record = read(block)
+  n = n + 1
+  blocks[n] = text((struct.unpack('<I4', packed, at)))
+  hashes[n] = string.byte(packed, at + 12) == 1 and string.sub(packed, at + 13, at + 44) or ''
+end
+local records = read_all(blocks)
+for i, block in ipairs(blocks) do
+  local record, at = records[i], (i - 1) * ITEM + 1
   local mine = string.sub(record, 9, 24) == string.sub(packed, at + 4, at + 11) .. epoch8 -- generation, writer
   if seen[block] or state_of(record) ~= RESERVED or not mine then
     return answer(epoch, number, '-STALE ' .. block)
   end
-  seen[block], n = true, n + 1
+  seen[block] = true
 end
 call('HINCRBY', META, 'reserved', 0 - n)
 call('HINCRBY', META, 'sealed', n)
-local reply, order = { '+' }, ticks(n)
-for at = 1, #packed, ITEM do
-  local block, generation = text((struct.unpack('<I4', packed, at))), string.sub(packed, at + 4, at + 11)
-  local hash = string.byte(packed, at + 12) == 1 and string.sub(packed, at + 13, at + 44)
-  local known = hash and call('HGET', INDEX, hash)
-  order = order + 1
-  if known then
-    set_state(block, SEALED, 0)
-    reply[#reply + 1] = pack_ref(known, pin(epoch, epoch8, known, order))
+local indexed, entries, here, known, places, reply = hmget(INDEX, hashes), {}, {}, {}, {}, { '+' }
+for i, block in ipairs(blocks) do
+  local hash, record = hashes[i], records[i]
+  if indexed[i] then
+    known[#known + 1], places[#places + 1] = indexed[i], i
+    records[i] = in_state(record, SEALED, 0)
+  elseif here[hash] then -- by an item before this one
+    records[i] = in_state(record, SEALED, 0)
+    reply[i + 1] = here[hash]
   else
-    set_state(block, SEALED, hash and 1 or 0)
-    if hash then
-      call('SETRANGE', BLOCKS, tonumber(block) * RECORD + 24, hash)
-      call('HSET', INDEX, hash, block)
+    reply[i + 1] = pack_ref(block, generation_of(record))
+    if hash == '' then
+      records[i] = in_state(record, SEALED, 0)
+    else
+      records[i] = string.sub(in_state(record, SEALED, 1), 1, 24) .. hash
+      entries[#entries + 1], here[hash] = hash, reply[i + 1]
+      entries[#entries + 1] = block
     end
-    reply[#reply + 1] = pack_ref(block, generation)
   end
 end
+write_all(blocks, records)
+send('HSET', INDEX, entries)
+local known_records = read_all(known)
+for k, place in ipairs(places) do reply[place + 1] = pack_ref(known[k], generation_of(known_records[k])) end
+pin(epoch, epoch8, known, known_records, ticks(n))
 return answer(epoch, number, table.concat(reply))
