@@ -21,10 +21,10 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench model-check chaos load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench bench-sharing bench-waste bench-preemption model-check chaos load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
 
 help:
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 serve: install ## serve a model on this machine (ARGS="MODEL --prefill 2 ...")
 	@exec $(PY) -m looseleaf serve $(ARGS)
@@ -74,6 +74,15 @@ bench: install ## run the benchmarks (ARGS="engine.bench ..." to choose; a kerne
 		echo "== $$bench"
 		$(PY) -m $${bench/bench_/bench }
 	done
+
+bench-sharing: install ## blocks that samples and beams share, beside the PagedAttention paper's numbers
+	@exec $(PY) -m looseleaf.bench.sharing $(ARGS)
+
+bench-waste: install ## KV memory that holds nothing, under a mixed load
+	@exec $(PY) -m looseleaf.bench.waste $(ARGS)
+
+bench-preemption: install ## swapping and giving back against an arena with room, by block size
+	@exec $(PY) -m looseleaf.bench.preemption $(ARGS)
 
 model-check: install ## the ledger's model, at length (its small tier is part of the tests)
 	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99

@@ -122,7 +122,8 @@ def measure(settings: PreemptionSettings) -> list[dict[str, Any]]:
         ample = run(block_size, ample_blocks(wanted, block_size), "auto", wanted)
         small = int(settings.share * ample.most_held)
         print(f"block size {block_size}: all at once took {ample.most_held} blocks of the decode worker", flush=True)
-        for mode, found in [("room", ample), *((mode, run(block_size, small, mode, wanted)) for mode in MODES)]:
+        for mode in ("room", *MODES):
+            found = ample if mode == "room" else run(block_size, small, mode, wanted)
             rows.append({"block_size": block_size, **row(mode, found, ample)})
             show(rows[-1], header=mode == "room")
     return rows

@@ -15,6 +15,9 @@ import looseleaf
 from common.errors import DeadlineExceeded, InvalidArgument, StartupError, Unavailable
 from common.types import FinishReason
 from looseleaf import LLM, AsyncClient, Client
+from looseleaf.cli import main
+from looseleaf.options import GenerateOptions
+from looseleaf.results import join
 from looseleaf.testing import assert_nothing_held
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +80,46 @@ def test_many_prompts_in_their_order(llm: LLM) -> None:
         assert alone.token_ids == completion.token_ids
     assert llm.generate([]) == []
     assert len(llm.generate("one", max_tokens=1)) == len(llm.generate([5, 6, 7], max_tokens=1)) == 1
+
+
+def test_samples_of_one_prompt(client: Client) -> None:
+    options: GenerateOptions = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    done = client.generate(PROMPT, n=3, logprobs=0, **options)
+    alone = client.generate(PROMPT, **options)
+    assert len({sample.token_ids for sample in done.samples}) == 3
+    assert (done.text, done.token_ids) == (done.samples[0].text, done.samples[0].token_ids)
+    assert done.token_ids == alone.token_ids and len(alone.samples) == 1
+    assert all(len(sample.logprobs) == 12 and sample.beam_score is None for sample in done.samples)
+    assert done.usage.completion_tokens == 36 and done.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
+def test_streamed_samples_amount_to_the_same(client: Client) -> None:
+    options: GenerateOptions = {"n": 3, "max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    pieces = list(client.generate(PROMPT, stream=True, **options))
+    assert {piece.index for piece in pieces} == {0, 1, 2}
+    assert sum(piece.finish_reason is not None for piece in pieces) == 3
+    assert [piece.usage is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert join(pieces).samples == client.generate(PROMPT, **options).samples
+
+
+def test_beams_come_best_first(client: Client) -> None:
+    done = client.generate(PROMPT, beam_width=4, n=3, length_penalty=0.5, early_stopping="never", max_tokens=8)
+    scores = [sample.beam_score for sample in done.samples]
+    assert len(scores) == 3 and None not in scores and scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    assert done.beam_score == scores[0]
+    assert len(client.generate(PROMPT, beam_width=2, max_tokens=4).samples) == 2
+
+
+def test_samples_on_the_command_line(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--address", llm.addresses.grpc, "--max-tokens", "8", "--seed", "3"]
+    assert main(["complete", PROMPT, "-n", "2", "--temperature", "1", *flags]) == 0
+    first, second = llm.client.generate(PROMPT, n=2, temperature=1.0, max_tokens=8, seed=3).samples
+    assert capsys.readouterr().out == f"[0] {first.text}\n[1] {second.text}\n"
+    assert main(["complete", PROMPT, "--beam-width", "2", "--early-stopping", "never", *flags]) == 0
+    scored = capsys.readouterr().out
+    assert scored.startswith("[0] (score -") and "\n[1] (score -" in scored
+    assert main(["complete", PROMPT, "--beam-width", "2", "-n", "1", "--early-stopping", "never", *flags]) == 0
+    assert capsys.readouterr().out == scored.partition("\n[1]")[0].partition(") ")[2] + "\n"
 
 
 def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
