@@ -1,4 +1,4 @@
-"""Decode scheduling: continuous batching, admission, victims."""
+"""Decode scheduling: continuous batching, admission, victims, who is resumed when."""
 
 from __future__ import annotations
 
@@ -78,3 +78,78 @@ def test_the_queue_is_bounded() -> None:
     assert target.is_full()
     target.remove(target.running[0])
     assert not target.is_full()
+
+
+def test_the_preempted_go_on_before_new_ones_start() -> None:
+    old, new, waiting = group(1), group(2), group(3)
+    target = scheduler(old, new, waiting, max_num_seqs=2)
+    target.admit(lambda _: True)
+    target.preempt(new)
+    target.admit(lambda _: True)
+    assert target.running == [old] and target.resumable() is new
+    assert target.load().num_preempted == 1 and target.load().num_waiting == 1
+    target.resume(new)
+    assert target.running == [old, new] and target.resumable() is None
+    target.remove(old)
+    target.admit(lambda _: True)
+    assert target.running == [new, waiting]
+
+
+def test_preempted_groups_are_resumed_in_order_and_as_a_whole() -> None:
+    first, wide, narrow = group(1), group(2, samples=3), group(3)
+    target = scheduler(first, wide, narrow, max_num_seqs=5)
+    target.admit(lambda _: True)
+    target.preempt(narrow)
+    target.preempt(wide)
+    other = group(4, priority=-1, samples=2)
+    target.add(other)
+    assert target.resumable() is None  # the urgent one first
+    target.admit(lambda _: True)
+    assert target.running == [other, first]
+    assert target.resumable() is None  # `wide` has no room, and `narrow` does not overtake it
+    target.remove(first)
+    assert target.resumable() is wide
+
+
+def test_preempted_groups_count_as_queued_and_expire() -> None:
+    target = scheduler(max_num_seqs=1, max_queue=1)
+    item = group(1, deadline_ns=5)
+    target.add(item)
+    target.admit(lambda _: True)
+    assert not target.is_full()
+    target.preempt(item)
+    assert not target.is_full() and not target.idle
+    target.add(group(2))
+    assert target.is_full()
+    assert target.expired(5) == [item]
+    target.remove(item)
+    assert target.load().num_preempted == 0
+
+
+def test_lower_priorities_make_way_in_a_step_if_that_is_enough() -> None:
+    kept, low, lower = group(1), group(2, priority=1), group(3, priority=2)
+    target = scheduler(kept, low, lower, max_num_seqs=3)
+    target.admit(lambda _: True)
+    too_wide = group(4, samples=3)
+    target.add(too_wide)
+    assert target.in_the_way() is None
+    target.remove(too_wide)
+    target.add(urgent := group(5, samples=2))
+    assert target.in_the_way() is lower
+    target.preempt(lower)
+    assert target.in_the_way() is low
+    target.preempt(low)
+    assert target.in_the_way() is None
+    target.admit(lambda _: False)  # something runs, and it fits not: there is nobody of a lower priority any more
+    assert target.running == [kept]
+    target.admit(lambda _: True)
+    assert target.running == [kept, urgent]
+
+
+def test_who_outranks_a_running_group_need_not_fit() -> None:
+    low, urgent = group(1, priority=1), group(2)
+    target = scheduler(low)
+    target.admit(lambda _: True)
+    target.add(urgent)
+    target.admit(lambda _: False)
+    assert target.running == [urgent, low]

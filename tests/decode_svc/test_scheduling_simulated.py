@@ -1,0 +1,265 @@
+"""Scheduler and preemption in a simulated worker: an arena with a floor, others who take the rest, a host tier.
+
+The loop is the worker's; blocks are only counted. Whatever arrives, the oldest group goes on and everything ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.blocks import group_blocks
+from common.types import SamplingParams, StoppingParams
+from decode_svc.outputs import Rejection
+from decode_svc.preemption import Preemption
+from decode_svc.scheduler import DecodeScheduler, Group
+from engine.sequence import Sequence
+
+BLOCK = 4
+STEP_S = 0.006
+"""Of simulated time; some steps pass between two tries to resume."""
+
+
+@dataclass(frozen=True)
+class Request:
+    at_step: int
+    prompt_len: int
+    lengths: tuple[int, ...]
+    """By sample, the tokens after which it ends; at most `max_tokens`."""
+    max_tokens: int
+    priority: int
+
+    @property
+    def most(self) -> int:
+        return group_blocks(self.prompt_len, self.max_tokens, len(self.lengths), BLOCK)
+
+
+@dataclass
+class Use:
+    """The blocks of a group."""
+
+    shared: int
+    tail: int
+    """1: the prompt's partial block, until the samples have copied it."""
+    own: dict[Sequence, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.tail + sum(self.own.values())
+
+
+class Tier:
+    """What `SwapSpace` is to `Preemption`."""
+
+    block_size, block_bytes = BLOCK, 1024
+
+    def __init__(self, world: World, num_blocks: int) -> None:
+        self._world = world
+        self.num_blocks = self.num_free = num_blocks
+        self.swapped: dict[Group, int] = {}
+
+    def need(self, group: Group) -> int:
+        return self._world.uses[group].total
+
+    def has_room(self, num_blocks: int) -> bool:
+        return num_blocks <= self.num_free
+
+    def swap_out(self, group: Group) -> bool:
+        self.swapped[group] = self.need(group)
+        self.num_free -= self.swapped[group]
+        return True
+
+    def swap_in(self, group: Group, spare: int) -> int | None:
+        if self.need(group) + spare > self._world.room:
+            return None
+        num_blocks = self.need(group)
+        self.drop(group)
+        return num_blocks
+
+    def drop(self, group: Group) -> None:
+        self.num_free += self.swapped.pop(group, 0)
+
+
+class World:
+    """One decode worker and its requests."""
+
+    def __init__(self, num_blocks: int, floor: int, num_swap: int, requests: list[Request]) -> None:
+        self.num_blocks, self.floor = num_blocks, floor
+        self.others = 0
+        self.now = 0.0
+        self.tier = Tier(self, num_swap)
+        self.scheduler = DecodeScheduler(max_num_seqs=8, max_queue=100)
+        tier: Any = self.tier
+        self.preemption = Preemption(self.scheduler, tier, "swap", clock=lambda: self.now)
+        self.coming = sorted(requests, key=lambda r: r.at_step)
+        self.returning: list[tuple[Request, Group]] = []
+        self.uses: dict[Group, Use] = {}
+        self.requests: dict[Group, Request] = {}
+        self.done: list[Request] = []
+
+    @property
+    def used(self) -> int:
+        return sum(use.total for group, use in self.uses.items() if group not in self.tier.swapped)
+
+    @property
+    def room(self) -> int:
+        """What the worker can have now."""
+        return self.num_blocks - self.used - self.others
+
+    @property
+    def room_of_others(self) -> int:
+        """They leave the worker's floor alone."""
+        return self.num_blocks - max(self.floor, self.used) - self.others
+
+    # --- what comes
+
+    def arrive(self, step: int) -> None:
+        """Prefill takes the blocks, the worker claims them; those given back first."""
+        while self.returning:
+            request, group = self.returning[0]
+            fresh = Group(group.handle, group.attempt + 1, list(group.live), request.priority, live=list(group.live))
+            use = Use(request.prompt_len // BLOCK, 0, {s: self._own(request, s.num_computed) for s in group.live})
+            if use.total > self.room_of_others:
+                return
+            self.returning.pop(0)
+            self._enter(request, fresh, use)
+        while self.coming and self.coming[0].at_step <= step:
+            request = self.coming[0]
+            use = Use(request.prompt_len // BLOCK, int(request.prompt_len % BLOCK > 0))
+            if use.total > self.room_of_others:
+                return
+            self.coming.pop(0)
+            live = [Sequence([], [], SamplingParams(), StoppingParams(), i) for i in range(len(request.lengths))]
+            for sequence in live:
+                sequence.num_computed = request.prompt_len
+            use.own = dict.fromkeys(live, 0)
+            self._enter(request, Group(step, 0, live, request.priority, live=list(live)), use)
+
+    def _own(self, request: Request, num_computed: int) -> int:
+        return -(-num_computed // BLOCK) - request.prompt_len // BLOCK
+
+    def _enter(self, request: Request, group: Group, use: Use) -> None:
+        self.uses[group], self.requests[group] = use, request
+        self.scheduler.add(group)
+
+    # --- the worker's loop
+
+    def step(self) -> list[Group]:
+        """Returns who went on."""
+        self.now += STEP_S
+        oldest = min(self.scheduler.groups(), key=lambda g: g.rank, default=None)
+        ran_before = set(self.scheduler.running)
+        while (group := self.scheduler.in_the_way()) is not None:
+            self.preempt(group)
+        self.preemption.resume(self.preempt)
+        resumed = set(self.scheduler.running) - ran_before
+        self.scheduler.admit(self._fits)
+        admitted = set(self.scheduler.running) - ran_before - resumed
+        plan: list[Group] = []
+        for group in list(self.scheduler.running):
+            if group not in self.uses or group in self.preemption:
+                continue
+            if not self._reserve(group):
+                break
+            plan.append(group)
+        assert plan or not self.uses, "nobody goes on"
+        assert oldest not in self.scheduler.running or oldest in plan, "the oldest waits"
+        if ran_before and not admitted:
+            assert resumed <= set(plan), "preempted again at once"
+        for group in plan:
+            self._go_on(group)
+        return plan
+
+    def preempt(self, group: Group) -> None:
+        running = self.scheduler.running
+        assert not running or running[0].rank < group.rank, "the oldest is a victim"
+        if (rejection := self.preemption.preempt(group)) is not None:
+            assert rejection is Rejection.GIVEN_BACK
+            self._leave(group)
+            self.returning.append((self.requests[group], group))
+            self.returning.sort(key=lambda item: (item[0].priority, item[0].at_step))
+
+    def _fits(self, group: Group) -> bool:
+        return not self.scheduler.running or self.room >= 2 * len(group.live)
+
+    def _needy(self, group: Group) -> list[Sequence]:
+        own, request = self.uses[group].own, self.requests[group]
+        return [s for s in group.live if self._own(request, s.num_computed + 1) > own[s]]
+
+    def _reserve(self, group: Group) -> bool:
+        needy = self._needy(group)
+        while len(needy) > self.room:
+            victim = self.scheduler.victim()
+            if victim is None or victim is group:
+                return False
+            self.preempt(victim)
+        for sequence in needy:
+            self.uses[group].own[sequence] += 1
+        return True
+
+    def _go_on(self, group: Group) -> None:
+        use, request = self.uses[group], self.requests[group]
+        use.tail = 0
+        for sequence in list(group.live):
+            sequence.num_computed += 1
+            if sequence.num_computed - request.prompt_len >= request.lengths[sequence.sample_index]:
+                group.live.remove(sequence)
+                del use.own[sequence]
+        if not group.live:
+            self._leave(group)
+            self.done.append(request)
+
+    def _leave(self, group: Group) -> None:
+        self.scheduler.remove(group)
+        self.preemption.drop(group)
+        del self.uses[group]
+
+
+@st.composite
+def requests_of(draw: st.DrawFn, floor: int) -> Request:
+    prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 30))
+    width = draw(st.integers(1, 4))
+    while group_blocks(prompt_len, max_tokens, width, BLOCK) > floor:
+        width, max_tokens, prompt_len = max(1, width - 1), max(1, max_tokens // 2), max(1, prompt_len // 2)
+    lengths = tuple(draw(st.integers(1, max_tokens)) for _ in range(width))
+    return Request(draw(st.integers(0, 40)), prompt_len, lengths, max_tokens, draw(st.integers(0, 1)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_oldest_goes_on_and_everything_ends(data: st.DataObject) -> None:
+    floor = data.draw(st.integers(6, 20), label="floor")
+    num_blocks = data.draw(st.integers(2 * floor, 3 * floor), label="blocks")
+    num_swap = data.draw(st.sampled_from([0, floor // 2, num_blocks]), label="host tier")
+    requests = data.draw(st.lists(requests_of(floor), min_size=1, max_size=16), label="requests")
+    pressure = data.draw(st.lists(st.integers(0, num_blocks), min_size=1, max_size=20), label="others")
+    world = World(num_blocks, floor, num_swap, requests)
+    limit = 50 + sum(max(r.lengths) for r in requests)  # one group at a time, with waits for others
+    for step in range(limit):
+        if len(world.done) == len(requests):
+            break
+        world.others = 0
+        if world.uses:  # what else is there takes what it may
+            world.others = min(pressure[step % len(pressure)], max(0, world.room_of_others))
+        world.arrive(step)
+        world.step()
+        assert world.used + world.others <= num_blocks and 0 <= world.tier.num_free <= num_swap
+    assert sorted(world.done, key=repr) == sorted(requests, key=repr)
+    assert world.tier.num_free == num_swap and world.scheduler.idle and not world.uses
+
+
+def test_the_simulation_swaps_resumes_and_gives_back() -> None:
+    """Of the test above: what it is about does happen in it."""
+    requests = [Request(i, 8, (20, 20), 20, 0) for i in range(8)]
+    for num_swap, swaps in ((40, True), (0, False)):
+        world = World(40, 16, num_swap, requests)
+        for step in range(400):
+            world.arrive(step)
+            world.step()
+        counts = world.preemption.counts
+        assert len(world.done) == len(requests)
+        assert (counts.swapped_groups > 0) is swaps is (counts.resumed_groups > 0)
+        assert (counts.given_back_groups > 0) is not swaps
