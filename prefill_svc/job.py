@@ -82,9 +82,11 @@ class Job:
     @property
     def num_uncomputed(self) -> int:
         """Positions that have yet to be computed, at most; what is cached is known at admission only."""
-        return sum(
-            s.num_tokens - max(s.num_computed, common) for s, common in zip(self.sequences, self.common, strict=True)
-        )
+        trunk = self.sequences[0]
+        if len(self.sequences) == 1:
+            return trunk.num_tokens - trunk.num_computed
+        pairs = zip(self.sequences, self.common, strict=True)
+        return sum(s.num_tokens - max(s.num_computed, common) for s, common in pairs)
 
     def shared_blocks(self, index: int, block_size: int) -> int:
         """Leading full blocks that a sequence has in common with the trunk; its newest token it computes itself."""
@@ -98,7 +100,7 @@ class Job:
 
     def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
         """(place in `branches`, sample index) of the branches that continue `sequence`."""
-        index = self.sequences.index(sequence)
+        index = self.sequences.index(sequence)  # by identity
         return ((place, sample) for place, (origin, sample) in enumerate(self.branches) if origin == index)
 
 

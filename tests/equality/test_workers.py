@@ -1,0 +1,180 @@
+"""Every family, every kind of request, every path: what the oracle says, in bf16. Workers in this process.
+
+The paths: whole and in chunks, from cached prefixes, swapped out and back, given back, decode killed midway. Every
+request has log-probabilities, and all run together, so that greedy, sampled, forked and beam rows share their steps.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from block_store import redis_server
+from engine.config import ARCHITECTURES
+from engine.oracle import Oracle
+from engine.runner import ModelRunner, RunnerSettings
+from engine.tiny import make_checkpoint
+from looseleaf.equality.cases import KINDS, Answer, Case, Text, differences, expect, make_cases
+from looseleaf.equality.workers import Workers
+
+FAMILIES = tuple(ARCHITECTURES.values())
+TIGHT = 40
+"""Blocks that hold about a third of what the requests need together."""
+
+
+@dataclass
+class Subject:
+    """One model and what it has to answer."""
+
+    runner: ModelRunner
+    cases: list[Case]
+    expected: list[Answer]
+
+    def check(self, found: list[Answer]) -> None:
+        assert not (wrong := differences(self.cases, self.expected, found)), "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def redis_client() -> Iterator[Any]:
+    with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
+        redis = redis_server.connect(None, directory)
+        yield redis.client
+        redis.close()
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subject]:
+    """Each family's, made once."""
+
+    @cache
+    def make(family: Any) -> Subject:
+        directory = make_checkpoint(tmp_path_factory.mktemp(family), family, seed=3, dtype=torch.bfloat16)
+        runner = ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=256, device="cpu"))
+        assert runner.dtype == "bfloat16"
+        cases, oracle = make_cases(runner.config.vocab_size), Oracle(runner)
+        return Subject(runner, cases, [expect(oracle, case) for case in cases])
+
+    return make
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(request: pytest.FixtureRequest, subject_of: Callable[[Any], Subject]) -> Subject:
+    return subject_of(request.param)
+
+
+@pytest.fixture
+def llama(subject_of: Callable[[Any], Subject]) -> Subject:
+    return subject_of("llama")
+
+
+Make = Callable[..., Workers]
+
+
+@pytest.fixture
+def make_workers(redis_client: Any, tmp_path: Path) -> Iterator[Make]:
+    made: list[Workers] = []
+
+    def make(subject: Subject, **settings: Any) -> Workers:
+        made.append(Workers(subject.runner, tmp_path / str(len(made)), redis_client, **settings))
+        return made[-1]
+
+    yield make
+    for workers in made:
+        workers.close()
+
+
+def test_the_requests_are_worth_comparing(subject: Subject) -> None:
+    """Different samples, early ends, ends at the limit, of samples and of beams."""
+    by_kind = {
+        kind: [e for c, e in zip(subject.cases, subject.expected, strict=True) if c.name.startswith(kind)]
+        for kind in KINDS
+    }
+    for answer in by_kind["n=4"] + by_kind["beam 4"]:
+        assert len({tuple(text.token_ids) for text in answer}) == 4
+    reasons = {text.finish_reason for answer in subject.expected for text in answer}
+    assert len(reasons) == 2
+    for four, one in zip(by_kind["n=4"], by_kind["n=1 of them"], strict=True):
+        assert not differences(subject.cases[:1], [four[:1]], [one]), "sample 0 is what n = 1 gives"
+
+
+@pytest.mark.parametrize("budget", [16, 64, 512])
+def test_handed_over_cold_and_cached(subject: Subject, make_workers: Make, budget: int) -> None:
+    workers = make_workers(subject, budget=budget)
+    subject.check([asked.answer for asked in workers.answer(subject.cases)])
+    again = workers.answer(subject.cases)
+    subject.check([asked.answer for asked in again])
+    assert all(asked.cached_tokens >= 16 for asked in again)
+    workers.assert_idle()
+
+
+def test_preempted_by_swap(subject: Subject, make_workers: Make) -> None:
+    workers = make_workers(subject, num_blocks=TIGHT, preemption="swap")
+    subject.check([asked.answer for asked in workers.answer(subject.cases)])
+    counts = workers.preemption.counts
+    assert counts.swapped_groups == counts.resumed_groups > 0 and counts.given_back_groups == 0
+    workers.assert_idle()
+
+
+def test_preempted_and_given_back(subject: Subject, make_workers: Make) -> None:
+    workers = make_workers(subject, num_blocks=TIGHT)
+    subject.check([asked.answer for asked in workers.answer(subject.cases)])
+    assert workers.preemption.counts.given_back_groups > 0
+    workers.assert_idle()
+
+
+def test_decode_killed_midway(subject: Subject, make_workers: Make) -> None:
+    workers = make_workers(subject)
+
+    def kill(them: Workers) -> None:
+        if them.num_steps in (9, 26):
+            them.kill_decode()
+
+    subject.check([asked.answer for asked in workers.answer(subject.cases, before_step=kill)])
+    assert workers.num_returned >= len(subject.cases)
+    workers.assert_idle()
+
+
+# --- tests of the test: each path above notices what it is there to notice
+
+
+def test_one_flipped_byte_in_a_block_shows(llama: Subject, make_workers: Make) -> None:
+    workers = make_workers(llama)
+
+    def flip(them: Workers) -> None:
+        if them.num_steps == 3:
+            [held] = [a.held for a in them.attachments[1:]]
+            ref = held.holder.holdings()[0]
+            them.arena.data[ref.block, 3] ^= 0x40  # in the exponent of a key of layer 0
+
+    found = [asked.answer for asked in workers.answer(llama.cases, before_step=flip)]
+    assert differences(llama.cases, llama.expected, found)
+
+
+def test_one_skipped_copy_shows(llama: Subject, make_workers: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = make_workers(llama)
+    copy, skipped = llama.runner.copy_blocks, list[int]()
+
+    def skip_one(src_ids: list[int], dst_ids: list[int]) -> None:
+        if src_ids and not skipped:
+            skipped.append(dst_ids[0])
+            src_ids, dst_ids = src_ids[1:], dst_ids[1:]
+        copy(src_ids, dst_ids)
+
+    monkeypatch.setattr(llama.runner, "copy_blocks", skip_one)
+    found = [asked.answer for asked in workers.answer(llama.cases)]
+    assert skipped and differences(llama.cases, llama.expected, found)
+
+
+def test_a_log_probability_that_is_off_by_more_than_the_tolerance_shows(llama: Subject) -> None:
+    [case, *_], [[text, *_], *_] = llama.cases, llama.expected
+    for off, shows in ((0.9e-4, False), (1.1e-4, True)):
+        logprobs = [*text.logprobs[:-1], replace(text.logprobs[-1], logprob=text.logprobs[-1].logprob + off)]
+        changed = Text(text.token_ids, logprobs, text.finish_reason)
+        assert bool(differences([case], [[text]], [[changed]])) == shows
