@@ -39,8 +39,8 @@ class RunningBlocks:
 
         Of k that share a block not sealed, k - 1 copy it and the last one keeps it.
         """
-        size = self._block_size
-        found = [s for s in group.live if s.tail_sealed or s.num_computed // size >= len(s.table)]
+        size = self._block_size  # in a step most sequences have room, and no more is asked of these
+        found = [s for s in group.live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
         if len(group.live) == 1 or len(found) == len(group.live):  # groups share sealed blocks only
             return found
         leaving = Counter(s.copy_from for s in group.live if s.copy_from is not None)  # of a step that did not run
@@ -53,9 +53,12 @@ class RunningBlocks:
                 needy.append(sequence)
         return needy
 
+    def _is_full(self, sequence: Sequence) -> bool:
+        return sequence.num_computed // self._block_size == len(sequence.table)
+
     def give(self, sequence: Sequence, fresh: BlockRef) -> None:
         """A block for the next position: a new one, or one in place of the last, whose content is then to be copied."""
-        if sequence.num_computed // self._block_size == len(sequence.table):
+        if self._is_full(sequence):
             sequence.table.append(fresh)
             return
         sequence.copy_from = sequence.table[-1]

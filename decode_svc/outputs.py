@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from common.types import FinishReason, Timings, TokenLogprob, WorkerLoad
 from decode_svc.scheduler import Group
@@ -29,8 +29,7 @@ class Rejection(Enum):
     INTERNAL = "internal"
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What one step brought one sequence."""
 
     handle: int

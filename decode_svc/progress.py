@@ -14,10 +14,10 @@ from decode_svc.outputs import Outbox, of_beams, of_token
 from decode_svc.scheduler import Group
 from engine.beam import BeamSearch, Candidates
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
-from engine.sequence import Sequence
+from engine.sequence import Chunk, Sequence
 
-Drawn = tuple[Group, Sequence, Sampled]
-"""A sample's sequence and its next token."""
+Drawn = tuple[tuple[Group, Chunk], Sampled]
+"""A sample's chunk and its next token."""
 Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
 """Beam searches and the candidates of their running beams."""
 
@@ -39,8 +39,12 @@ class Progress:
         samples, searches = draw(plan, logits)
         ended: list[Sequence] = []
         try:
-            for group, sequence, sample in samples:
-                if self._append(group, sequence, sample):
+            for (group, chunk), sample in samples:
+                sequence = chunk.sequence
+                sequence.output_ids.append(sample.token_id)
+                reason = sequence.finish_reason(self._max_model_len)
+                self._outbox.emit(group, of_token(group, sequence, sample, reason))
+                if reason is not None:
                     ended.append(sequence)
                     self._end(group, [sequence])
         finally:
@@ -65,13 +69,6 @@ class Progress:
         self._end(group, gone)
         self._blocks.release(gone)
 
-    def _append(self, group: Group, sequence: Sequence, sample: Sampled) -> bool:
-        """One more token of a sample; whether it was the last one."""
-        sequence.output_ids.append(sample.token_id)
-        reason = sequence.finish_reason(self._max_model_len)
-        self._outbox.emit(group, of_token(group, sequence, sample, reason))
-        return reason is not None
-
     def _end(self, group: Group, sequences: list[Sequence]) -> None:
         """Take sequences, whose blocks the caller releases, out of a group; the last ones end it."""
         for sequence in sequences:
@@ -92,7 +89,7 @@ def draw(plan: Plan, logits: torch.Tensor) -> tuple[list[Drawn], Steps]:
 
 def _samples(plan: Plan, logits: torch.Tensor) -> list[Drawn]:
     found = sample_rows(logits, [SampleRow.of(chunk.sequence) for _, chunk in plan])
-    return [(group, chunk.sequence, sample) for (group, chunk), sample in zip(plan, found, strict=True)]
+    return list(zip(plan, found, strict=True))
 
 
 def _steps(plan: Plan, logits: torch.Tensor) -> Steps:

@@ -205,19 +205,15 @@ class DecodeWorker:
     def _reserve(self) -> Plan:
         """Give every running sequence a block of its own for its next position, preempting where there is none."""
         plan: Plan = []
-        for group in list(self._scheduler.running):
-            if group not in self._outbox or group in self._preemption:  # preempted for one before it
-                continue
-            if not self._reserve_for(group):
+        for group in self._scheduler.running:  # whoever is preempted meanwhile stands behind `group`
+            needy = self._blocks.needy(group)
+            if needy and not self._reserve_for(group, needy):
                 break  # the last group waits until others release blocks
             plan += [(group, Chunk(sequence, 1)) for sequence in group.live]
         return plan
 
-    def _reserve_for(self, group: Group) -> bool:
-        """All that the group needs for its next step, or nothing."""
-        needy = self._blocks.needy(group)
-        if not needy:
-            return True
+    def _reserve_for(self, group: Group, needy: list[Sequence]) -> bool:
+        """A block for each of these, or nothing."""
         if (fresh := self._alloc(group, len(needy))) is None:
             return False
         for sequence, ref in zip(needy, fresh, strict=True):
