@@ -80,7 +80,8 @@ def rejected(rejection: int, timeout_s: float) -> Exception:
     if rejection == decode_pb2.REJECTION_DEADLINE:
         return too_late(timeout_s)
     if rejection == decode_pb2.REJECTION_TOO_LARGE:
-        return InvalidArgument.of("max_tokens", "and the prompt need more blocks than the arena has")
+        what = "and the prompt, for all samples or beams, need more blocks than a decode worker has for one request"
+        return InvalidArgument.of("max_tokens", what)
     if rejection == decode_pb2.REJECTION_INTERNAL:
         return internal("decode")
     if rejection == decode_pb2.REJECTION_DRAINING:
