@@ -7,13 +7,14 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from looseleaf.chaos import cancels, freezes, kills, outages, plain, poison, rolling, staleness
 from looseleaf.chaos.book import make_book, make_model
-from looseleaf.chaos.report import Report
+from looseleaf.chaos.report import Report, Row
 from looseleaf.chaos.run import Run
 
 
@@ -61,8 +62,14 @@ def main(argv: list[str]) -> int:
 
 
 def _run(name: str, run: Run) -> Report:
+    """A scenario that cannot be carried through is a bad one; the others are still run."""
     began = time.monotonic()
-    report = SCENARIOS[name].run(run)
+    try:
+        report = SCENARIOS[name].run(run)
+    except Exception as error:
+        traceback.print_exc()
+        report = run.report(name)
+        report.rows.append(Row("carried through", str(error).splitlines()[0][:100] or repr(error), "yes", good=False))
     report.seconds = time.monotonic() - began
     print(report.text(), flush=True)
     return report

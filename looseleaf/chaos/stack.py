@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import socket
 import tempfile
 import threading
@@ -195,6 +196,10 @@ class Stack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception):
+            print(f"the launch: {self.failure or 'in order'}; its last words:", file=sys.stderr)
+            for line in self.tail():
+                print(f"  {line.service}: {line.text}", file=sys.stderr)
         self.close()
 
 
