@@ -9,8 +9,8 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import socket
+import sys
 import tempfile
 import threading
 import time
