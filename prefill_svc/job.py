@@ -34,8 +34,10 @@ class Job:
     cancelled: bool = False
     branches: list[tuple[int, int]] = field(default_factory=list)
     """Per branch of the request, in its order: the index of the sequence it continues, and its sample index."""
-    common: list[int] = field(default_factory=list)
+    common: list[int] = field(init=False)
     """Tokens that each sequence has in common with the trunk; 0 for the trunk itself."""
+    width: int = field(init=False)
+    """Rows of logits from which tokens are drawn: the number of branches."""
     drawn: dict[int, Sampled] = field(default_factory=dict)
     """The next token of each branch whose sequence is complete, by its place in `branches`."""
     candidates: Candidates | None = None
@@ -43,6 +45,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]
+        self.width = len(self.branches)
         trunk, *others = self.sequences
         self.common = [0, *(len(trunk.prompt_ids) + _common(trunk.output_ids, s.output_ids) for s in others)]
 
@@ -65,11 +68,6 @@ class Job:
     @property
     def trunk(self) -> Sequence:
         return self.sequences[0]
-
-    @property
-    def width(self) -> int:
-        """Rows of logits from which tokens are drawn."""
-        return len(self.branches)
 
     @property
     def is_beam_search(self) -> bool:

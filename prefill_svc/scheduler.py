@@ -103,10 +103,15 @@ class PrefillScheduler:
         return not self._running and self._head() is None
 
     def load(self) -> WorkerLoad:
-        waiting = [w.job for w in self._waiting if not w.job.cancelled]
-        waiting_tokens = sum(job.num_uncomputed for job in self._running) + sum(job.num_uncomputed for job in waiting)
-        return WorkerLoad(self._num_running, sum(job.width for job in waiting), waiting_tokens)
+        num_waiting = waiting_tokens = 0
+        for waiting in self._waiting:
+            if not waiting.job.cancelled:
+                num_waiting += waiting.job.width
+                waiting_tokens += waiting.job.num_uncomputed
+        for job in self._running:
+            waiting_tokens += job.num_uncomputed
+        return WorkerLoad(self._num_running, num_waiting, waiting_tokens)
 
     @property
     def _num_running(self) -> int:
-        return sum(job.width for job in self._running)
+        return sum([job.width for job in self._running])
