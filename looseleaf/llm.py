@@ -48,8 +48,10 @@ class LLM:
         self.client = Client(self.addresses.grpc, api_key=cast("str | None", settings.get("api_key")))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """One completion per prompt, in their order; with `n` or `beam_width` each has several `samples`. One text, list
-        of token ids or chat is one prompt."""
+        """One completion per prompt, in their order; with `n` or `beam_width` each has several `samples`.
+
+        One text, list of token ids or chat is one prompt.
+        """
         check_names(cast(dict[str, object], options))
         return self._all([cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts), options)
 
