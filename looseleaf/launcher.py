@@ -92,7 +92,8 @@ class Launcher:
         ((store_address, redis_url),) = wait_ready([store], self._children, timeout_s)
         flags = worker_flags(settings, source, store_address)
         for name, package in worker_processes(settings):
-            self._spawn(name, package, [*flags, "--worker-id", name])
+            by_role = [] if package == "prefill_svc" else decode_flags(settings)
+            self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
         self._spawn("gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings))
         return self._addresses(wait_ready(self._children, self._children, timeout_s), source.notice)
 
@@ -233,6 +234,11 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str)
             **{name: getattr(settings, name) for name in _WORKER_SETTINGS},
         }
     )
+
+
+def decode_flags(settings: ServeSettings) -> list[str]:
+    """Flags that only workers take which decode."""
+    return flags_of({"preemption": settings.preemption, "swap_space": settings.swap_space})
 
 
 def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str, redis_url: str) -> list[str]:

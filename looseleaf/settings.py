@@ -41,6 +41,12 @@ class ServeSettings(Settings):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
     max_queue: int | None = Field(None, ge=1, description="most requests admitted at once; default: the gateway's")
+    preemption: Literal["auto", "swap", "give-back"] | None = Field(
+        None, description="what becomes of requests whose blocks others need; default: the decode worker's"
+    )
+    swap_space: float | None = Field(
+        None, ge=0, description="GiB of host memory for swapped blocks; default: the decode worker's"
+    )
     attention_backend: AttentionBackend = Field("auto", description="provider of attention kernels")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
     deterministic: bool = Field(False, description="bits of a row do not depend on its batch; always so on the CPU")

@@ -12,7 +12,15 @@ from common.settings import Settings
 from decode_svc.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from looseleaf import device
-from looseleaf.launcher import flags_of, gateway_flags, settled, store_flags, worker_flags, worker_processes
+from looseleaf.launcher import (
+    decode_flags,
+    flags_of,
+    gateway_flags,
+    settled,
+    store_flags,
+    worker_flags,
+    worker_processes,
+)
 from looseleaf.model_source import ModelSource
 from looseleaf.settings import ServeSettings
 from looseleaf.worker.settings import BothSettings
@@ -72,6 +80,15 @@ def test_workers_take_what_a_launch_gives_them(gpu: None, service: type[Settings
     taken = service.load(worker_flags(settled(ServeSettings(**given)), SOURCE, "127.0.0.1:1"))  # type: ignore[arg-type]
     assert {name: getattr(taken, name) for name in given} == given
     assert (taken.model, taken.block_store) == ("/models/m", "127.0.0.1:1")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("service", [DecodeSettings, BothSettings])
+def test_workers_that_decode_take_what_is_said_of_preemption(service: type[DecodeSettings]) -> None:
+    flags = worker_flags(ServeSettings(), SOURCE, "127.0.0.1:1")
+    taken = service.load([*flags, *decode_flags(ServeSettings(preemption="give-back", swap_space=0.5))])
+    assert (taken.preemption, taken.swap_space) == ("give-back", 0.5)
+    by_default = service.load([*flags, *decode_flags(ServeSettings())])
+    assert (by_default.preemption, by_default.swap_space) == ("auto", 1.0)
 
 
 def test_block_store_and_gateway_take_what_a_launch_gives_them(gpu: None) -> None:
