@@ -1,0 +1,59 @@
+"""What no gateway of ours would send is refused with one sentence, before it can cost a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decode_svc.submits import read_submit
+from protos.v1 import decode_pb2, types_pb2
+
+TICKET = types_pb2.Ticket(branches=[types_pb2.BranchTables(num_tokens=3)] * 2)
+ONE = types_pb2.Ticket(branches=[types_pb2.BranchTables(num_tokens=3)])
+TWO = [types_pb2.Branch(sample_index=i, output_token_ids=[7]) for i in (0, 1)]
+BEAMS = {
+    "ticket": ONE,
+    "branches": [types_pb2.Branch()],
+    "sampling": types_pb2.SamplingParams(num_sequences=2, beam_width=2),
+    "beam_candidates": types_pb2.BeamCandidates(token_ids=[5, 6, 7, 8], logprobs=[-1.0, -2.0, -3.0, -4.0]),
+}
+
+
+def submit(**changes: Any) -> decode_pb2.Submit:
+    fields: dict[str, Any] = {
+        "handle": 1,
+        "prompt_token_ids": [5, 6, 7],
+        "ticket": TICKET,
+        "branches": TWO,
+        "sampling": types_pb2.SamplingParams(num_sequences=2),
+    }
+    return decode_pb2.Submit(**(fields | changes))
+
+
+def test_good_ones_are_read() -> None:
+    samples, beams = read_submit(submit(), 512), read_submit(submit(**BEAMS), 512)
+    assert [s.sample_index for s in samples.group.sequences] == [0, 1] and samples.candidates is None
+    assert beams.candidates is not None and beams.candidates.token_ids == (5, 6, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids must hold"),
+        ({"ticket": ONE}, "as many as the ticket's"),
+        ({"branches": [TWO[0], TWO[0]]}, "stands twice"),
+        ({"sampling": types_pb2.SamplingParams(num_sequences=1)}, "more than num_sequences, which is 1"),
+        ({"prompt_token_ids": [5, 512]}, "token id 512 is not below the vocabulary size 512"),
+        ({"branches": [TWO[0], types_pb2.Branch(sample_index=1, output_token_ids=[600])]}, "token id 600"),
+        ({"sampling": types_pb2.SamplingParams(num_sequences=2, logprobs=513)}, "logprobs must be at most"),
+        (BEAMS | {"beam_candidates": types_pb2.BeamCandidates()}, "candidates with a log-probability each"),
+        (BEAMS | {"branches": TWO, "ticket": TICKET}, "has one branch"),
+        (BEAMS | {"sampling": types_pb2.SamplingParams(num_sequences=3, beam_width=2)}, "returns at most as many"),
+        (BEAMS | {"sampling": types_pb2.SamplingParams(num_sequences=5, beam_width=5)}, "beam_width candidates"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_ones_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_submit(submit(**changes), 512)
