@@ -66,7 +66,7 @@ Answer = list[Text]
 """Samples by index, or beams, best first."""
 
 
-def make_cases(vocab_size: int, max_tokens: int = 36, lens: Sequence[int] = (37, 32)) -> list[Case]:
+def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37, 32)) -> list[Case]:
     """Every kind with prompts of these lengths, whose first 16 tokens are the same, so that requests share a block.
 
     Eight stop tokens let some samples end early. `n=1 of them` has the prompts and the seed of `n=4`.

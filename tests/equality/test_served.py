@@ -1,0 +1,90 @@
+"""The built-in model through real services: whole and in chunks, cached, swapped, given back, decode killed midway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from engine.oracle import Oracle
+from engine.runner import ModelRunner, RunnerSettings
+from looseleaf import LLM, AsyncClient
+from looseleaf.bench.server import Request, WatchedServer, send_all
+from looseleaf.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
+from looseleaf.model_source import BUILT_IN
+from looseleaf.results import Completion, Piece, join
+from looseleaf.testing import assert_nothing_held
+
+MAX_MODEL_LEN = 128
+TIGHT = {"num_blocks": 48, "max_model_len": MAX_MODEL_LEN}
+"""Half of what the requests need together, and each of them fits decode's floor."""
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return make_cases(2048)
+
+
+@pytest.fixture(scope="module")
+def expected(cases: list[Case]) -> list[Answer]:
+    oracle = Oracle(ModelRunner(RunnerSettings(BUILT_IN, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu")))
+    return [expect(oracle, case) for case in cases]
+
+
+def check(cases: list[Case], expected: list[Answer], found: list[Completion]) -> None:
+    wrong = differences(cases, expected, [answer_of(done) for done in found])
+    assert not wrong, "\n".join(wrong)
+
+
+async def answers(address: str, cases: list[Case]) -> list[Completion]:
+    return await send_all(address, [Request(case.prompt, case.options) for case in cases], len(cases))
+
+
+async def streamed(address: str, cases: list[Case], flowing: Callable[[], None]) -> list[Completion]:
+    """All at once; `flowing` is called once, when the first request has had a token of decode."""
+
+    async def one(client: AsyncClient, case: Case) -> Completion:
+        pieces: list[Piece] = []
+        num_tokens = 0
+        async for piece in client.stream(case.prompt, **case.options):
+            pieces.append(piece)
+            before, num_tokens = num_tokens, num_tokens + len(piece.token_ids)
+            if case is cases[0] and before < 2 <= num_tokens:
+                flowing()
+        return join(pieces)
+
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(one(client, case) for case in cases))
+
+
+async def test_served_cold_cached_and_with_decode_killed_midway(cases: list[Case], expected: list[Answer]) -> None:
+    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split") as llm:
+        check(cases, expected, await answers(llm.addresses.grpc, cases))
+        again = await answers(llm.addresses.grpc, cases)
+        check(cases, expected, again)
+        assert all(done.usage.cached_tokens >= 16 for done in again)
+        sent = llm.requests_by_worker()["prefill"]
+        assert sent == 2 * len(cases), "one prefill each, whatever their number of samples"
+        pid = llm.pids["decode"]
+        check(cases, expected, await streamed(llm.addresses.grpc, cases, lambda: os.kill(pid, signal.SIGKILL)))
+        assert llm.requests_by_worker()["prefill"] > 3 * len(cases), "some came back"
+        assert_nothing_held(llm.addresses.block_store)
+
+
+async def test_served_in_chunks_of_16_and_preempted_by_swap(cases: list[Case], expected: list[Answer]) -> None:
+    with WatchedServer(None, TIGHT | {"max_num_batched_tokens": 16}, {"PREEMPTION": "swap"}) as server:
+        check(cases, expected, await answers(server.addresses.grpc, cases))
+        counts = server.steps()[-1].preemption
+        assert counts["swapped_groups"] == counts["resumed_groups"] > 0 and counts["given_back_groups"] == 0
+        assert_nothing_held(server.addresses.block_store)
+
+
+async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[Case], expected: list[Answer]) -> None:
+    with WatchedServer(None, TIGHT | {"max_num_batched_tokens": 64}, {"PREEMPTION": "give-back"}) as server:
+        check(cases, expected, await answers(server.addresses.grpc, cases))
+        assert server.metric("looseleaf_requests_given_back_total") > 0
+        assert server.steps()[-1].preemption["swapped_groups"] == 0
+        assert_nothing_held(server.addresses.block_store)
