@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from block_store.errors import LedgerUnavailable
 from common.telemetry import Fallbacks
 from decode_svc.costs import Costs
 from decode_svc.outputs import Rejection
@@ -88,19 +90,16 @@ class Preemption:
         """Bring swapped groups back, in order, while blocks for them can be had, and, beside running ones, one more for
         each sequence: else what comes back would soon push out, or be pushed out.
 
-        Where nothing runs, waiting groups give their blocks up for them: `make_way` must take a group's away.
+        Where nothing runs, waiting groups give their blocks up for them: `make_way` must take a group's away. Without
+        the ledger nobody comes back, and nobody makes way.
         """
-        while (group := self._scheduler.resumable()) is not None:
-            running = sum(len(g.live) for g in self._scheduler.running)
-            if running and self._clock() - self._tried_at < RESUME_PAUSE_S:
-                return
-            if self._swap_in(group, running + len(group.live) if running else 0):
-                self._scheduler.resume(group)
-                continue
-            self._tried_at = self._clock()
-            if running or (waiting := self._scheduler.latest_waiting()) is None:
-                return
-            make_way(waiting)
+        with suppress(LedgerUnavailable):
+            while (group := self._scheduler.resumable()) is not None:
+                if self._resume(group):
+                    continue
+                if self._scheduler.running or (waiting := self._scheduler.latest_waiting()) is None:
+                    return
+                make_way(waiting)
 
     def drop(self, group: Group) -> None:
         """A group ends; what it had in the host tier is free."""
@@ -117,6 +116,17 @@ class Preemption:
             return False
         num_bytes, num_tokens = num_blocks * self._swap.block_bytes, num_blocks * self._swap.block_size
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
+
+    def _resume(self, group: Group) -> bool:
+        """Whether its blocks could be had; not tried in every step where others run."""
+        num_running = self._scheduler.num_running
+        if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
+            return False
+        if self._swap_in(group, num_running + len(group.live) if num_running else 0):
+            self._scheduler.resume(group)
+            return True
+        self._tried_at = self._clock()
+        return False
 
     def _swap_in(self, group: Group, spare: int) -> bool:
         began = self._clock()

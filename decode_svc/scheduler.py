@@ -1,9 +1,9 @@
 """Which sequence groups run, which wait, and who goes when blocks run out. Plain Python: no torch, no I/O, no clock.
 
 Continuous batching: every running group is in every step. Waiting groups have been claimed already, so they hold
-blocks; preempted ones hold none on the device, their KV lies in the host tier (`swap`). Within a priority preempted
-groups go on, in order of arrival, before any new one starts. The oldest group of the highest priority is never a
-victim: with the floors it can always finish, then the next is the oldest, and so nobody starves within a priority.
+blocks; preempted ones hold none on the device, their KV lies in the host tier (`swap`). Whoever arrives while one is
+preempted starts after it. The oldest group of the highest priority is never a victim: with the floors it can always
+finish, then the next is the oldest, and so nobody starves within a priority.
 
     add -> waiting -- admit --> running -- preempt --> preempted -- resume --> running
                   \\------------- preempt ------------/
@@ -56,7 +56,7 @@ class DecodeScheduler:
     def is_full(self, num_unclaimed: int = 0) -> bool:
         """Whether the queue, with groups that are still to be claimed, holds all it may."""
         queued = len(self._waiting) + len(self._preempted) + num_unclaimed
-        return queued >= self._max_queue + max(0, self.max_num_seqs - self._num_running)
+        return queued >= self._max_queue + max(0, self.max_num_seqs - self.num_running)
 
     def add(self, group: Group) -> None:
         """Queue a claimed group."""
@@ -80,7 +80,7 @@ class DecodeScheduler:
         group = self._next()
         if group is None or self._has_room(group) or not (lower := self._outranked(group)):
             return None
-        kept = self._num_running - sum(len(g.live) for g in lower)
+        kept = self.num_running - sum(len(g.live) for g in lower)
         return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
@@ -129,7 +129,7 @@ class DecodeScheduler:
     def load(self) -> WorkerLoad:
         """Queues in sequences; blocks are not known here."""
         return WorkerLoad(
-            num_running=self._num_running,
+            num_running=self.num_running,
             num_waiting=sum(len(g.live) for g in self._waiting),
             num_preempted=sum(len(g.live) for g in self._preempted),
         )
@@ -137,16 +137,17 @@ class DecodeScheduler:
     # --- inside
 
     def _next(self) -> Group | None:
-        """Who is to run next: within a priority those who have run already."""
-        heads = [*self._preempted[:1], *self._waiting[:1]]
-        return min(heads, key=lambda g: g.priority, default=None)  # of equals the first: the preempted one
+        """Who is to run next. By rank alone, so that of one priority all who run came before all who do not: otherwise
+        the last one that runs could wait for blocks of an earlier one, and that one for it."""
+        return min([*self._preempted[:1], *self._waiting[:1]], key=_rank, default=None)
 
     @property
-    def _num_running(self) -> int:
+    def num_running(self) -> int:
+        """Sequences."""
         return sum(len(g.live) for g in self.running)
 
     def _has_room(self, group: Group) -> bool:
-        return self._num_running + len(group.live) <= self.max_num_seqs
+        return self.num_running + len(group.live) <= self.max_num_seqs
 
     def _outranked(self, group: Group) -> list[Group]:
         """Running groups of a lower priority than `group`'s, in order."""

@@ -80,15 +80,19 @@ class SwapSpace:
     def swap_in(self, group: Group, spare: int) -> int | None:
         """Give a swapped group blocks of the arena again, all or none; returns how many were copied.
 
-        `spare` more must be to be had too, and are left. None: they were not. Errors: LedgerError, as `held.seal`.
+        `spare` more must be to be had too, and are left. None: they were not. Errors: LedgerUnavailable (nothing has
+        changed, try again), others as `held.seal`.
         """
         tables = {s: self._swapped[group][s] for s in group.live}
         refs = self._find_cached(tables)
         missing = [slot for slot in _distinct_slots(tables) if slot not in refs]
-        fresh = self._alloc(len(missing), spare)
-        if fresh is None:
+        try:
+            fresh = self._alloc(len(missing), spare)
+        except (Exhausted, LedgerUnavailable) as error:
             self._attached.held.release(list(refs.values()))
-            return None
+            if isinstance(error, Exhausted):
+                return None
+            raise
         self._copy(self._host, self._runner.bound_arena, missing, [ref.block for ref in fresh])
         refs |= zip(missing, fresh, strict=True)
         self._share(tables, refs)
@@ -145,12 +149,9 @@ class SwapSpace:
             asked.update(own)
         return found
 
-    def _alloc(self, num_blocks: int, spare: int) -> list[BlockRef] | None:
+    def _alloc(self, num_blocks: int, spare: int) -> list[BlockRef]:
         held = self._attached.held
-        try:
-            refs = held.alloc(min(num_blocks + spare, MAX_BATCH))
-        except (Exhausted, LedgerUnavailable):
-            return None
+        refs = held.alloc(min(num_blocks + spare, MAX_BATCH))
         if refs[num_blocks:]:
             held.release(refs[num_blocks:])
         return refs[:num_blocks]

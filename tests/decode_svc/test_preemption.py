@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from block_store.errors import LedgerUnavailable
 from common.types import SamplingParams, StoppingParams
 from decode_svc.costs import Costs
 from decode_svc.outputs import Rejection
@@ -204,6 +205,25 @@ def test_an_urgent_request_takes_the_blocks_of_running_ones(tight: Tight) -> Non
     bench.run(2000)
     expected = tight.expected(sampling)
     assert tight.answers() == {i: expected[i] if i < 3 else {} for i in expected}
+
+
+def test_without_the_ledger_nobody_makes_way(tight: Tight, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no blocks to be had, but none would come of it."""
+    bench = tight.bench
+    first, second = swap_one(tight), bench.submit(2, PROMPTS[2], SAMPLED, STOPPING)
+    bench.worker.cancel(bench.inbox.session, 0)
+
+    def unavailable(num_blocks: int) -> NoReturn:
+        raise LedgerUnavailable("frozen")
+
+    with monkeypatch.context() as frozen:
+        frozen.setattr(bench.held, "alloc", unavailable)
+        bench.worker.step()
+    assert first in tight.preemption and second not in tight.preemption and len(second.live[0].table)
+    bench.run()
+    expected = tight.expected(SAMPLED)
+    answers = tight.answers()
+    assert (answers[1], answers[2]) == (expected[1], expected[2])
 
 
 def test_costs_choose() -> None:

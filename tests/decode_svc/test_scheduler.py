@@ -95,6 +95,15 @@ def test_the_preempted_go_on_before_new_ones_start() -> None:
     assert target.running == [new, waiting]
 
 
+def test_a_group_preempted_before_it_ran_keeps_its_turn() -> None:
+    early, late = group(1), group(2)
+    target = scheduler(early, late)
+    target.preempt(late)
+    assert target.resumable() is None
+    target.admit(lambda _: True)
+    assert target.running == [early] and target.resumable() is late
+
+
 def test_preempted_groups_are_resumed_in_order_and_as_a_whole() -> None:
     first, wide, narrow = group(1), group(2, samples=3), group(3)
     target = scheduler(first, wide, narrow, max_num_seqs=5)

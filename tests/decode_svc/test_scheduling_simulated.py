@@ -236,19 +236,45 @@ def test_the_oldest_goes_on_and_everything_ends(data: st.DataObject) -> None:
     num_swap = data.draw(st.sampled_from([0, floor // 2, num_blocks]), label="host tier")
     requests = data.draw(st.lists(requests_of(floor), min_size=1, max_size=16), label="requests")
     pressure = data.draw(st.lists(st.integers(0, num_blocks), min_size=1, max_size=20), label="others")
-    world = World(num_blocks, floor, num_swap, requests)
+    run(World(num_blocks, floor, num_swap, requests), pressure)
+
+
+def run(world: World, pressure: list[int]) -> None:
+    """To the end of all requests; others take what they may of `pressure`, by step."""
+    requests, num_swap = list(world.coming), world.tier.num_blocks
     limit = 50 + sum(max(r.lengths) for r in requests)  # one group at a time, with waits for others
     for step in range(limit):
         if len(world.done) == len(requests):
             break
         world.others = 0
-        if world.uses:  # what else is there takes what it may
+        if world.uses:
             world.others = min(pressure[step % len(pressure)], max(0, world.room_of_others))
         world.arrive(step)
         world.step()
-        assert world.used + world.others <= num_blocks and 0 <= world.tier.num_free <= num_swap
+        assert world.used + world.others <= world.num_blocks and 0 <= world.tier.num_free <= num_swap
     assert sorted(world.done, key=repr) == sorted(requests, key=repr)
     assert world.tier.num_free == num_swap and world.scheduler.idle and not world.uses
+
+
+def test_who_came_first_runs_first_though_only_the_later_was_preempted() -> None:
+    """Else the later one waits for blocks of the earlier one, which waits to start after it."""
+    requests = [
+        *(Request(0, 1, (1,), 1, 0) for _ in range(6)), Request(4, 1, (4,), 4, 0),
+        *(Request(5, 9, (1,), 1, 1) for _ in range(2)), Request(5, 5, (1, 1), 1, 0),
+    ]  # fmt: skip
+    run(World(12, 6, 3, requests), [0, 6])
+
+
+def test_waiting_groups_make_way_where_nothing_runs() -> None:
+    world = World(40, 20, 40, [Request(0, 60, (8,), 8, 0), *(Request(2, 40, (4,), 4, 0) for _ in range(2))])
+    world.arrive(0)
+    world.step()
+    [first] = world.scheduler.running
+    world.preemption.preempt(first)
+    world.arrive(2)
+    assert world.used == 20 and world.room == 20
+    world.others = 10
+    assert world.step()[0] is first and world.preemption.counts.swapped_groups == 2
 
 
 def test_the_simulation_swaps_resumes_and_gives_back() -> None:
