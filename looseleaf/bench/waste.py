@@ -1,12 +1,12 @@
 """How much of the KV memory holds nothing: `python -m looseleaf.bench.waste`, or `make bench-waste`.
 
-Serves the built-in model with fewer blocks than the load asks for, and looks at the decode worker's blocks after every
+Serves a tiny random model with fewer blocks than the load asks for, and looks at the decode worker's blocks after every
 step and at the ledger twenty times a second. Requests are a mix of one greedy or sampled sequence, several samples, and
 beams; some share a prefix; they come by a seeded Poisson process, faster than they can be served. Printed are
 
 * internal waste: slots of blocks in use that hold no KV, against (block_size - 1) / 2 slots a sequence in theory;
 * utilisation while saturated: blocks that somebody refers to, of all blocks, in the middle of the run, where many
-  requests wait (blocks allocated ahead do not count as used);
+  requests wait (blocks allocated ahead do not count as used, nor does what is kept free for a floor);
 * stranded blocks: referred to by nobody who needs them, while running (held, but in no block table) and at rest.
 
 The last line is JSON.
@@ -24,13 +24,17 @@ import time
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import torch
 from pydantic import Field
 
 from common.errors import StartupError
 from common.rpc import open_channel
 from common.settings import Settings, settings_config
+from engine.tiny import VOCAB_SIZE, make_checkpoint
 from loadtest.workload import Lengths, Workload
 from looseleaf.bench.server import WatchedServer
 from looseleaf.bench.steps import StepRecord
@@ -41,8 +45,9 @@ from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
 POLL_S = 0.05
-PROMPT = Lengths.of_mean(280.0, 0.5, 600)
-OUTPUT = Lengths.of_mean(240.0, 0.5, 420)
+MAX_MODEL_LEN = 768
+PROMPT = Lengths.of_mean(280.0, 0.5, 440)
+OUTPUT = Lengths.of_mean(240.0, 0.4, 320)
 MIX: Sequence[tuple[int, GenerateOptions]] = (
     (50, {"temperature": 0.0}),
     (25, {"temperature": 1.0}),
@@ -61,9 +66,9 @@ class WasteSettings(Settings):
 
     model_config = settings_config("LOOSELEAF_WASTE_", "looseleaf.bench.waste")
 
-    requests: int = Field(200, ge=10, le=250, description="how many requests in all")
-    rate: float = Field(20.0, gt=0, description="requests a second")
-    num_blocks: int = Field(600, ge=300, description="blocks of the arena")
+    requests: int = Field(360, ge=10, le=1000, description="how many requests in all")
+    rate: float = Field(50.0, gt=0, description="requests a second")
+    num_blocks: int = Field(4096, ge=300, description="blocks of the arena; a third of what all requests take at once")
     block_size: int = Field(16, ge=1, description="token positions in a block")
     preemption: str | None = Field(None, description="auto, swap or give-back; default: the decode worker's")
     seed: int = Field(0, description="of arrivals, lengths and samples")
@@ -91,7 +96,7 @@ async def poll(address: str, polls: list[Poll]) -> None:
 async def run_load(address: str, block_store: str, settings: WasteSettings) -> tuple[list[Poll], list[int]]:
     """Send everything; what the polls saw, and when each request was answered (sorted)."""
     rng = random.Random(settings.seed)
-    workload = Workload(settings.seed, 2048, 1024, PROMPT, OUTPUT, shared_share=0.3)
+    workload = Workload(settings.seed, VOCAB_SIZE, MAX_MODEL_LEN, PROMPT, OUTPUT, shared_share=0.3)
     polls: list[Poll] = []
     answered: list[int] = []
 
@@ -131,9 +136,15 @@ def utilisations(polls: Sequence[Poll], steps: Sequence[StepRecord], num_blocks:
 
 
 def measure(settings: WasteSettings) -> dict[str, Any]:
-    given = {"num_blocks": settings.num_blocks, "block_size": settings.block_size}
+    served = {
+        "num_blocks": settings.num_blocks,
+        "block_size": settings.block_size,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 512,
+        "max_queue": settings.requests,
+    }
     decode = {} if settings.preemption is None else {"PREEMPTION": settings.preemption}
-    with WatchedServer(None, {"max_model_len": 1024, "max_num_seqs": 128, **given}, decode) as server:
+    with TemporaryDirectory() as model, WatchedServer(str(tiny_model(model)), served, decode) as server:
         polls, answered = asyncio.run(run_load(server.addresses.grpc, server.addresses.block_store, settings))
         rest = assert_nothing_held(server.addresses.block_store)
         steps = server.steps()
@@ -156,8 +167,16 @@ def measure(settings: WasteSettings) -> dict[str, Any]:
         "in_no_table_max": max(step.held_blocks - step.own_blocks for step in steps),
         "stranded_at_rest": rest.num_blocks - rest.free - rest.cached - rest.reserved,
         "sequences_running_mean": round(statistics.fmean(step.num_running for step in busy), 1),
+        "prefill_floor": sum(h.floor_blocks for h in rest.holders if h.name.startswith("prefill")),
+        "swaps": steps[-1].preemption["swapped_groups"],
+        "given_back": steps[-1].preemption["given_back_groups"],
         "prefills_per_request": round(prefills / settings.requests, 2),
     }
+
+
+def tiny_model(directory: str) -> Path:
+    """Speed, not sense: blocks are what counts here."""
+    return make_checkpoint(directory, dtype=torch.bfloat16, max_position_embeddings=MAX_MODEL_LEN)
 
 
 def show(found: dict[str, Any]) -> None:
@@ -166,9 +185,11 @@ def show(found: dict[str, Any]) -> None:
     )
     print(f"internal waste      {found['internal_waste']:8.2%}   in theory {found['internal_waste_theory']:.2%}")
     print(f"utilisation         {found['utilisation_mean']:8.2%}   5 % of the time below {found['utilisation_p5']:.2%}")
+    kept = found["prefill_floor"] / found["num_blocks"]
+    print(f"prefill's floor     {kept:8.2%}   kept free for the next prompt")
     print(f"held, in no table   {found['in_no_table_max']:8}   most after any step")
     print(f"stranded at rest    {found['stranded_at_rest']:8}   of {found['num_blocks']} blocks")
-    print(f"prefills a request  {found['prefills_per_request']:8}   more than one: given back")
+    print(f"preempted groups    {found['swaps']:8}   swapped, {found['given_back']} given back")
 
 
 def main(settings: WasteSettings) -> None:
