@@ -80,10 +80,10 @@ class Asked:
             return [Branch(index) for index in range(self.case.sampling.num_sequences)]
         return [Branch(i, tuple(t.token_ids)) for i, t in sorted(self.texts.items()) if t.finish_reason is None]
 
-    @property
-    def num_blocks(self) -> Callable[[int], int]:
+    def num_blocks(self, block_size: int) -> int:
+        """The most that it can need."""
         case = self.case
-        return partial(group_blocks, len(case.prompt), case.stopping.max_tokens, case.sampling.width)
+        return group_blocks(len(case.prompt), case.stopping.max_tokens, case.sampling.width, block_size)
 
 
 class Workers:
