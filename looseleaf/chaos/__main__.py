@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from looseleaf.chaos import cancels, freezes, kills, outages, plain, poison, rolling, staleness
+from looseleaf.chaos import cancels, freezes, kills, outages, plain, poison, pressure, rolling, staleness
 from looseleaf.chaos.book import make_book, make_model
 from looseleaf.chaos.report import Report, Row
 from looseleaf.chaos.run import Run
@@ -38,6 +38,7 @@ SCENARIOS = {
     "redis-older": Scenario(outages.older, 20),
     "rolling": Scenario(rolling.rolling, 5),
     "poison": Scenario(poison.poison, 3),
+    "pressure": Scenario(pressure.pressure, 1200),
     "staleness": Scenario(staleness.staleness, 1000),
     "cancels": Scenario(cancels.cancels, 2000),
 }

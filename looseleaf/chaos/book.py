@@ -26,6 +26,11 @@ MAX_MODEL_LEN = 512
 """Takes the longest head, tail and output, with room for a few more."""
 
 
+GROUP_WIDTH = 3
+"""Samples or beams of every fourth case."""
+_KINDS = ("greedy", "drawn", "greedy", "samples", "drawn", "greedy", "drawn", "beams")
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One request and its one right answer."""
@@ -33,11 +38,21 @@ class Case:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int
-    expected: tuple[int, ...]
+    expected: tuple[tuple[int, ...], ...]
+    """One per sample, or per beam, the best first. Empty: it must be refused."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its tokens come as they are computed; those of a beam search come all at its end."""
+        return self.sampling.beam_width is None
 
     def options(self, salt: str) -> GenerateOptions:
         """As a client gives them."""
         options: GenerateOptions = {"max_tokens": self.max_tokens, "ignore_eos": True, "cache_salt": salt}
+        options["n"] = self.sampling.num_sequences
+        if self.sampling.beam_width is not None:
+            options["beam_width"] = self.sampling.beam_width
+            return options
         options["temperature"] = self.sampling.temperature
         if self.sampling.temperature > 0:
             options["seed"] = self.sampling.seed
@@ -55,31 +70,48 @@ def make_model(directory: Path) -> Path:
 def make_book(
     model: Path, num_cases: int, *, seed: int, output_lengths: tuple[int, int] = OUTPUT_LENGTHS
 ) -> list[Case]:
-    """`num_cases` cases, every other one greedy. Takes about 1.5 ms per output token."""
+    """`num_cases` cases: of eight, three greedy and three drawn ones, one of several samples and one beam search. Takes
+    about 1.5 ms per output token.
+    """
     rng = random.Random(seed)
     settings = RunnerSettings(model=str(model), max_model_len=MAX_MODEL_LEN, num_threads=1, deterministic=True)
     oracle = Oracle(ModelRunner(settings))
     heads = [_ids(rng, max(PREFIX_LENGTHS)) for _ in range(3)]
-    return [_case(rng, oracle, heads, number, output_lengths) for number in range(num_cases)]
+    return [_case(rng, oracle, heads, _KINDS[number % len(_KINDS)], output_lengths) for number in range(num_cases)]
 
 
 def _case(
-    rng: random.Random, oracle: Oracle, heads: Sequence[Sequence[int]], number: int, output_lengths: tuple[int, int]
+    rng: random.Random, oracle: Oracle, heads: Sequence[Sequence[int]], kind: str, output_lengths: tuple[int, int]
 ) -> Case:
     head = rng.choice(heads)[: rng.choice(PREFIX_LENGTHS)]
     prompt = (*head, *_ids(rng, rng.randint(*TAIL_LENGTHS)))
-    sampling = _greedy() if number % 2 == 0 else _drawn(rng)
+    sampling = _sampling(kind, rng)
     max_tokens = rng.randint(*output_lengths)
-    expected = oracle.generate(prompt, sampling, StoppingParams(max_tokens=max_tokens))
-    return Case(prompt, sampling, max_tokens, tuple(expected))
+    return Case(prompt, sampling, max_tokens, _answer(oracle, prompt, sampling, StoppingParams(max_tokens=max_tokens)))
 
 
-def _greedy() -> SamplingParams:
-    return SamplingParams(temperature=0.0)
+def _answer(
+    oracle: Oracle, prompt: Sequence[int], sampling: SamplingParams, stopping: StoppingParams
+) -> tuple[tuple[int, ...], ...]:
+    if sampling.beam_width is not None:
+        return tuple(tuple(beam.token_ids) for beam in oracle.beam_search(prompt, sampling, stopping))
+    samples = range(sampling.num_sequences)
+    return tuple(tuple(oracle.generate(prompt, sampling, stopping, sample_index=index)) for index in samples)
 
 
-def _drawn(rng: random.Random) -> SamplingParams:
-    return SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=rng.getrandbits(31), repetition_penalty=1.1)
+def _sampling(kind: str, rng: random.Random) -> SamplingParams:
+    if kind == "greedy":
+        return SamplingParams(temperature=0.0)
+    if kind == "beams":
+        return SamplingParams(num_sequences=GROUP_WIDTH, beam_width=GROUP_WIDTH)
+    return SamplingParams(
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        seed=rng.getrandbits(31),
+        repetition_penalty=1.1,
+        num_sequences=GROUP_WIDTH if kind == "samples" else 1,
+    )
 
 
 def _ids(rng: random.Random, length: int) -> tuple[int, ...]:

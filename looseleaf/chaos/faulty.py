@@ -16,6 +16,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from block_store.arena import Arena
 from block_store.holder import Holder
 from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner
@@ -38,6 +39,8 @@ class Faults:
 
     death_notes: str | None = None
     """A directory; a worker that finds a file with its name there dies in the phase that the file names."""
+    stop_notes: str | None = None
+    """A directory; a worker that finds a file with its name there stops in its next step, about to compute."""
     poison_token: int | None = None
     """Whoever computes this token dies."""
     lease_s: float | None = None
@@ -62,6 +65,9 @@ def install() -> None:
         _replace(ModelRunner, "step", _dying_of(faults.poison_token, ModelRunner.step))
     if faults.death_notes is not None:
         _install_deaths(Path(faults.death_notes) / _worker_id(sys.argv))
+    if faults.stop_notes is not None:
+        note = Path(faults.stop_notes) / _worker_id(sys.argv)
+        _replace(ModelRunner, "step", _first(ModelRunner.step, lambda: _stop_if_told(note)))
     if faults.late_counted:
         count_late_calls()
     if not faults.reader_rule:
@@ -69,6 +75,7 @@ def install() -> None:
 
 
 def _switch_off_the_reader_rule() -> None:
+    _replace(Arena, "check_refs", lambda *_: True)  # what is swapped out; sources of copies
     for worker in (DecodeWorker, PrefillWorker):
         _replace(worker, "_check", lambda *_: True)
 
@@ -84,6 +91,12 @@ def _die_if_told(note: Path, phase: str) -> None:
     if note.exists() and note.read_text() == phase:
         note.unlink()
         _die(phase)
+
+
+def _stop_if_told(note: Path) -> None:
+    if note.exists():
+        note.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _die(phase: str) -> None:

@@ -97,15 +97,17 @@ def kill_one(stack: Stack, name: str, rng: random.Random, held: HeldAfter) -> fl
 
 def _tell_recovery(report: Report, stack: Stack, answers: Sequence[Answer], kills: Sequence[float]) -> None:
     gaps = _gaps(answers, kills)
-    report.told("requests in flight at a kill", f"{len(gaps):,}")
+    report.told("streamed requests in flight at a kill (no beams)", f"{len(gaps):,}")
     report.told("longest gap p50 of these", f"{percentile(gaps, 0.5):.2f} s")
     report.at_most("longest gap p99 of these", percentile(gaps, 0.99), 2.0, "s")
     again = [int(match[2]) for _, match in stack.lines(BACK, service="prefill")]
-    report.told("sequences that came back to prefill", f"{len(again):,}")
+    report.told("sequences that came back to prefill (no beams)", f"{len(again):,}")
     report.told("tokens computed again for one, p50", f"{percentile(again, 0.5):.0f}")
     report.at_most("tokens computed again for one, most", max(again, default=0), 16, "tokens (one block)")
 
 
 def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:
-    """The longest gap of each request that was in flight at a kill."""
-    return [answer.longest_gap_s for answer in answers if any(answer.spans(kill) for kill in kills)]
+    """The longest gap of each request that was in flight at a kill and whose tokens are streamed: a beam search, which
+    starts over, says nothing before its end."""
+    streamed = [answer for answer in answers if answer.case.streamed]
+    return [answer.longest_gap_s for answer in streamed if any(answer.spans(kill) for kill in kills)]

@@ -122,7 +122,7 @@ def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) 
 
 
 def _gap(answers: Sequence[Answer], share: float) -> float:
-    return percentile([answer.longest_gap_s for answer in answers], share)
+    return percentile([answer.longest_gap_s for answer in answers if answer.case.streamed], share)
 
 
 def _whole_after(stack: Stack) -> float:

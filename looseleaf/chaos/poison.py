@@ -17,7 +17,7 @@ MOST_DEATHS = 2
 def poison(run: Run) -> Report:
     """`trials` poisonous prompts, each sent three times."""
     report = run.report("poison")
-    book = [case for case in run.book if TOKEN not in case.expected]
+    book = [case for case in run.book if all(TOKEN not in tokens for tokens in case.expected)]
     packages = {"prefill_svc": "looseleaf.chaos.faulty_prefill"}
     plan = Plan(packages=packages, variables=Faults(poison_token=TOKEN).variables())
     clean = Run(run.model, book, run.trials, run.seed, run.concurrency)

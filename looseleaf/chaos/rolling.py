@@ -47,4 +47,4 @@ def _restart(stack: Stack, name: str) -> int:
 
 
 def _gap(answers: Sequence[Answer], share: float) -> float:
-    return percentile([answer.longest_gap_s for answer in answers], share)
+    return percentile([answer.longest_gap_s for answer in answers if answer.case.streamed], share)

@@ -34,10 +34,16 @@ class Run:
     def stack(self, plan: Plan | None = None) -> Stack:
         return Stack(self.model, plan or Plan())
 
-    def traffic(self, stack: Stack, *, shared: bool = True) -> Traffic:
+    def traffic(self, stack: Stack, *, shared: bool = True, priorities: Sequence[int] = (0,)) -> Traffic:
         """Clients of the stack. Not `shared`: no request finds another's prefix, so that blocks change hands often."""
-        address = stack.addresses.grpc
-        return Traffic(address, self.book, seed=self.seed, concurrency=self.concurrency, shared=shared)
+        return Traffic(
+            stack.addresses.grpc,
+            self.book,
+            seed=self.seed,
+            concurrency=self.concurrency,
+            shared=shared,
+            priorities=priorities,
+        )
 
 
 def judge(report: Report, stack: Stack, answers: Sequence[Answer], *, most_failed: float = 0.0) -> None:

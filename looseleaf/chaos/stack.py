@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from block_store.arena import Arena
 from block_store.inspection import HolderView, Inspection, inspect
@@ -60,6 +60,8 @@ class Plan:
     """Entry points instead of the services' own, by the names of these."""
     variables: Mapping[str, str] | None = None
     """Environment of all services."""
+    preemption: Literal["auto", "swap", "give-back"] | None = None
+    """None: the decode worker's default."""
 
 
 class Stack:
@@ -217,6 +219,7 @@ class _Launcher(Launcher):
                 "prefill": plan.workers,
                 "decode": plan.workers,
                 "threads": 1,
+                "preemption": plan.preemption,
                 "port": next(self._ports),
                 "grpc_port": next(self._ports),
             },

@@ -28,15 +28,16 @@ REFUSED_PAUSE_S = 0.05
 class Answer:
     """One request, ended. Times are `time.monotonic()`."""
 
+    case: Case
     began: float
     ended: float
     num_tokens: int
     right: bool
-    """Whether all tokens that came are the oracle's, however many came."""
+    """Whether all tokens that came are the oracle's, of every sample, however many came."""
     error: str | None
     """Why it did not complete; None: it did."""
     longest_gap_s: float
-    """Longest time between two messages, the request itself being the first."""
+    """Longest time between two messages of one sample, the request itself being the first."""
 
     def spans(self, moment: float) -> bool:
         return self.began < moment < self.ended
@@ -46,13 +47,22 @@ class Traffic:
     """`concurrency` clients that ask, wait for the end of the answer and ask again, until `stop`."""
 
     def __init__(
-        self, address: str, book: Sequence[Case], *, seed: int, concurrency: int = 16, shared: bool = True
+        self,
+        address: str,
+        book: Sequence[Case],
+        *,
+        seed: int,
+        concurrency: int = 16,
+        shared: bool = True,
+        priorities: Sequence[int] = (0,),
     ) -> None:
+        """Each request has one of `priorities`."""
         self.answers: list[Answer] = []
         self._address = address
         self._book = book
         self._rng = random.Random(seed)
         self._concurrency = concurrency
+        self._priorities = priorities
         self._share_of_own_salts = 0.25 if shared else 1.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="traffic")
@@ -98,7 +108,7 @@ class Traffic:
     async def _ask_on(self, client: AsyncClient) -> None:
         while not self._stopping.is_set():
             case = self._rng.choice(self._book)
-            answer = await ask(client, case, self._salt())
+            answer = await ask(client, case, self._salt(), self._rng.choice(self._priorities))
             self.answers.append(answer)
             if answer.error is not None:
                 await asyncio.sleep(REFUSED_PAUSE_S)
@@ -108,20 +118,36 @@ class Traffic:
         return str(self._rng.getrandbits(60) if own else self._rng.randrange(NUM_SALTS))
 
 
-async def ask(client: AsyncClient, case: Case, salt: str) -> Answer:
+async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0) -> Answer:
     """One request to its end, whatever that is."""
-    began = last = time.monotonic()
-    tokens: list[int] = []
-    longest, error = 0.0, "unfinished"
+    began = time.monotonic()
+    samples: list[list[int]] = [[] for _ in range(case.sampling.num_sequences)]
+    last, longest, error = [began] * len(samples), 0.0, "unfinished"
+    options = case.options(salt)
+    options["priority"] = priority
     try:
-        async for piece in client.stream(list(case.prompt_ids), **case.options(salt)):
-            tokens += piece.token_ids
+        async for piece in client.stream(list(case.prompt_ids), **options):
+            samples[piece.index] += piece.token_ids
             now = time.monotonic()
-            longest, last = max(longest, now - last), now
-        error = "" if len(tokens) == len(case.expected) else f"{len(tokens)} of {len(case.expected)} tokens"
+            longest, last[piece.index] = max(longest, now - last[piece.index]), now
+        error = _missing(samples, case)
     except asyncio.CancelledError:
         pass
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
-    right = tuple(tokens) == case.expected[: len(tokens)]
-    return Answer(began, time.monotonic(), len(tokens), right, error or None, max(longest, time.monotonic() - last))
+    now = time.monotonic()
+    if error:
+        longest = max(longest, now - min(last))
+    return Answer(case, began, now, sum(map(len, samples)), _right(samples, case), error or None, longest)
+
+
+def _missing(samples: Sequence[Sequence[int]], case: Case) -> str:
+    """What an answer that ended lacks; empty: nothing."""
+    came, wanted = [len(tokens) for tokens in samples], [len(tokens) for tokens in case.expected]
+    return "" if came == wanted else f"{came} of {wanted} tokens"
+
+
+def _right(samples: Sequence[Sequence[int]], case: Case) -> bool:
+    if not case.expected:
+        return not any(samples)
+    return all(tuple(a) == b[: len(a)] for a, b in zip(samples, case.expected, strict=True))
