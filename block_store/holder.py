@@ -47,7 +47,7 @@ class Holder:
         self.on_answer: Callable[[], object] = lambda: None
         """Runs in the beat thread after every beat that was answered."""
         self.num_available = 0
-        """Blocks that could still be allocated, as of the last beat."""
+        """Blocks that could still be allocated as of the last beat; `link` counts from there on."""
         self.census = ""
         """The census that the last beat heard of; empty: none."""
         self._writer_slot = writer_slot

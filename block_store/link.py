@@ -122,6 +122,7 @@ class LedgerLink:
     def _take(self, num_blocks: int) -> None:
         """Blocks of the ledger into the reserve, entered in the header at once: a rebuild must see whose they are."""
         refs = self._call(lambda: self.holder.alloc(num_blocks))
+        self.holder.num_available -= num_blocks
         if self.arena.rebuild_count != self._rebuild_count:
             raise LedgerUnavailable("the ledger is built anew")
         try:
@@ -147,6 +148,7 @@ class LedgerLink:
             part = refs[max(0, end - MAX_BATCH) : end]
             try:
                 self._call(lambda part=part: self.holder.release(part))  # type: ignore[misc]
+                self.holder.num_available += len(part)
             except LedgerUnavailable as error:  # `_reconcile` makes up for it
                 self.fallbacks.note("release not acknowledged", str(error))
                 return

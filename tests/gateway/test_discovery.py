@@ -23,7 +23,8 @@ from block_store.registry import StoreRecord, WorkerRegistry
 from block_store.testing import TestStore
 from common.types import WorkerRecord
 from gateway.discovery import LOOKUP_BUDGET_S, MAX_UNANSWERED, Discovery
-from gateway.testing import Script, ScriptedWorker, make_record
+from gateway.testing import Script, make_record
+from gateway.testing_workers import ScriptedWorker
 from tests.gateway.test_chat_template import write_model
 from tests.gateway.test_requests import until
 
