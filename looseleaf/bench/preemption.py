@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
+from common.blocks import blocks_of, group_blocks
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 from loadtest.workload import Lengths, Workload
@@ -39,7 +40,9 @@ class PreemptionSettings(Settings):
 
     requests: int = Field(32, ge=24, le=250, description="requests, all sent at once; every fourth has two samples")
     block_sizes: list[int] = Field([8, 16, 64], description="token positions in a block")
-    share: float = Field(0.3, gt=0, lt=1, description="blocks of the small arena, as a share of what all took together")
+    share: float = Field(
+        0.3, gt=0, lt=1, description="blocks of the small arena, as a share of what all took together, or a few more"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,13 @@ def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
     return 2 * sum(-(-length // block_size) + 2 for length in lens)
 
 
+def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
+    """The smallest arena whose decode worker may take every one of these requests (`sizing.granted_floor`)."""
+    largest = max(group_blocks(len(r.prompt_ids), r.options["max_tokens"], r.options["n"], block_size) for r in wanted)
+    asked = blocks_of(MAX_MODEL_LEN, block_size) + 1
+    return 2 * asked + max(0, 4 * (largest - asked))
+
+
 def row(mode: str, found: Run, ample: Run) -> dict[str, Any]:
     """Counts and times of one run; times are means per request or per preempted group."""
     counts = found.steps[-1].preemption
@@ -120,7 +130,7 @@ def measure(settings: PreemptionSettings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for block_size in settings.block_sizes:
         ample = run(block_size, ample_blocks(wanted, block_size), "auto", wanted)
-        small = int(settings.share * ample.most_held)
+        small = max(int(settings.share * ample.most_held), least_blocks(wanted, block_size))
         print(f"block size {block_size}: all at once took {ample.most_held} blocks of the decode worker", flush=True)
         for mode in ("room", *MODES):
             found = ample if mode == "room" else run(block_size, small, mode, wanted)
