@@ -13,7 +13,7 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.types import BlockRef
@@ -59,7 +59,7 @@ def _with_the_rule(run: Run, report: Report, notes: Path) -> None:
     with _stack(run, notes, reader_rule=True) as stack:
         with _hurried(run).traffic(stack, shared=False) as traffic:
             traffic.wait_for(CONCURRENCY, timeout_s=60)
-            num_stops = _stop_until(stack, notes, run.rng, run.trials)
+            num_stops = _stop_until(stack, notes, run.rng, lambda: victims(stack) >= run.trials)
             answers = traffic.stop()
         judge(report, stack, answers)
         report.told("workers stopped", str(num_stops))
@@ -71,7 +71,12 @@ def _without_the_rule(run: Run, report: Report, notes: Path) -> None:
     with _stack(run, notes, reader_rule=False) as stack:
         with _hurried(run).traffic(stack, shared=False) as traffic:
             traffic.wait_for(CONCURRENCY, timeout_s=60)
-            _stop_until(stack, notes, run.rng, min(run.trials, UNRULED_VICTIMS))
+            _stop_until(
+                stack,
+                notes,
+                run.rng,
+                lambda: victims(stack) >= UNRULED_VICTIMS or any(not answer.right for answer in traffic.answers),
+            )
             answers = traffic.stop()
         wrong = sum(not answer.right for answer in answers)
         report.told("without the reader rule: victims", f"{victims(stack):,}")
@@ -90,10 +95,10 @@ def _hurried(run: Run) -> Run:
     return Run(run.model, book, run.trials, run.seed, CONCURRENCY)
 
 
-def _stop_until(stack: Stack, notes: Path, rng: random.Random, num_victims: int) -> int:
-    """Stop workers, three decode to one prefill, until there were so many victims. Returns how many were stopped."""
+def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[[], bool]) -> int:
+    """Stop workers, two decode to one prefill, until that is enough. Returns how many were stopped."""
     num_stops = 0
-    while victims(stack) < num_victims:
+    while not enough():
         name = ("decode-0", "decode-1", "decode-0", "decode-1", "prefill-0", "prefill-1")[num_stops % 6]
         if num_stops % 3 < 2:
             _stop_in_step(notes / name)
