@@ -171,9 +171,11 @@ class HeldBlocks(LedgerLink):
 
     @locked
     def decline(self, ticket: Ticket) -> None:
-        """Lets a ticket's blocks go now rather than at the end of its lease, if the ledger answers."""
+        """Lets a ticket's blocks go now rather than at the end of its lease, if the ledger answers; not those that
+        sequences here use."""
         try:
-            self._release_all(self._claim(Epoch(ticket.epoch)))
+            claimed = self._claim(Epoch(ticket.epoch))
+            self._release_all([ref for ref in claimed if ref not in self._counts])
         except LedgerError as error:
             _LOG.info("ticket %d is left to its lease: %s", ticket.epoch, error)
         self._wanted.discard(Epoch(ticket.epoch))

@@ -73,7 +73,7 @@ class Preemption:
         """Take a group's blocks away. None: it is swapped, and the scheduler has it among the preempted; else it must
         leave the worker, and holds its blocks until then."""
         num_blocks = self._swap.need(group)
-        if not self._swaps(num_blocks):
+        if not self._swaps(group, num_blocks):
             self.counts.given_back_groups += 1
             logger.info("no block left: group %d, %d blocks, is given back to prefill", group.handle, num_blocks)
             return Rejection.GIVEN_BACK
@@ -108,12 +108,14 @@ class Preemption:
 
     # --- inside
 
-    def _swaps(self, num_blocks: int) -> bool:
+    def _swaps(self, group: Group, num_blocks: int) -> bool:
         if self._choice == "give-back" or self._swap.num_blocks == 0:
             return False
         if not self._swap.has_room(num_blocks):
             self._fallbacks.note("give back, not swap", f"the host tier has {self._swap.num_free} blocks left")
             return False
+        if group.search is not None:  # given back it would start over, with steps that no prefill can spare it
+            return True
         num_bytes, num_tokens = num_blocks * self._swap.block_bytes, num_blocks * self._swap.block_size
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
 

@@ -66,8 +66,9 @@ class Progress:
     def cancel(self, group: Group, sample_index: int) -> None:
         """End one sample without a word."""
         gone = [sequence for sequence in group.live if sequence.sample_index == sample_index]
-        self._end(group, gone)
-        self._blocks.release(gone)
+        if gone:  # else it ended by itself a moment ago
+            self._end(group, gone)
+            self._blocks.release(gone)
 
     def _end(self, group: Group, sequences: list[Sequence]) -> None:
         """Take sequences, whose blocks the caller releases, out of a group; the last ones end it."""

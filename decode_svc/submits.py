@@ -26,6 +26,10 @@ class Submission(NamedTuple):
     """Of a beam search."""
 
 
+MAX_LENGTH_PENALTY = 10.0
+"""Powers of a length that are beyond floating point would fail a whole step."""
+
+
 def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
     """ValueError: one sentence on what does not fit together."""
     sampling = convert.sampling_from_pb(submit.sampling)
@@ -61,6 +65,8 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
             raise ValueError(f"branches: more than num_sequences, which is {sampling.num_sequences}")
     elif len(samples) != 1 or not 0 < len(candidates.token_ids) == len(candidates.logprobs):
         raise ValueError("a beam search has one branch, and candidates with a log-probability each")
+    elif not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:
+        raise ValueError(f"length_penalty must be at most {MAX_LENGTH_PENALTY} and at least the negative of that")
     elif not 0 < sampling.num_sequences <= sampling.width <= len(candidates.token_ids):
         raise ValueError("a beam search has beam_width candidates or more, and returns at most as many")
 

@@ -33,7 +33,7 @@ class GroupLimits(NamedTuple):
     def room(self, prompt_len: int, width: int) -> int:
         """The most tokens that each of `width` sequences may produce within max_blocks, by `group_blocks`."""
         shared = prompt_len // self.block_size
-        own = (self.max_blocks - 1 - shared) // width
+        own = (self.max_blocks - shared) // width - 1
         return (shared + own) * self.block_size - prompt_len
 
 

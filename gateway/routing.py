@@ -59,8 +59,8 @@ class WorkerState:
         return max(self.dispatched_tokens, reported)
 
     def sequences(self, now: float) -> int:
-        reported = self.load.num_running + self.load.num_waiting if now - self.load_at < REPORT_S else 0
-        return max(self.dispatched_sequences, reported)
+        load = self.load if now - self.load_at < REPORT_S else WorkerLoad()
+        return max(self.dispatched_sequences, load.num_running + load.num_waiting + load.num_preempted)
 
 
 class Router:

@@ -148,6 +148,19 @@ def test_a_refused_hand_over_changes_nothing(store: TestStore) -> None:
     held.assert_idle()
 
 
+def test_a_declined_ticket_leaves_what_others_here_use(store: TestStore) -> None:
+    prefill, decode = store.held(), store.held()
+    refs = filled(prefill, "a", 2)
+    prefill.share(refs[:1])
+    running, refused = ticket_of(prefill, refs), ticket_of(prefill, refs[:1])
+    decode.claim(running)
+    decode.decline(refused)
+    assert set(refs) <= set(decode.holder.holdings())
+    decode.release(refs)
+    decode.assert_idle()
+    store.check()
+
+
 def test_a_ticket_that_names_more_than_it_holds(store: TestStore) -> None:
     prefill, decode = store.held(), store.held()
     refs = filled(prefill, "a", 2)

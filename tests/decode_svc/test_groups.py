@@ -139,11 +139,11 @@ def test_branches_come_back_with_what_they_have(small: DecodeBench) -> None:
 
 
 def test_only_what_can_finish_is_taken(small: DecodeBench) -> None:
-    """16 + 24 positions are 10 blocks of 4, of which 4 are shared: 4 + 3 * 6 + 1."""
+    """16 + 24 positions are 10 blocks of 4, of which 4 are shared; each sequence may copy one more: 4 + 3 * 7."""
     sampling = replace(SAMPLED, num_sequences=3)
-    small.attached.floor_blocks = 22
+    small.attached.floor_blocks = 24
     small.submit(1, PROMPTS[16], sampling, STOPPING)
-    small.attached.floor_blocks = 23
+    small.attached.floor_blocks = 25
     small.submit(2, PROMPTS[16], sampling, STOPPING)
     small.run()
     small.scheduler.max_num_seqs = 2

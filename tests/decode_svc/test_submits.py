@@ -51,6 +51,10 @@ def test_good_ones_are_read() -> None:
         (BEAMS | {"branches": TWO, "ticket": TICKET}, "has one branch"),
         (BEAMS | {"sampling": types_pb2.SamplingParams(num_sequences=3, beam_width=2)}, "returns at most as many"),
         (BEAMS | {"sampling": types_pb2.SamplingParams(num_sequences=5, beam_width=5)}, "beam_width candidates"),
+        (
+            BEAMS | {"sampling": types_pb2.SamplingParams(num_sequences=2, beam_width=2, length_penalty=400)},
+            "length_penalty must be at most 10",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
