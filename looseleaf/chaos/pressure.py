@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 QUIET_S = 30.0
 """If so long nobody is answered, nobody ever will be."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
-"""Needs 258 blocks, more than any floor here: it must be refused."""
+"""Needs more than 256 blocks, and so than any floor here: it must be refused."""
 REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")
 SWAPPED = r"no block left: group \d+, (\d+) blocks, is swapped out \(([\d.]+) ms\)"
 RESUMED = r"group \d+ is back: (\d+) blocks copied in ([\d.]+) ms, waited ([\d.]+) s"

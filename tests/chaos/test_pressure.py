@@ -1,0 +1,28 @@
+"""What the pressure scenario takes for a refusal, and what it takes for a right answer of several samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import InvalidArgument
+from gateway.groups import GroupLimits, max_tokens_within
+from gateway.validate import Wanted
+from looseleaf.chaos.book import Case
+from looseleaf.chaos.pressure import BLOCK_SIZE, REFUSAL, TOO_WIDE, blocks_needed
+from looseleaf.chaos.traffic import _right
+
+
+@pytest.mark.parametrize("wanted", [Wanted(n=16), Wanted(beam_width=16), Wanted()])
+def test_the_gateways_sentence_is_a_refusal(wanted: Wanted) -> None:
+    limits = [GroupLimits(64, 12, BLOCK_SIZE)]
+    with pytest.raises(InvalidArgument) as refused:
+        max_tokens_within(wanted, len(TOO_WIDE.prompt_ids), limits, TOO_WIDE.max_tokens, clip=False)
+    assert REFUSAL.match(f"InvalidArgument: {refused.value}"), refused.value
+    assert not REFUSAL.match("InvalidArgument: prompt must fit")
+
+
+def test_a_token_of_any_sample_counts() -> None:
+    case = Case((1,), TOO_WIDE.sampling, 2, ((1, 2), (3, 4)))
+    assert _right([[1, 2], [3]], case) and not _right([[1, 2], [3, 5]], case)
+    assert not _right([[1]], TOO_WIDE) and _right([[]], TOO_WIDE)
+    assert blocks_needed(TOO_WIDE) > 256
