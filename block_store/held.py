@@ -49,7 +49,8 @@ class HeldBlocks(LedgerLink):
     def num_free_hint(self) -> int:
         """Blocks that `alloc` can probably give: the reserve, and what the ledger had at the last beat, less what was
         taken here and more what was given up here since then."""
-        return len(self._reserve) + (0 if self.holder.breaker.is_open else max(0, self.holder.num_available))
+        available = 0 if self.holder.breaker.is_open else max(0, self.holder.num_available)
+        return min(len(self._reserve) + available, self.arena.num_blocks)
 
     def count(self, ref: BlockRef) -> int:
         """How many sequences here share `ref`."""
