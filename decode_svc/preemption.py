@@ -88,7 +88,7 @@ class Preemption:
 
     def resume(self, make_way: Callable[[Group], object]) -> None:
         """Bring swapped groups back, in order, while blocks for them can be had, and, beside running ones, one more for
-        each sequence: else what comes back would soon push out, or be pushed out.
+        each of its sequences and every fourth running one: else what comes back would soon push out, or be pushed out.
 
         Where nothing runs, waiting groups give their blocks up for them: `make_way` must take a group's away. Without
         the ledger nobody comes back, and nobody makes way.
@@ -124,7 +124,7 @@ class Preemption:
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
             return False
-        if self._swap_in(group, num_running + len(group.live) if num_running else 0):
+        if self._swap_in(group, num_running // 4 + len(group.live) if num_running else 0):
             self._scheduler.resume(group)
             return True
         self._tried_at = self._clock()

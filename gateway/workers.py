@@ -146,7 +146,8 @@ class Workers:
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:
             needed, load = num_blocks(state.record.block_size), state.load
-            free = load.free_blocks - sum(self._promised.values()) - ROOM_PER_SEQUENCE * place.weight
+            room = ROOM_PER_SEQUENCE * place.weight + load.num_running  # else it is soon given back again
+            free = load.free_blocks - sum(self._promised.values()) - room
             if not load.total_blocks or free >= needed or self._nothing_there:
                 self._promised[place] = needed
                 return True
