@@ -86,16 +86,17 @@ class Preemption:
         self._scheduler.preempt(group)
         return None
 
-    def resume(self, make_way: Callable[[Group], object]) -> None:
-        """Bring swapped groups back, in order, while blocks for them can be had, and, beside running ones, one more for
-        each of its sequences and every fourth running one: else what comes back would soon push out, or be pushed out.
+    def resume(self, make_way: Callable[[Group], object], needed: Callable[[], int]) -> None:
+        """Bring swapped groups back, in order, while blocks for them can be had, and, beside running ones, what these
+        need for this step (`needed`) and one more for each of the group's sequences and every fourth running one: else
+        what comes back would soon push out, or be pushed out.
 
         Where nothing runs, waiting groups give their blocks up for them: `make_way` must take a group's away. Without
         the ledger nobody comes back, and nobody makes way.
         """
         with suppress(LedgerUnavailable):
             while (group := self._scheduler.resumable()) is not None:
-                if self._resume(group):
+                if self._resume(group, needed):
                     continue
                 if self._scheduler.running or (waiting := self._scheduler.latest_waiting()) is None:
                     return
@@ -119,12 +120,12 @@ class Preemption:
         num_bytes, num_tokens = num_blocks * self._swap.block_bytes, num_blocks * self._swap.block_size
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
 
-    def _resume(self, group: Group) -> bool:
+    def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
         """Whether its blocks could be had; not tried in every step where others run."""
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
             return False
-        if self._swap_in(group, num_running // 4 + len(group.live) if num_running else 0):
+        if self._swap_in(group, needed() + num_running // 4 + len(group.live) if num_running else 0):
             self._scheduler.resume(group)
             return True
         self._tried_at = self._clock()

@@ -183,7 +183,7 @@ class DecodeWorker:
         """Who runs: higher priorities in place of lower ones, preempted groups before new ones."""
         while (group := self._scheduler.in_the_way()) is not None:
             self._preempt(group)
-        self._preemption.resume(self._preempt)
+        self._preemption.resume(self._preempt, self._needed)
         self._spoken_for = 0
         self._scheduler.admit(self._fits)
 
@@ -211,6 +211,10 @@ class DecodeWorker:
                 break  # the last group waits until others release blocks
             plan += [(group, Chunk(sequence, 1)) for sequence in group.live]
         return plan
+
+    def _needed(self) -> int:
+        """Blocks that the running groups need for this step."""
+        return sum(len(self._blocks.needy(group)) for group in self._scheduler.running)
 
     def _reserve_for(self, group: Group, needy: list[Sequence]) -> bool:
         """A block for each of these, or nothing."""

@@ -154,7 +154,7 @@ class World:
         ran_before = set(self.scheduler.running)
         while (group := self.scheduler.in_the_way()) is not None:
             self.preempt(group)
-        self.preemption.resume(self.preempt)
+        self.preemption.resume(self.preempt, lambda: sum(len(self._needy(g)) for g in self.scheduler.running))
         resumed = set(self.scheduler.running) - ran_before
         self.scheduler.admit(self._fits)
         admitted = set(self.scheduler.running) - ran_before - resumed
