@@ -7,6 +7,7 @@ import logging
 import secrets
 
 from block_store.errors import BlockStoreError
+from common.api_keys import read_keys
 from common.errors import StartupError
 from common.rpc import RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
@@ -64,7 +65,14 @@ async def main(settings: GatewaySettings) -> None:
     runner = RequestRunner(
         workers, gate, assets.tokenizer, metrics, max_attempts=settings.max_attempts, recover_s=settings.recover_s
     )
-    parts = (assets, Authenticator(settings.api_key), admission, validator, runner, metrics)
+    parts = (
+        assets,
+        Authenticator(read_keys(settings.api_key, settings.api_key_file)),
+        admission,
+        validator,
+        runner,
+        metrics,
+    )
     grpc_server.add(
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
         InferenceServicer(*parts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 
 from common.errors import Unauthenticated
 
@@ -10,14 +11,17 @@ from common.errors import Unauthenticated
 class Authenticator:
     """Compares bearer tokens in constant time; the tenant comes from the credential."""
 
-    def __init__(self, api_key: str | None) -> None:
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """`keys`: tenants by API key (`common.api_keys`); none: nobody is asked for one."""
+        self._tenants = [(key.encode(), tenant) for key, tenant in keys.items()]
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant of an Authorization header, "" when no key is asked for. Unauthenticated for a wrong one."""
-        if self._key is None:
+        if not self._tenants:
             return ""
         scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._key):
+        given = token.strip().encode() if scheme.lower() == "bearer" else b""
+        found = [tenant for key, tenant in self._tenants if hmac.compare_digest(given, key)]  # all: in constant time
+        if not found:
             raise Unauthenticated("authorization: a bearer token with the server's API key is required")
-        return "default"
+        return found[0]

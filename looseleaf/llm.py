@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack, cast
 
 from pydantic import ValidationError
 
+from common.api_keys import read_keys
 from common.errors import StartupError
 from looseleaf.client import Client
 from looseleaf.launcher import Launcher
@@ -45,7 +46,8 @@ class LLM:
         self._supervisor = _Supervisor(self._launcher)
         self._supervisor.start()
         atexit.register(self.close)
-        self.client = Client(self.addresses.grpc, api_key=cast("str | None", settings.get("api_key")))
+        keys = read_keys(settings.get("api_key"), settings.get("api_key_file"))
+        self.client = Client(self.addresses.grpc, api_key=next(iter(keys), None))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
         """One completion per prompt, in their order; with `n` or `beam_width` each has several `samples`.

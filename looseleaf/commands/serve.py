@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from common.api_keys import read_keys
 from common.errors import StartupError
 from looseleaf.client import Client
 from looseleaf.launcher import Addresses, Launcher, echo_to_stderr
@@ -23,6 +24,7 @@ def run(argv: Sequence[str]) -> int:
     settings = ServeSettings.load(argv)
     if None not in (settings.model, settings.model_directory) and settings.model != settings.model_directory:
         raise StartupError(f"two models given: {settings.model_directory} and --model {settings.model}")
+    first_key = next(iter(read_keys(settings.api_key, settings.api_key_file)), None)
     launcher = Launcher(settings, echo_to_stderr)
     stop = StopSignals(launcher)
     with launcher:
@@ -30,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
             addresses = launcher.start()
             stop.raise_if_set()
             print(banner(addresses, time.monotonic() - started), flush=True)
-            print(sample(addresses, settings.api_key), flush=True)
+            print(sample(addresses, first_key), flush=True)
         except Interrupted:
             return 0
         while not stop.event.wait(_CHECK_S):

@@ -108,7 +108,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             runner,
             script,
             scripted,
-            Authenticator(api_key),
+            Authenticator({} if api_key is None else {api_key: "default"}),
             gate,
             records,
         )

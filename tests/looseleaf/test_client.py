@@ -158,9 +158,14 @@ async def test_the_async_client(llm: LLM, client: Client) -> None:
             await opened.generate(PROMPT, temprature=1.0)  # type: ignore[call-arg]
 
 
-def test_an_api_key_is_asked_for() -> None:
-    with LLM(num_blocks=512, api_key="secret-key") as locked:
-        assert locked.generate(PROMPT, max_tokens=1)
+def test_an_api_key_is_asked_for_and_tenants_share_no_blocks(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("zoo zoo-key\n")
+    with LLM(num_blocks=512, api_key="secret-key", api_key_file=str(keys)) as locked:
+        ids = list(range(300, 340))
+        with Client(locked.addresses.grpc, api_key="zoo-key") as zoo:
+            cached = [c.generate(ids, max_tokens=1).usage.cached_tokens for c in (locked.client, zoo, zoo)]
+        assert cached == [0, 0, 32]
         with Client(locked.addresses.grpc) as stranger, pytest.raises(looseleaf.LooseleafError) as caught:
             stranger.generate(PROMPT, max_tokens=1)
         assert caught.value.http_status == 401
