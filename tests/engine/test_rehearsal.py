@@ -121,9 +121,18 @@ def test_deterministic_mode_gives_the_same_bits_in_every_company(
     case: str, directory: Path, rehearsed: dict[str, Any]
 ) -> None:
     """Chunks of 8 or one, decode by itself or in a padded bucket. What tensor cores do only a GPU can show."""
+    if case == "deterministic" and not numpy_keeps_rows():
+        pytest.skip("the interpreter multiplies with numpy, whose fp32 product of a row depends on its place here")
     expected, got = on_cpu(directory, case), rehearsed[case]
     assert got["same_bits"] and expected["same_bits"]
     assert difference(got, expected) < 0.05
+
+
+def numpy_keeps_rows() -> bool:
+    """Whether a row of an fp32 product of a tile's size has the same bits wherever in the tile it stands."""
+    rng = np.random.default_rng(0)
+    rows, weight = rng.standard_normal((64, 64), np.float32), rng.standard_normal((64, 64), np.float32)
+    return np.array_equal((rows @ weight)[::-1], rows[::-1] @ weight)
 
 
 def test_an_fp8_cache_takes_half_the_bytes_and_is_read_as_what_it_holds(
