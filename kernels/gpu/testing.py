@@ -1,7 +1,10 @@
-"""What tests of the Triton kernels need: what the interpreter makes of a rounding, and tensors on either device."""
+"""What tests of the Triton kernels need: what the interpreter makes of a rounding and of a product, tolerances."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +18,27 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16 and not x.is_cuda:
         return (x.float().view(torch.int32) & -0x10000).view(torch.float32).to(dtype)
     return x.float().to(dtype)
+
+
+def keep_rows() -> None:
+    """From now on a row of the interpreter's `tl.dot` has the same bits wherever in the tile it stands, as on tensor
+    cores. It calls numpy's `matmul`, for which that holds only by the grace of the BLAS (with AVX-512, not with AVX2).
+    """
+    from triton.runtime import interpreter
+
+    if interpreter.np is np:
+        interpreter.np = _NumpyThatKeepsRows()
+
+
+class _NumpyThatKeepsRows:
+    """numpy, but for `matmul`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        return np.einsum("...mk,...kn->...mn", a.astype(dtype), b.astype(dtype), optimize=False)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

@@ -24,6 +24,7 @@ from engine.sampler import SampleRow, prompt_logprobs, sample_rows
 from engine.sequence import Chunk, lay_out
 from engine.testing import Batch
 from engine.tiny import make_checkpoint
+from kernels.gpu.testing import keep_rows
 
 PROMPTS = [list(range(5, 23)), [30, 31, 32]]
 SEEDED = SamplingParams(
@@ -121,18 +122,9 @@ def test_deterministic_mode_gives_the_same_bits_in_every_company(
     case: str, directory: Path, rehearsed: dict[str, Any]
 ) -> None:
     """Chunks of 8 or one, decode by itself or in a padded bucket. What tensor cores do only a GPU can show."""
-    if case == "deterministic" and not numpy_keeps_rows():
-        pytest.skip("the interpreter multiplies with numpy, whose fp32 product of a row depends on its place here")
     expected, got = on_cpu(directory, case), rehearsed[case]
     assert got["same_bits"] and expected["same_bits"]
     assert difference(got, expected) < 0.05
-
-
-def numpy_keeps_rows() -> bool:
-    """Whether a row of an fp32 product of a tile's size has the same bits wherever in the tile it stands."""
-    rng = np.random.default_rng(0)
-    rows, weight = rng.standard_normal((64, 64), np.float32), rng.standard_normal((64, 64), np.float32)
-    return np.array_equal((rows @ weight)[::-1], rows[::-1] @ weight)
 
 
 def test_an_fp8_cache_takes_half_the_bytes_and_is_read_as_what_it_holds(
@@ -162,6 +154,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
+    keep_rows()
     root = Path(sys.argv[1])
     print(json.dumps({
         name: run(root / family, attention_backend="triton", **settings) for name, (family, settings) in CASES.items()
