@@ -18,7 +18,7 @@ from looseleaf.model_source import BUILT_IN
 from looseleaf.results import Completion, Piece, join
 from looseleaf.testing import assert_nothing_held
 
-MAX_MODEL_LEN = 128
+MAX_MODEL_LEN = 176
 TIGHT = {"num_blocks": 48, "max_model_len": MAX_MODEL_LEN}
 """Half of what the requests need together, and each of them fits decode's floor."""
 
