@@ -1,16 +1,19 @@
 """Requests whose workers died while they had them: after the second death nobody is sent such a request any more.
 
-A worker's death strikes every request that it had, the guilty one and its neighbours. Neighbours complete elsewhere,
-and are forgotten here when they do. Knows no workers, only names of their lives.
+A worker's death strikes every request that it had, the guilty one and its neighbours. These are prefilled again one at
+a time, so that none shares the guilty one's second death; they complete, and are forgotten here when they do. Knows no
+workers, only names of their lives.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from common.errors import Internal
@@ -33,6 +36,7 @@ class PoisonList:
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
+        self._struck_one_at_a_time = asyncio.Lock()
 
     def check(self, digest: bytes) -> None:
         """Internal: the request's workers died twice."""
@@ -41,6 +45,17 @@ class PoisonList:
             del self._deaths[digest]
         elif deaths is not None and len(deaths.lives) >= MOST_DEATHS:
             raise Internal("the workers of this request died more than once; it is not tried again for a while")
+
+    @asynccontextmanager
+    async def apart(self, digest: bytes) -> AsyncGenerator[None, None]:
+        """Hold this while a request is prefilled: of those that a death has struck one at a time gets it, all others at
+        once. Internal as `check`."""
+        if digest not in self._deaths:
+            yield
+            return
+        async with self._struck_one_at_a_time:
+            self.check(digest)
+            yield
 
     def died(self, digest: bytes, life: str) -> None:
         """The worker named by `life` ended while it had the request."""

@@ -150,8 +150,11 @@ class RequestRunner:
     async def _attempt(self, life: Life, place: Place) -> AsyncGenerator[Piece, None]:
         """One prefill and one decode."""
         try:
-            prefill = await self._pick_prefill(life)
-            done = await self._prefill(life, prefill)
+            async with asyncio.timeout(life.remaining_s()), self._poison.apart(life.digest):
+                prefill = await self._pick_prefill(life)
+                done = await self._prefill(life, prefill)
+        except TimeoutError:
+            raise too_late(life.request.timeout_s) from None
         finally:
             self._workers.keep_promise(place)
         first: Pieces = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from common.errors import Internal
@@ -31,3 +33,26 @@ def test_what_completes_is_forgotten_and_so_is_what_is_old() -> None:
     for number in range(MOST_REMEMBERED):
         poison.died(digest_of([number], b""), "d")
     poison.check(DIGEST)
+
+
+async def test_the_struck_are_tried_one_at_a_time() -> None:
+    """The second death is the guilty one's alone; whoever was never struck waits for nobody."""
+    poison = PoisonList()
+    for name in (b"guilty", b"neighbour"):
+        poison.died(name, "w0")
+    tried: list[bytes] = []
+
+    async def attempt(name: bytes) -> None:
+        async with poison.apart(name):
+            tried.append(name)
+            await asyncio.sleep(0)
+            if name == b"guilty":
+                poison.died(name, "w1")
+
+    again = [asyncio.create_task(attempt(name)) for name in (b"guilty", b"neighbour", b"guilty")]
+    async with poison.apart(b"other"):
+        await asyncio.sleep(0)
+        assert tried == [b"guilty"]
+    results = await asyncio.gather(*again, return_exceptions=True)
+    assert tried == [b"guilty", b"neighbour"] and isinstance(results[2], Internal)
+    poison.check(b"neighbour")
