@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from block_store.attach import Attached
 from block_store.errors import Fenced, LedgerError, LedgerUnavailable
 from block_store.hashing import next_hash
-from common.blocks import group_blocks
+from common.blocks import blocks_of, group_blocks
 from common.types import Ticket
 from decode_svc.scheduler import Group
 from engine.beam import Candidates
@@ -44,7 +44,7 @@ def fits_ticket(group: Group, ticket: Ticket, block_size: int) -> bool:
     """
     newest = 0 if group.search is not None else 1
     return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
-        [len(table) for table in tables] == [-(-num_tokens // block_size)]
+        [len(table) for table in tables] == [blocks_of(num_tokens, block_size)]
         and sequence.num_tokens == num_tokens + newest
         and len(sequence.output_ids) >= newest
         for tables, num_tokens, sequence in zip(ticket.tables, ticket.num_tokens, group.sequences, strict=True)

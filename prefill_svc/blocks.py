@@ -13,6 +13,7 @@ from block_store.attach import Attached
 from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.hashing import next_hash
+from common.blocks import blocks_of
 from common.types import BlockRef, Ticket
 from engine.sequence import BlockTable, Chunk, Sequence
 from prefill_svc.job import Job
@@ -37,7 +38,9 @@ class GroupBlocks:
         for index in range(len(job.sequences)):
             cached.append(self._cached_prefix(job, index, len(cached[0]) if cached else 0))
         heads = [len(refs) or job.shared_blocks(i, self._block_size) for i, refs in enumerate(cached)]
-        missing = [self._blocks_of(s.num_tokens) - head for s, head in zip(job.sequences, heads, strict=True)]
+        missing = [
+            blocks_of(s.num_tokens, self._block_size) - head for s, head in zip(job.sequences, heads, strict=True)
+        ]
         try:
             fresh = iter(held.alloc(sum(missing)))
         except (Exhausted, LedgerUnavailable):
@@ -76,9 +79,6 @@ class GroupBlocks:
         if sequence.output_ids:
             again = sequence.num_tokens - sequence.num_computed
             logger.info("a sequence of %d tokens came back: %d computed again", sequence.num_tokens, again)
-
-    def _blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
 
     # --- after a step
 

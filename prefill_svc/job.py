@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from common.blocks import blocks_of
 from common.types import Branch, SamplingParams, StoppingParams
 from engine.beam import Candidates
 from engine.sequence import Sequence
@@ -93,7 +94,8 @@ class Job:
     def num_blocks(self, block_size: int) -> int:
         """Different blocks that all sequences take, with nothing cached."""
         return sum(
-            -(-s.num_tokens // block_size) - self.shared_blocks(i, block_size) for i, s in enumerate(self.sequences)
+            blocks_of(s.num_tokens, block_size) - self.shared_blocks(i, block_size)
+            for i, s in enumerate(self.sequences)
         )
 
     def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:

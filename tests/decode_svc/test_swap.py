@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from block_store import redis_server
 from block_store.arena import Arena
 from block_store.codec import SealItem
 from block_store.hashing import chain_start, next_hash
@@ -33,10 +31,10 @@ NUM_BLOCKS = 24
 class Place:
     """An arena with its ledger, one holder, and a host tier."""
 
-    def __init__(self, runner: ModelRunner, directory: Path, client: Any) -> None:
+    def __init__(self, runner: ModelRunner, directory: Path, redis_client: Any) -> None:
         self.runner = runner
         self.arena = Arena.create(directory, runner.layout, NUM_BLOCKS)
-        ledger, slot = open_ledger(client, self.arena), self.arena.acquire_writer_slot()
+        ledger, slot = open_ledger(redis_client, self.arena), self.arena.acquire_writer_slot()
         holder = Holder.register(ledger, "decode", writer_slot=slot.number)
         self.held = HeldBlocks(holder, self.arena, slot, 0)
         runner.bind(self.arena.data)
@@ -94,17 +92,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=64, device="cpu", block_size=BLOCK))
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
-        redis = redis_server.connect(None, directory)
-        yield redis.client
-        redis.close()
-
-
 @pytest.fixture
-def place(runner: ModelRunner, client: Any, tmp_path: Path) -> Iterator[Place]:
-    made = Place(runner, tmp_path, client)
+def place(runner: ModelRunner, redis_client: Any, tmp_path: Path) -> Iterator[Place]:
+    made = Place(runner, tmp_path, redis_client)
     yield made
     made.close()
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from block_store import redis_server
 from common.blocks import group_blocks
 from common.types import SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
@@ -26,14 +23,6 @@ from looseleaf.equality.workers import Workers
 VOCAB = 500
 CHOICES: tuple[Choice, ...] = ("swap", "give-back", "auto")
 NUM_WORLDS = int(os.environ.get("LOOSELEAF_TEST_WORLDS", "6"))
-
-
-@pytest.fixture(scope="module")
-def redis_client() -> Iterator[Any]:
-    with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
-        redis = redis_server.connect(None, directory)
-        yield redis.client
-        redis.close()
 
 
 @pytest.fixture(scope="module")

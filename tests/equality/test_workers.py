@@ -6,7 +6,6 @@ request has log-probabilities, and all run together, so that greedy, sampled, fo
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from block_store import redis_server
 from engine.config import ARCHITECTURES
 from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
@@ -39,14 +37,6 @@ class Subject:
 
     def check(self, found: list[Answer]) -> None:
         assert not (wrong := differences(self.cases, self.expected, found)), "\n".join(wrong)
-
-
-@pytest.fixture(scope="module")
-def redis_client() -> Iterator[Any]:
-    with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
-        redis = redis_server.connect(None, directory)
-        yield redis.client
-        redis.close()
 
 
 @pytest.fixture(scope="module")
