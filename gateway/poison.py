@@ -1,8 +1,8 @@
 """Requests whose workers died while they had them: after the second death nobody is sent such a request any more.
 
-A worker's death strikes every request that it had, the guilty one and its neighbours. These are prefilled again one at
-a time, so that none shares the guilty one's second death; they complete, and are forgotten here when they do. Knows no
-workers, only names of their lives.
+A worker's death strikes every request that it had, the guilty one and its neighbours. Whoever was struck is prefilled
+again with nobody beside it, so that the next death names the guilty one and a neighbour cannot be struck twice by two
+guilty ones. Progress in decode is proof of innocence. Knows no workers, only names of their lives.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from common.errors import Internal
 
@@ -31,12 +32,32 @@ class _Deaths:
     last_at: float = 0.0
 
 
+class _Company:
+    """Who of this gateway is being prefilled in one life of a worker."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        """First come, first served; whoever must be alone keeps it."""
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self._inside = 0
+
+    def enter(self) -> None:
+        self._inside += 1
+        self.empty.clear()
+
+    def leave(self) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self.empty.set()
+
+
 class PoisonList:
     """Deaths by request. One thread."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
-        self._struck_one_at_a_time = asyncio.Lock()
+        self._companies: WeakValueDictionary[str, _Company] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
         """Internal: the request's workers died twice."""
@@ -47,15 +68,22 @@ class PoisonList:
             raise Internal("the workers of this request died more than once; it is not tried again for a while")
 
     @asynccontextmanager
-    async def apart(self, digest: bytes) -> AsyncGenerator[None, None]:
-        """Hold this while a request is prefilled: of those that a death has struck one at a time gets it, all others at
-        once. Internal as `check`."""
-        if digest not in self._deaths:
-            yield
-            return
-        async with self._struck_one_at_a_time:
+    async def entry(self, digest: bytes, life: str) -> AsyncGenerator[None, None]:
+        """Hold this while a request is prefilled in this life of a worker: alone if a death has struck it, else beside
+        all others that no death has struck. Internal as `check`."""
+        company = self._companies.setdefault(life, _Company())
+        async with company.turn:
             self.check(digest)
+            if digest in self._deaths:
+                await company.empty.wait()
+                self.check(digest)
+                yield
+                return
+            company.enter()
+        try:
             yield
+        finally:
+            company.leave()
 
     def died(self, digest: bytes, life: str) -> None:
         """The worker named by `life` ended while it had the request."""
@@ -66,8 +94,8 @@ class PoisonList:
         if len(self._deaths) > MOST_REMEMBERED:
             self._deaths.popitem(last=False)
 
-    def completed(self, digest: bytes) -> None:
-        """The request is harmless."""
+    def survived(self, digest: bytes) -> None:
+        """A decode worker has gone on with the request, or it is complete: it kills nobody."""
         self._deaths.pop(digest, None)
 
 

@@ -22,7 +22,7 @@ from gateway.admission import Gate, Place
 from gateway.assemble import Piece
 from gateway.decoding import DecodeHalf, HandOver
 from gateway.life import Life, Pieces
-from gateway.lost import WorkerLost, too_late
+from gateway.lost import WorkerLost, incarnation, too_late
 from gateway.metrics import Metrics
 from gateway.poison import PoisonList, digest_of
 from gateway.validate import ResolvedRequest
@@ -71,7 +71,6 @@ class RequestRunner:
                         if piece.summary is not None:
                             assert piece.finish_reason is not None
                             outcome = piece.finish_reason.value
-                            self._poison.completed(life.digest)
                         yield piece
             finally:
                 self._workers.keep_promise(place)
@@ -150,7 +149,7 @@ class RequestRunner:
     async def _attempt(self, life: Life, place: Place) -> AsyncGenerator[Piece, None]:
         """One prefill and one decode."""
         try:
-            async with asyncio.timeout(life.remaining_s()), self._poison.apart(life.digest):
+            async with asyncio.timeout(life.remaining_s()):
                 prefill = await self._pick_prefill(life)
                 done = await self._prefill(life, prefill)
         except TimeoutError:
@@ -160,12 +159,15 @@ class RequestRunner:
         first: Pieces = {}
         going = life.accept_first(first, done)
         if not life.num_open:
+            self._poison.survived(life.digest)
             list(first.values())[-1].summary = life.summary()
             for piece in first.values():
                 yield piece
             return
         async with aclosing(self._decode.run(life, HandOver(prefill, done, first, going))) as pieces:
             async for piece in pieces:
+                if piece is not first.get(piece.index):
+                    self._poison.survived(life.digest)
                 yield piece
 
     async def _pick_prefill(self, life: Life) -> WorkerRecord:
@@ -187,7 +189,8 @@ class RequestRunner:
         self._metrics.dispatched("prefill", worker.worker_id)
         began = time.monotonic()
         try:
-            done = await self._workers.prefill(worker, message, life.remaining_s())
+            entry = self._poison.entry(life.digest, incarnation(worker))
+            done = await self._workers.prefill(worker, message, life.remaining_s(), entry)
         except WorkerLost:
             life.took(prefill_ns=_since_ns(began))
             raise

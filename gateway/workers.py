@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from common.types import WorkerLoad, WorkerRecord
 from gateway.admission import Place
@@ -110,15 +111,21 @@ class Workers:
         return state.record
 
     async def prefill(
-        self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float
+        self,
+        worker: WorkerRecord,
+        request: prefill_pb2.PrefillRequest,
+        timeout_s: float,
+        entry: AbstractAsyncContextManager[None],
     ) -> prefill_pb2.PrefillDone:
-        """Errors as `PrefillClient.prefill`; a worker that failed is passed over for a while."""
+        """Prefill within `entry`, whose wait counts as the worker's load. Errors as `PrefillClient.prefill`; a worker
+        that failed is passed over for a while."""
         state = self._router.workers.get(worker.worker_id)
         num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
         if state is not None:
             state.dispatched_tokens += num_tokens
         try:
-            return await self._prefills.prefill(worker, request, timeout_s)
+            async with entry:
+                return await self._prefills.prefill(worker, request, timeout_s)
         except WorkerLost as lost:
             if lost.unreachable:
                 self._router.unreachable(worker.worker_id, time.monotonic())

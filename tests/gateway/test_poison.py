@@ -23,10 +23,10 @@ def test_two_deaths_of_different_workers_make_a_request_poison() -> None:
     poison.check(digest_of([1, 2, 3], b"another tenant"))
 
 
-def test_what_completes_is_forgotten_and_so_is_what_is_old() -> None:
+def test_what_survives_is_forgotten_and_so_is_what_is_old() -> None:
     poison = PoisonList()
     poison.died(DIGEST, "a")
-    poison.completed(DIGEST)
+    poison.survived(DIGEST)
     poison.died(DIGEST, "b")
     poison.check(DIGEST)
     poison.died(DIGEST, "c")
@@ -35,24 +35,51 @@ def test_what_completes_is_forgotten_and_so_is_what_is_old() -> None:
     poison.check(DIGEST)
 
 
-async def test_the_struck_are_tried_one_at_a_time() -> None:
-    """The second death is the guilty one's alone; whoever was never struck waits for nobody."""
+async def test_whoever_was_struck_is_prefilled_alone() -> None:
+    """The second death is the guilty one's alone, a guilty one that was never struck comes after or before it."""
     poison = PoisonList()
     for name in (b"guilty", b"neighbour"):
         poison.died(name, "w0")
-    tried: list[bytes] = []
+    inside: list[bytes] = []
+    company: dict[bytes, list[bytes]] = {}
 
-    async def attempt(name: bytes) -> None:
-        async with poison.apart(name):
-            tried.append(name)
-            await asyncio.sleep(0)
+    async def attempt(name: bytes, life: str = "w1") -> None:
+        async with poison.entry(name, life):
+            inside.append(name)
+            for _ in range(5):
+                company.setdefault(name, []).extend(inside)
+                await asyncio.sleep(0)
             if name == b"guilty":
-                poison.died(name, "w1")
+                poison.died(name, life)
+            inside.remove(name)
 
-    again = [asyncio.create_task(attempt(name)) for name in (b"guilty", b"neighbour", b"guilty")]
-    async with poison.apart(b"other"):
-        await asyncio.sleep(0)
-        assert tried == [b"guilty"]
-    results = await asyncio.gather(*again, return_exceptions=True)
-    assert tried == [b"guilty", b"neighbour"] and isinstance(results[2], Internal)
+    names = (b"unstruck", b"other", b"guilty", b"unstruck", b"neighbour", b"guilty", b"other")
+    results = await asyncio.gather(*(attempt(name) for name in names), return_exceptions=True)
+    assert [isinstance(result, Internal) for result in results] == [
+        name == b"guilty" and i > 2 for i, name in enumerate(names)
+    ]
+    assert set(company[b"guilty"]) == {b"guilty"} and set(company[b"neighbour"]) == {b"neighbour"}
+    assert {b"unstruck", b"other"} <= set(company[b"unstruck"])  # those that nothing has struck share
     poison.check(b"neighbour")
+
+
+async def test_another_worker_need_not_wait() -> None:
+    """The struck are alone in one life of one worker; a life that nobody waits for is forgotten."""
+    poison = PoisonList()
+    poison.died(DIGEST, "w0")
+    entries = [poison.entry(DIGEST, "w1"), poison.entry(b"other", "w2"), poison.entry(b"third", "w2")]
+    async with asyncio.timeout(1.0), entries[0], entries[1], entries[2]:
+        assert len(poison._companies) == 2
+    del entries
+    assert len(poison._companies) == 0
+
+
+async def test_who_gives_up_waiting_holds_nothing() -> None:
+    poison = PoisonList()
+    poison.died(DIGEST, "w0")
+    async with poison.entry(b"other", "w1"):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), poison.entry(DIGEST, "w1"):
+                raise AssertionError("not alone")
+        async with asyncio.timeout(1.0), poison.entry(b"third", "w1"):
+            pass

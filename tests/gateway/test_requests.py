@@ -186,7 +186,7 @@ async def test_slow_workers_whose_hearts_beat_are_waited_for(make_rig: MakeRig) 
 
 
 async def test_a_request_whose_workers_die_twice_is_refused_from_then_on(make_rig: MakeRig) -> None:
-    rig = await make_rig(Script(submits=[Fault("die", 2), Fault("die", 2)]), num_decode=3)
+    rig = await make_rig(Script(submits=[Fault("die", 0), Fault("die", 0)]), num_decode=3)
     with pytest.raises(Internal):
         await run(rig)
     assert len(rig.script.submitted) == 2
@@ -194,6 +194,12 @@ async def test_a_request_whose_workers_die_twice_is_refused_from_then_on(make_ri
         await run(rig, seed=5, temperature=1.0)
     assert len(rig.script.prefilled) == 2, "refused before it reaches a worker"
     assert ids_of(await run(rig, prompt=IdsPrompt([1, 2, 3]))) == expected_ids([1, 2, 3], 12)
+
+
+async def test_a_request_that_goes_on_between_deaths_did_not_cause_them(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(submits=[Fault("die", 2), Fault("die", 2)]), num_decode=3)
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+    assert len(rig.script.submitted) == 3
 
 
 async def test_a_request_that_completes_after_a_death_is_forgotten(make_rig: MakeRig) -> None:
