@@ -33,7 +33,7 @@ OnLoad = Callable[[str, WorkerLoad], None]
 class Limits:
     """How long workers may say nothing."""
 
-    silence_s: float = 2.5
+    silence_s: float = 2.25
     """Not even a heartbeat: the process is frozen, or its host is gone."""
     stall_s: float = 60.0
     """Heartbeats, but no step although it has sequences of ours."""

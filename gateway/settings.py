@@ -33,7 +33,7 @@ class GatewaySettings(ServerSettings):
     )
     recover_s: float = Field(30.0, ge=0, description="how long a request whose workers are lost waits for others")
     silence_s: float = Field(
-        2.5, gt=0.5, description="a worker that sends nothing for so long, not even heartbeats, is given up"
+        2.25, gt=0.5, description="a worker that sends nothing for so long, not even heartbeats, is given up"
     )
     stall_s: float = Field(
         60.0, gt=0, description="a decode worker with sequences that makes no step for so long is given up"
