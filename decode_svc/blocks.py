@@ -18,10 +18,10 @@ from block_store.hashing import next_hash
 from common.types import BlockRef
 from decode_svc.scheduler import Group
 from engine.runner import ModelRunner
-from engine.sequence import BlockTable, Chunk, Sequence, Step
+from engine.sequence import BlockTable, Sequence, Step
 
-Plan = list[tuple[Group, Chunk]]
-"""What one step computes; the chunks of a group stand together, in the order of its live sequences."""
+Plan = list[tuple[Group, Sequence]]
+"""Whose next position one step computes; the sequences of a group stand together, in the order of its live ones."""
 
 
 class RunningBlocks:
@@ -39,13 +39,13 @@ class RunningBlocks:
 
         Of k that share a block not sealed, k - 1 copy it and the last one keeps it.
         """
-        size = self._block_size  # in a step most sequences have room, and no more is asked of these
-        found = [s for s in group.live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
-        if len(group.live) == 1 or len(found) == len(group.live):  # groups share sealed blocks only
+        size, live = self._block_size, group.live  # in a step most have room, and no more is asked of these
+        found = [s for s in live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
+        if len(live) == 1 or len(found) == len(live):  # groups share sealed blocks only
             return found
-        leaving = Counter(s.copy_from for s in group.live if s.copy_from is not None)  # of a step that did not run
+        leaving = Counter(s.copy_from for s in live if s.copy_from is not None)  # of a step that did not run
         needy: list[Sequence] = []
-        for sequence in group.live:
+        for sequence in live:
             if sequence in found:
                 needy.append(sequence)
             elif self._attached.held.count(tail := sequence.table[-1]) - leaving[tail] > 1:
@@ -79,7 +79,7 @@ class RunningBlocks:
             found |= {group for (group, _), row in zip(plan, rows, strict=True) if not arena.check(*row)}
         if copying and not arena.check_refs([_source(s) for s in copying]):
             lost = [s for s in copying if not arena.check_refs([_source(s)])]
-            found |= {group for group, chunk in plan if chunk.sequence in lost}
+            found |= {group for group, sequence in plan if sequence in lost}
         return found
 
     # --- after it
@@ -98,12 +98,13 @@ class RunningBlocks:
         Each was written by one sequence alone, so none stands here twice. Where equal content is published already,
         by another sequence of the same step too, that block takes its place.
         """
-        filled = [s for s in sequences if s.num_full_blocks(self._block_size) > s.num_sealed]
+        size = self._block_size
+        filled = [s for s in sequences if s.num_computed // size > s.num_sealed]
         if not filled:
             return
         items: list[SealItem] = []
         for sequence in filled:
-            sequence.extend_hashes(sequence.num_sealed + 1, self._block_size, next_hash)
+            sequence.extend_hashes(sequence.num_sealed + 1, size, next_hash)
             block = sequence.num_sealed
             items.append(SealItem(sequence.table[block], sequence.block_hash(block)))
         for sequence, ref in zip(filled, self._attached.held.seal(items), strict=True):
@@ -151,7 +152,7 @@ def forget(sequence: Sequence) -> None:
 
 def copying(plan: Plan) -> list[Sequence]:
     """Who copies a block before the step."""
-    return [chunk.sequence for _, chunk in plan if chunk.sequence.copy_from is not None]
+    return [sequence for _, sequence in plan if sequence.copy_from is not None]
 
 
 def _source(sequence: Sequence) -> BlockRef:

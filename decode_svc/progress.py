@@ -13,11 +13,11 @@ from decode_svc.blocks import Plan, RunningBlocks
 from decode_svc.outputs import Outbox, of_beams, of_token
 from decode_svc.scheduler import Group
 from engine.beam import BeamSearch, Candidates
-from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
-from engine.sequence import Chunk, Sequence
+from engine.sampler import Sampled, Sampler, SampleRow, beam_candidates
+from engine.sequence import Sequence
 
-Drawn = tuple[tuple[Group, Chunk], Sampled]
-"""A sample's chunk and its next token."""
+Drawn = tuple[tuple[Group, Sequence], Sampled]
+"""A sample and its next token."""
 Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
 """Beam searches and the candidates of their running beams."""
 
@@ -33,17 +33,18 @@ class Progress:
         self._outbox = outbox
         self._max_model_len = max_model_len
         self._on_end = on_end
+        self._sampler = Sampler()
 
     def take(self, plan: Plan, logits: torch.Tensor) -> None:
         """What a step brought: fp32 logits [len(plan), vocab]."""
-        samples, searches = draw(plan, logits)
+        samples, searches = self._draw(plan, logits)
         ended: list[Sequence] = []
+        emit, limit = self._outbox.emit, self._max_model_len
         try:
-            for (group, chunk), sample in samples:
-                sequence = chunk.sequence
+            for (group, sequence), sample in samples:
                 sequence.output_ids.append(sample.token_id)
-                reason = sequence.finish_reason(self._max_model_len)
-                self._outbox.emit(group, of_token(group, sequence, sample, reason))
+                reason = sequence.finish_reason(limit)
+                emit(group, of_token(group, sequence, sample, reason))
                 if reason is not None:
                     ended.append(sequence)
                     self._end(group, [sequence])
@@ -70,6 +71,19 @@ class Progress:
             self._end(group, gone)
             self._blocks.release(gone)
 
+    def _draw(self, plan: Plan, logits: torch.Tensor) -> tuple[list[Drawn], Steps]:
+        """Logits are fp32 [len(plan), vocab]."""
+        beams = [row for row, (group, _) in enumerate(plan) if group.search is not None]
+        if not beams:
+            return self._samples(plan, logits), []
+        others = [row for row, (group, _) in enumerate(plan) if group.search is None]
+        samples = self._samples([plan[row] for row in others], logits[others]) if others else []
+        return samples, _steps([plan[row] for row in beams], logits[beams] if others else logits)
+
+    def _samples(self, plan: Plan, logits: torch.Tensor) -> list[Drawn]:
+        found = self._sampler.draw(logits, [sequence for _, sequence in plan])
+        return list(zip(plan, found, strict=True))
+
     def _end(self, group: Group, sequences: list[Sequence]) -> None:
         """Take sequences, whose blocks the caller releases, out of a group; the last ones end it."""
         for sequence in sequences:
@@ -78,29 +92,14 @@ class Progress:
             self._on_end(group)
 
 
-def draw(plan: Plan, logits: torch.Tensor) -> tuple[list[Drawn], Steps]:
-    """Logits are fp32 [len(plan), vocab]."""
-    beams = [row for row, (group, _) in enumerate(plan) if group.search is not None]
-    if not beams:
-        return _samples(plan, logits), []
-    others = [row for row, (group, _) in enumerate(plan) if group.search is None]
-    samples = _samples([plan[row] for row in others], logits[others]) if others else []
-    return samples, _steps([plan[row] for row in beams], logits[beams] if others else logits)
-
-
-def _samples(plan: Plan, logits: torch.Tensor) -> list[Drawn]:
-    found = sample_rows(logits, [SampleRow.of(chunk.sequence) for _, chunk in plan])
-    return list(zip(plan, found, strict=True))
-
-
 def _steps(plan: Plan, logits: torch.Tensor) -> Steps:
     rows, counts, steps = [], [], Steps()
-    for group, chunk in plan:
+    for group, sequence in plan:
         search = group.search
         assert search is not None
         if not steps or steps[-1][0] is not group:
             steps.append((group, search, []))
-        rows.append(SampleRow.of(chunk.sequence))
+        rows.append(SampleRow.of(sequence))
         counts.append(search.num_candidates)
     found = iter(beam_candidates(logits, rows, counts))
     for group, _, candidates in steps:

@@ -21,8 +21,9 @@ from decode_svc.progress import Progress
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
 from engine.beam import BeamSearch, Candidates
+from engine.rows import DecodeRows
 from engine.runner import ModelRunner
-from engine.sequence import Chunk, Sequence, Step, lay_out
+from engine.sequence import Sequence, Step
 
 logger = logging.getLogger("decode")
 RETRY_ALLOC_S = 0.005
@@ -46,6 +47,7 @@ class DecodeWorker:
         self._scheduler = scheduler
         self._domain = domain
         self._block_size = runner.layout.block_size
+        self._rows = DecodeRows(self._block_size)
         self._blocks = RunningBlocks(runner, attached)
         self._claims = Claims(attached)
         self._outbox = Outbox()
@@ -209,7 +211,7 @@ class DecodeWorker:
             needy = self._blocks.needy(group)
             if needy and not self._reserve_for(group, needy):
                 break  # the last group waits until others release blocks
-            plan += [(group, Chunk(sequence, 1)) for sequence in group.live]
+            plan += [(group, sequence) for sequence in group.live]
         return plan
 
     def _needed(self) -> int:
@@ -238,7 +240,8 @@ class DecodeWorker:
                 self._preempt(victim)
 
     def _run(self, plan: Plan) -> None:
-        step = lay_out([chunk for _, chunk in plan], self._block_size)
+        sequences = [sequence for _, sequence in plan]
+        step = self._rows.lay_out(sequences)
         copies = copying(plan)
         if not self._check(plan, step, copies):  # before anything is launched: what it rejects releases its blocks
             return
@@ -249,9 +252,9 @@ class DecodeWorker:
         if not self._check(plan, step, copies):
             return
         self._blocks.copied(copies)
-        for _, chunk in plan:
-            chunk.sequence.num_computed = chunk.end
-        self._blocks.seal(chunk.sequence for _, chunk in plan)
+        for sequence in sequences:
+            sequence.num_computed += 1
+        self._blocks.seal(sequences)
         self._progress.take(plan, logits)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence]) -> bool:

@@ -58,30 +58,70 @@ class Sampled(NamedTuple):
     logprob: TokenLogprob | None
 
 
+class Columns:
+    """What a batch's draws have in common from step to step: parameters as arrays, and which rows ask for more."""
+
+    __slots__ = ("_floats", "_ints", "_samples", "adjusted", "asked", "counts")
+
+    def __init__(self, rows: Seq[SampleRow]) -> None:
+        params = [row.params for row in rows]
+        self._floats = [
+            torch.tensor(column, dtype=torch.float32)
+            for column in ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params])
+        ]
+        seeds = np.array([p.seed for p in params], np.uint64).view(np.int64)  # unsigned: the kernel takes the bits
+        self._ints = [torch.tensor([p.top_k for p in params]), torch.from_numpy(seeds)]
+        self._samples = torch.tensor([row.sample_index for row in rows])
+        self.adjusted = [i for i, row in enumerate(rows) if _may_adjust(row)]
+        """Rows whose logits may be changed before the draw."""
+        self.asked = [i for i, p in enumerate(params) if p.logprobs is not None]
+        """Rows that want log-probabilities, and of how many tokens beside their own."""
+        self.counts = [params[i].logprobs or 0 for i in self.asked]
+
+    def draw(self, adjusted: torch.Tensor, positions: torch.Tensor) -> list[int]:
+        """One token per row of fp32 logits [B, vocab]; positions int64 [B]."""
+        (heat, top_p, min_p), (top_k, seeds) = self._floats, self._ints
+        ids: list[int] = sample(adjusted, heat, top_k, top_p, min_p, seeds, self._samples, positions).tolist()
+        return ids
+
+    def logprobs(self, logits: torch.Tensor, ids: Seq[int]) -> list[TokenLogprob | None]:
+        """Of the tokens that were drawn, from the logits as they were; None for rows that did not ask."""
+        found: list[TokenLogprob | None] = [None] * len(ids)
+        if self.asked:
+            values = _logprobs(logits[self.asked], [ids[row] for row in self.asked], self.counts)
+            for row, value in zip(self.asked, values, strict=True):
+                found[row] = value
+        return found
+
+
 @torch.inference_mode()
 def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
     """Draw one token per row of fp32 logits [B, vocab]; the logits are left as they are."""
-    params = [row.params for row in rows]
-    adjusted = _adjust(logits, rows)
-    drawn = sample(
-        adjusted,
-        [p.temperature for p in params],
-        [p.top_k for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-        [p.seed for p in params],
-        [row.sample_index for row in rows],
-        [row.position for row in rows],
-    )
-    ids: list[int] = drawn.tolist()
-    logprobs: list[TokenLogprob | None] = [None] * len(rows)
-    asked = [index for index, p in enumerate(params) if p.logprobs is not None]
-    if asked:
-        counts = [params[index].logprobs or 0 for index in asked]
-        found = _logprobs(logits[asked], [ids[index] for index in asked], counts)
-        for index, logprob in zip(asked, found, strict=True):
-            logprobs[index] = logprob
-    return [Sampled(token_id, logprob) for token_id, logprob in zip(ids, logprobs, strict=True)]
+    columns = Columns(rows)
+    adjusted = _adjust(logits, [(i, rows[i]) for i in columns.adjusted])
+    ids = columns.draw(adjusted, torch.tensor([row.position for row in rows]))
+    return list(map(Sampled, ids, columns.logprobs(logits, ids)))
+
+
+class Sampler:
+    """Draws for the same sequences step after step: their parameters are laid out when the batch changes."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._columns = Columns(())
+
+    @torch.inference_mode()
+    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
+        """`sample_rows` of `SampleRow.of` each sequence."""
+        if sequences != self._sequences:  # by identity
+            self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
+        columns = self._columns
+        adjusted = logits
+        if columns.adjusted:
+            adjusted = _adjust(logits, [(i, SampleRow.of(sequences[i])) for i in columns.adjusted])
+        positions = torch.from_numpy(np.array([len(s.output_ids) for s in sequences], np.int64))
+        ids = columns.draw(adjusted, positions)
+        return list(map(Sampled, ids, columns.logprobs(logits, ids)))
 
 
 @torch.inference_mode()
@@ -100,7 +140,7 @@ def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]
     if not len(rows):
         return []
     unused = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    top = log_softmax_top(_adjust(logits, rows), unused, min(max(counts), logits.shape[1]))
+    top = log_softmax_top(_adjust(logits, list(enumerate(rows))), unused, min(max(counts), logits.shape[1]))
     ids, values = top.top_ids.tolist(), top.top.tolist()
     return [Candidates(ids[i][:count], values[i][:count]) for i, count in enumerate(counts)]
 
@@ -119,11 +159,16 @@ def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> li
 # --- what changes logits before the draw
 
 
-def _adjust(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
-    """Logits [B, vocab] after bias, min_tokens and penalties; a copy only if some row has any of these."""
-    biases = [(i, row) for i, row in enumerate(rows) if row.params.logit_bias]
-    short = [(i, row) for i, row in enumerate(rows) if row.position < row.stopping.min_tokens]
-    penalised = [(i, row) for i, row in enumerate(rows) if row.params.has_penalties]
+def _may_adjust(row: SampleRow) -> bool:
+    """Whether `_adjust` may have something to do for a row, at this or a later position."""
+    return bool(row.params.logit_bias) or row.stopping.min_tokens > 0 or row.params.has_penalties
+
+
+def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
+    """Logits [B, vocab] after bias, min_tokens and penalties of these rows; a copy only if one has any of these."""
+    biases = [(i, row) for i, row in rows if row.params.logit_bias]
+    short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens]
+    penalised = [(i, row) for i, row in rows if row.params.has_penalties]
     if not (biases or short or penalised):
         return logits
     logits = logits.clone(memory_format=torch.contiguous_format)

@@ -9,6 +9,7 @@ A sequence's tokens are prompt + outputs. KV of position p lies in block table[p
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -21,21 +22,26 @@ import numpy.typing as npt
 from common.types import BlockRef, FinishReason, PromptSources, SamplingParams, StoppingParams, TokenLogprob
 from engine.step import StepInput
 
+_STAMPS = itertools.count(1)
+
 
 class BlockTable(Seq[BlockRef]):
     """A sequence's blocks in token order, kept as two growing arrays, so that a step copies rows and builds none."""
 
-    __slots__ = ("_blocks", "_generations")
+    __slots__ = ("_blocks", "_generations", "stamp")
 
     def __init__(self, refs: Iterable[BlockRef] = ()) -> None:
         self._blocks = array("I")  # u32 block numbers
         self._generations = array("Q")  # u64 generations
+        self.stamp = next(_STAMPS)
+        """No other table, and not this one with other blocks, has or had this number."""
         for ref in refs:
             self.append(ref)
 
     def append(self, ref: BlockRef) -> None:
         self._blocks.append(ref.block)
         self._generations.append(ref.generation)
+        self.stamp = next(_STAMPS)
 
     def copy(self) -> BlockTable:
         """A table of the same blocks that grows by itself."""
@@ -62,6 +68,7 @@ class BlockTable(Seq[BlockRef]):
 
     def __setitem__(self, index: int, ref: BlockRef) -> None:
         self._blocks[index], self._generations[index] = ref
+        self.stamp = next(_STAMPS)
 
     def __iter__(self) -> Iterator[BlockRef]:
         return map(BlockRef, self._blocks, self._generations)
@@ -144,11 +151,12 @@ class Sequence:
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the newest token ended the sequence."""
-        if not self.output_ids:
+        num_outputs, stopping = len(self.output_ids), self.stopping
+        if num_outputs == 0:
             return None
-        if len(self.output_ids) >= self.stopping.min_tokens and self.output_ids[-1] in self.stopping.stop_token_ids:
+        if self.output_ids[-1] in stopping.stop_token_ids and num_outputs >= stopping.min_tokens:
             return FinishReason.STOP
-        if len(self.output_ids) >= self.stopping.max_tokens or self.num_tokens >= max_model_len:
+        if num_outputs >= stopping.max_tokens or num_outputs + len(self.prompt_ids) >= max_model_len:
             return FinishReason.LENGTH
         return None
 

@@ -15,6 +15,7 @@ from decode_svc.outputs import Outbox, Session
 from decode_svc.progress import Progress
 from decode_svc.scheduler import Group
 from decode_svc.testing import DecodeBench
+from engine import sampler
 from engine.beam import Beam, BeamSearch, Candidates
 from engine.oracle import Oracle
 from engine.sequence import BlockTable, Sequence
@@ -98,7 +99,7 @@ def test_a_skipped_copy_shows(small: DecodeBench, monkeypatch: pytest.MonkeyPatc
 
 def test_all_kinds_go_in_one_pass_and_one_draw(small: DecodeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for owner, name in ((small.runner, "step"), (progress, "sample_rows"), (progress, "beam_candidates")):
+    for owner, name in ((small.runner, "step"), (sampler, "sample"), (progress, "beam_candidates")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, call=call, name=name: calls.append(name) or call(*args))
     asked: list[tuple[int, SamplingParams, StoppingParams]] = [
@@ -112,7 +113,7 @@ def test_all_kinds_go_in_one_pass_and_one_draw(small: DecodeBench, monkeypatch: 
         small.submit(handle, PROMPTS[length], sampling, stopping)
     calls.clear()
     small.worker.step()
-    assert calls == ["step", "sample_rows", "beam_candidates"]
+    assert calls == ["step", "sample", "beam_candidates"]
     small.run()
     monkeypatch.undo()
     for handle, (length, sampling, stopping) in enumerate(asked):

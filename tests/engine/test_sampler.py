@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from common.types import SamplingParams, StoppingParams
-from engine.sampler import SampleRow, _adjust, prompt_logprobs, sample_rows
+from engine.sampler import Sampler, SampleRow, _adjust, prompt_logprobs, sample_rows
+from engine.sequence import Sequence
 
 VOCAB = 97
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,7 +67,7 @@ def test_penalties_bias_and_min_tokens_are_vllms() -> None:
     rows = mixed_rows()
     logits = random_logits(len(rows))
     kept = logits.clone()
-    got = _adjust(logits, rows)
+    got = _adjust(logits, list(enumerate(rows)))
     want = torch.tensor([plain_adjust(values, r) for values, r in zip(logits.tolist(), rows, strict=True)])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert torch.equal(logits, kept), "the caller's logits were changed"
@@ -80,6 +81,20 @@ def test_rows_do_not_depend_on_the_batch() -> None:
     assert together == alone
     order = [4, 2, 6, 0]
     assert sample_rows(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
+
+
+def test_a_sampler_draws_step_after_step_what_rows_alone_draw() -> None:
+    """Whoever joins, leaves or comes to its min_tokens changes what it has laid out."""
+    rows = [*mixed_rows(), row(SamplingParams(seed=(1 << 63) - 1, logprobs=2), [5], [6], sample_index=3)]
+    sequences = [Sequence(list(r.prompt_ids), list(r.output_ids), r.params, r.stopping, r.sample_index) for r in rows]
+    drawer, batches = Sampler(), [sequences, sequences, sequences, sequences[2:], sequences[::-1], sequences[:1]]
+    for step, batch in enumerate(batches):
+        logits = random_logits(len(batch), step)
+        found = drawer.draw(logits, batch)
+        assert found == sample_rows(logits, [SampleRow.of(s) for s in batch])
+        for sequence, sampled in zip(batch, found, strict=True):
+            assert (sampled.logprob is None) == (sequence.sampling.logprobs is None)
+            sequence.output_ids.append(sampled.token_id)
 
 
 def test_a_token_outside_the_vocabulary_does_not_reach_the_next_row() -> None:
