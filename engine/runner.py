@@ -50,6 +50,9 @@ logger = logging.getLogger("engine")
 
 PROFILE_MAX_KEYS = 1 << 21
 """Key positions that one profiling pass reads at most over all its sequences, to bound its time."""
+PROFILE_LAYERS_CPU = 2
+"""Layers that a profiling pass runs on a CPU, where nothing of a layer but its output stays: the second begins with
+what the first leaves, as all later ones do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ class ModelRunner:
         context and with logits of every row. With `graphs` also what `capture(max_num_seqs)` will take.
 
         All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most
-        2 Mi keys.
+        2 Mi keys; on a CPU a pass ends after two layers, so that a start does not wait for it.
         """
         self.warm_up()
         chunk = min(max_num_batched_tokens, self.max_model_len)
@@ -212,7 +215,8 @@ class ModelRunner:
             floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs
             sample(logits, floats, ints, floats, floats, ints, ints, ints)
 
-        peak = self.device.peak_bytes(largest_steps)
+        with self._shallow():
+            peak = self.device.peak_bytes(largest_steps)
         if graphs:
             peak += self._graph_bytes(max_num_seqs)
         self.device.release()
@@ -326,6 +330,17 @@ class ModelRunner:
         log_softmax_top(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
         with self.using(self.new_arena(2)):
             self.copy_blocks([0], [1])
+
+    @contextlib.contextmanager
+    def _shallow(self) -> Iterator[None]:
+        """On a CPU only the first layers of the model for a while."""
+        model = self._model
+        if self.device.compute_capability is None:
+            self._model = model.shallow(PROFILE_LAYERS_CPU)
+        try:
+            yield
+        finally:
+            self._model = model
 
     @property
     def _max_blocks(self) -> int:

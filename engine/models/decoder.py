@@ -5,8 +5,10 @@ Differences between the families are data in `ModelConfig` (biases, q/k norm, wi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch.nn.functional import embedding
@@ -74,6 +76,12 @@ class Decoder:
             weights.pack(self._embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
         )
         weights.finish(allowed=["lm_head.weight"] if tied else [])
+
+    def shallow(self, num_layers: int) -> Self:
+        """The same weights with only the first `num_layers` layers: memory of a step, not its numbers, is alike."""
+        model = copy.copy(self)
+        model._layers = self._layers[:num_layers]
+        return model
 
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch.nn.functional import embedding, layer_norm
@@ -82,6 +84,12 @@ class Opt:
         tied = c.tie_embeddings
         self._lm_head = weights.pack(self._embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.embed_dim)
         weights.finish(allowed=["lm_head.weight"] if tied else [])
+
+    def shallow(self, num_layers: int) -> Self:
+        """As `Decoder.shallow`."""
+        model = copy.copy(self)
+        model._layers = self._layers[:num_layers]
+        return model
 
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
