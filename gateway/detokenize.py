@@ -6,13 +6,18 @@ and is held back, for at most three tokens: no character has more than four byte
 not hold up the text. The pieces put together equal the full decode; the one exception is a byte-fallback decoder (which
 turns a whole run of bytes into U+FFFD if any is wrong) when a wrong byte, or a literal U+FFFD spelled in bytes, is in
 the run of a character that is out already.
+
+Where a token always stands for the same bytes (byte-level BPE) there is a short way: only an unfinished character is
+looked at again, and the pieces are exactly the full decode.
 """
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Sequence
+from typing import Protocol
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 6
@@ -23,8 +28,87 @@ FORCE_TRIM_AT = 96
 MAX_PARTIAL = 3
 
 
-class Detokenizer:
+class Detokenizing(Protocol):
     """Incremental detokenization of one sample."""
+
+    def add(self, token_id: int) -> str:
+        """The text that became certain with this token; often empty inside a character."""
+
+    def flush(self) -> str:
+        """What is still held back, once no token will follow."""
+
+
+class Detokenizers:
+    """Makes a tokenizer's detokenizers."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
+
+    def begin(self, prompt_ids: Sequence[int] = ()) -> Detokenizing:
+        """For one sample, after its prompt."""
+        if self._bytes is None:
+            return Detokenizer(self._tokenizer, prompt_ids)
+        return ByteDetokenizer(self._bytes, prompt_ids)
+
+
+class TokenBytes:
+    """What each token stands for under a byte-level decoder, each worked out once. Special tokens stand for nothing."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._table = _byte_level_table()
+        self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        self.known: dict[int, tuple[bytes, str | None]] = {}
+        """By token id: its bytes, and their text if they are whole characters."""
+
+    def find(self, token_id: int) -> tuple[bytes, str | None]:
+        """The entry of `known`, made if it is missing."""
+        if (found := self.known.get(token_id)) is None:
+            raw = self._raw(self._tokenizer.id_to_token(token_id))
+            try:
+                found = raw, raw.decode()
+            except UnicodeDecodeError:
+                found = raw, None
+            self.known[token_id] = found
+        return found
+
+    def _raw(self, token: str | None) -> bytes:
+        if token is None or token in self._special:
+            return b""
+        table = self._table
+        return bytes(table[c] for c in token) if all(c in table for c in token) else token.encode()
+
+
+class ByteDetokenizer:
+    """Of one sample, where tokens are bytes; what is no UTF-8 becomes U+FFFD, as in the tokenizer's own decode."""
+
+    __slots__ = ("_bytes", "_held", "_known")
+
+    def __init__(self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = ()) -> None:
+        self._bytes = token_bytes
+        self._known = token_bytes.known
+        self._held = b""
+        """The beginning of a character, at most three bytes."""
+        for token_id in prompt_ids[-MAX_CONTEXT_IDS:]:
+            self.add(token_id)
+
+    def add(self, token_id: int) -> str:
+        raw, text = self._known.get(token_id) or self._bytes.find(token_id)
+        if text is not None and not self._held:
+            return text
+        data = self._held + raw
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
+
+    def flush(self) -> str:
+        text, self._held = utf_8_decode(self._held, "replace", True)[0], b""
+        return text
+
+
+class Detokenizer:
+    """Of one sample, with any decoder."""
 
     __slots__ = ("_emitted", "_ids", "_pending", "_tokenizer")
 

@@ -1,8 +1,8 @@
 """Prometheus metrics: each under its own looseleaf_ name and, where one exists, under vLLM's too.
 
-Every value is counted once; the second name is made when /metrics is read. Histograms of tokens are the hot path (one
-`observe` a token, about a microsecond). Definitions: time to first token is from arrival here to the first token's text
-leaving; inter-token latency is the time between messages to the client over the tokens in it.
+Every value is counted once; the second name is made when /metrics is read. Tokens are the hot path (`token_tally`).
+Definitions: time to first token is from arrival here to the first token's text leaving; inter-token latency is the time
+between messages to the client over the tokens in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from gateway.assemble import Summary
+from gateway.token_tally import TokenTally
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -80,12 +81,14 @@ class Metrics:
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token")
-        self._generated = self._counter("generation_tokens", "Tokens produced")
+        self._tally = TokenTally(model_name, _TOKEN_SECONDS)
+        self._registry.register(self._tally)
+        self.next_token = self._tally.between
+        """A token leaves alone, so many seconds after the sample's last one."""
         self._given_back = self._counter("requests_given_back", "Requests preempted by decode and prefilled again")
         self._hand_overs = self._counter("hand_overs", "Tickets submitted to decode workers")
         self._handed_tokens = self._counter("handed_over_tokens", "Token positions handed from prefill to decode")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
-        self._itl = self._histogram("inter_token_latency_seconds", "Between tokens", _TOKEN_SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for prefill", _SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "First prefill step to first token", _SECONDS)
@@ -136,17 +139,16 @@ class Metrics:
         self._prompt.inc(summary.prompt_tokens)
         self._queries.inc(summary.prompt_tokens)
         self._hits.inc(summary.sources.cached)
-        self._generated.inc()
+        self._tally.num_tokens += 1
 
     def tokens(self, count: int) -> None:
         """`count` tokens leave that followed none: of another sample's first message, or of a beam search."""
-        self._generated.inc(count)
+        self._tally.num_tokens += count
 
     def next_tokens(self, count: int, since_s: float) -> None:
         """`count` tokens leave in one message, `since_s` after the sample's last one."""
-        self._generated.inc(count)
-        for _ in range(count):
-            self._itl.observe(since_s / count)
+        if count:
+            self._tally.between(since_s / count, count)
 
     def dispatched(self, role: str, worker: str) -> None:
         """A request was sent to this worker."""

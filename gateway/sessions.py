@@ -45,13 +45,15 @@ class OutputStream:
     Bounded by samples and max_tokens: a worker sends each token once.
     """
 
-    __slots__ = ("_closed", "_outputs", "_waiter", "attempt", "handle", "running")
+    __slots__ = ("_closed", "_outputs", "_waiter", "attempt", "direct", "handle", "running")
 
     def __init__(self, handle: int, attempt: int, samples: Iterable[int]) -> None:
         self.handle = handle
         self.attempt = attempt
         self.running = set(samples)
         """Samples, or returned beams, that the worker has not ended and that were not cancelled."""
+        self.direct: Callable[[pb.SequenceOutput], bool] | None = None
+        """Asked first while the reader waits and nothing is left to read: True if it took the output."""
         self._outputs: deque[pb.SequenceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._closed: Exception | None = None
@@ -60,12 +62,23 @@ class OutputStream:
         """Take an output; one of another attempt is late and dropped. Whether the worker is done with the group."""
         if output.attempt != self.attempt:
             return False
+        if self.direct is not None and self._waiter is not None and not self._waiter.done() and self._passed_on(output):
+            return False
         self._outputs.append(output)
         self._wake()
         if output.finish_reason:
             self.running.discard(output.sample_index)
             return not self.running
         return output.rejection != pb.REJECTION_UNSPECIFIED
+
+    def _passed_on(self, output: pb.SequenceOutput) -> bool:
+        """Whether `direct` took it. If it fails, that is the end of this stream, not of the session."""
+        assert self.direct is not None
+        try:
+            return self.direct(output)
+        except Exception as error:
+            self.fail(error)
+            return True
 
     def fail(self, error: Exception) -> None:
         """No more outputs will come; what is there is still read."""

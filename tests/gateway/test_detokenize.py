@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from gateway.detokenize import Detokenizer, TokenTexts
+from gateway.detokenize import ByteDetokenizer, Detokenizer, Detokenizers, Detokenizing, TokenTexts
 from gateway.testing import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
 
 BYTE_LEVEL = make_tokenizer()
@@ -28,10 +28,40 @@ def make_byte_fallback() -> Tokenizer:
 BYTE_FALLBACK = make_byte_fallback()
 
 
+def pieces_of(detokenizer: Detokenizing, ids: list[int]) -> list[str]:
+    return [*map(detokenizer.add, ids), detokenizer.flush()]
+
+
 def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt or [])
-    pieces = [detokenizer.add(token) for token in ids]
-    return [*pieces, detokenizer.flush()]
+    return pieces_of(Detokenizer(tokenizer, prompt or []), ids)
+
+
+SHORT_WAY = Detokenizers(BYTE_LEVEL)
+
+
+def test_only_byte_level_tokenizers_have_the_short_way() -> None:
+    assert isinstance(SHORT_WAY.begin(), ByteDetokenizer)
+    assert isinstance(Detokenizers(BYTE_FALLBACK).begin(), Detokenizer)
+
+
+@given(TEXTS)
+@settings(max_examples=300, deadline=None)
+def test_the_short_way_puts_out_whole_characters_as_soon_as_they_are_there(text: str) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    pieces, sent = pieces_of(SHORT_WAY.begin(), ids), ""
+    for count, piece in enumerate(pieces[:-1], 1):
+        sent += piece
+        known = BYTE_LEVEL.decode(ids[:count])
+        assert sent == known or (known.endswith("\ufffd") and known.startswith(sent))
+    assert sent == text and not pieces[-1]
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE + 2), max_size=150), st.integers(0, 20))
+@settings(max_examples=300, deadline=None)
+def test_the_short_way_gives_the_full_decode_of_any_ids(ids: list[int], prompt_len: int) -> None:
+    assert "".join(pieces_of(SHORT_WAY.begin(), ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+    prompt = BYTE_LEVEL.encode("mill " * prompt_len, add_special_tokens=False).ids
+    assert "".join(pieces_of(SHORT_WAY.begin(prompt), ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
 
 
 @given(TEXTS)
@@ -69,6 +99,7 @@ def test_a_character_that_the_prompt_began_is_completed_in_the_output() -> None:
     prompt = BYTE_LEVEL.encode("x").ids + BYTE_LEVEL.encode("€", add_special_tokens=False).ids[:1]
     rest = BYTE_LEVEL.encode("€", add_special_tokens=False).ids[1:]
     assert "".join(stream(BYTE_LEVEL, rest, prompt=prompt)) == "€"
+    assert "".join(pieces_of(SHORT_WAY.begin(prompt), rest)) == "€"
 
 
 def test_bytes_that_are_no_text_do_not_hold_up_the_stream() -> None:

@@ -1,0 +1,44 @@
+"""Counts streamed tokens and the times between them, for /metrics.
+
+At a small part of the price of prometheus_client's own counters and histograms, which take locks: these are written and
+read in the event loop only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+_LABELS = ["model_name"]
+
+
+class TokenTally(Collector):
+    """Tokens produced, and a histogram of the seconds between them."""
+
+    def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:
+        """`bounds_s`: upper bounds of the histogram's buckets, rising."""
+        self.num_tokens = 0
+        self._model = [model_name]
+        self._bounds_s = bounds_s
+        self._buckets = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def between(self, since_s: float, count: int = 1) -> None:
+        """`count` tokens came at once, each counted as `since_s` after the one before it."""
+        self.num_tokens += count
+        self._buckets[bisect_left(self._bounds_s, since_s)] += count
+        self._sum_s += since_s * count
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily("looseleaf_generation_tokens", "Tokens produced", labels=_LABELS)
+        tokens.add_metric(self._model, self.num_tokens)
+        yield tokens
+        times = HistogramMetricFamily("looseleaf_inter_token_latency_seconds", "Between tokens", labels=_LABELS)
+        names = [*map(floatToGoString, self._bounds_s), "+Inf"]
+        times.add_metric(self._model, list(zip(names, accumulate(self._buckets), strict=True)), self._sum_s)
+        yield times
