@@ -1,20 +1,29 @@
 """`python -m looseleaf.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
 
+A flag `@ready:FILE:LINE` stands for that line of another service's ready file. What the service imports is imported
+before the file is waited for, so that services start beside each other though one needs another's address.
+
 PR_SET_PDEATHSIG would do it in the kernel, but it fires when the *thread* that started the child ends, and `LLM` may be
 made in any thread. So a thread watches the parent's pid instead.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import runpy
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 _POLL_S = 0.5
 _GRACE_S = 15.0
+_READY_POLL_S = 0.02
+_READY = "@ready:"
 
 
 def _follow(parent: int) -> None:
@@ -26,11 +35,39 @@ def _follow(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def later(ready_file: Path, line: int) -> str:
+    """The flag that stands for a line of a ready file, counted from 0."""
+    return f"{_READY}{ready_file}:{line}"
+
+
+def _filled(flags: Sequence[str], package: str) -> list[str]:
+    """`flags` with the lines that they stand for; waits until the files are there."""
+    if any(flag.startswith(_READY) for flag in flags):
+        _import_for(package)
+    return [_line(flag) if flag.startswith(_READY) else flag for flag in flags]
+
+
+def _line(flag: str) -> str:
+    name, _, line = flag.removeprefix(_READY).rpartition(":")
+    while not (file := Path(name)).exists():  # a parent that has given up ends us
+        time.sleep(_READY_POLL_S)
+    return file.read_text(encoding="utf-8").split()[int(line)]
+
+
+def _import_for(package: str) -> None:
+    """Import what the service's main module imports, and forget that module, which is to be run."""
+    spec = importlib.util.find_spec(package)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    name = f"{package}.__main__" if is_package else package
+    importlib.import_module(name)
+    del sys.modules[name]
+
+
 def main() -> None:
     """Start the watch, then become the service."""
     parent, package = int(sys.argv[1]), sys.argv[2]
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()
-    sys.argv[1:] = sys.argv[3:]
+    sys.argv[1:] = _filled(sys.argv[3:], package)
     runpy.run_module(package, run_name="__main__", alter_sys=True)
 
 

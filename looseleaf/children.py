@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import StartupError
+from looseleaf.child import later
 
 _POLL_S = 0.05
 _TAIL_LINES = 20
@@ -64,6 +65,10 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def later(self, line: int) -> str:
+        """A flag for a service that is started before this one is ready: it waits for this line of the ready file."""
+        return later(self._ready_file, line)
 
     @property
     def status(self) -> int | None:

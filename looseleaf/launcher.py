@@ -19,8 +19,8 @@ from typing import Self
 
 from common.errors import StartupError
 from looseleaf.children import Child, ChildDied, Echo, ServiceSpec, end, wait_ready
-from looseleaf.device import resolve_device
-from looseleaf.model_source import REPOSITORY, ModelSource, resolve
+from looseleaf.model_source import ModelSource, resolve
+from looseleaf.placement import child_environment, describe, settled, threads_per_worker, worker_processes
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT, SharedDirectory
 
@@ -65,7 +65,6 @@ class Launcher:
         self._children: list[Child] = []
         self._shared: SharedDirectory | None = None
         self._run_directory: Path | None = None
-        self._environment: dict[str, str] = {}
         self._restarts: dict[str, list[float]] = {}
 
     def start(self) -> Addresses:
@@ -77,7 +76,8 @@ class Launcher:
             raise
 
     def _start(self) -> Addresses:
-        settings = self._settings = settled(self._settings)
+        asked, settings = self._settings, settled(self._settings)
+        self._settings = settings
         source = resolve(settings.model or settings.model_directory, dummy=settings.load_format == "dummy")
         if source.notice:
             self._echo(source.notice)
@@ -85,17 +85,17 @@ class Launcher:
             check_port_free(settings.host, port)
         self._shared = SharedDirectory(Path(settings.directory) if settings.directory else ROOT)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
-        self._environment = child_environment(os.environ, threads_per_worker(settings))
-        timeout_s = settings.startup_timeout_s
-
+        self._echo(describe(asked, settings))
+        # All at once: who needs the store's address, or Redis', waits for it itself.
         store = self._spawn("block_store", "block_store", store_flags(settings, self._shared.path, source))
-        ((store_address, redis_url),) = wait_ready([store], self._children, timeout_s)
+        store_address, redis_url = store.later(0), store.later(1)
         flags = worker_flags(settings, source, store_address)
         for name, package in worker_processes(settings):
             by_role = [] if package == "prefill_svc" else decode_flags(settings)
             self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
         self._spawn("gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings))
-        return self._addresses(wait_ready(self._children, self._children, timeout_s), source.notice)
+        ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
+        return self._addresses(ready, source.notice)
 
     def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
         """From the ready lines of all services; the gateway's are HTTP, then gRPC."""
@@ -106,7 +106,7 @@ class Launcher:
 
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
         assert self._shared is not None
-        environment = {**self._environment, **(extra or {})}
+        environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
         child = self._child(ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd))
         self._children.append(child)
         return child
@@ -166,31 +166,6 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def settled(settings: ServeSettings) -> ServeSettings:
-    """`settings` with device and roles decided. StartupError: the device is not to be had, or the counts differ."""
-    device = resolve_device(settings.device)
-    paired = settings.prefill == settings.decode
-    roles = settings.roles if settings.roles != "auto" else "both" if device == "cuda" and paired else "split"
-    if roles == "both" and not paired:
-        raise StartupError(
-            f"--prefill {settings.prefill} and --decode {settings.decode} must be equal where each process hosts both "
-            "roles; --roles split has them apart"
-        )
-    return settings.model_copy(update={"device": device, "roles": roles})
-
-
-def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
-    """(name, package) of every worker process of settled `settings`."""
-    if settings.roles == "both":
-        return [(name, "looseleaf.worker") for name in numbered("worker", settings.prefill)]
-    counts = {"prefill": settings.prefill, "decode": settings.decode}
-    return [(name, f"{role}_svc") for role, count in counts.items() for name in numbered(role, count)]
-
-
-def numbered(name: str, count: int) -> list[str]:
-    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
 def flags_of(values: Mapping[str, object | None]) -> list[str]:
@@ -258,26 +233,6 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
 def api_key(settings: ServeSettings) -> dict[str, str]:
     """The credential as a variable: flags can be read by every user of the machine."""
     return {} if settings.api_key is None else {"LOOSELEAF_GATEWAY_API_KEY": settings.api_key}
-
-
-def threads_per_worker(settings: ServeSettings) -> int:
-    """`--threads`, else an even share of the cores this process may use."""
-    if settings.threads:
-        return settings.threads
-    return max(1, len(os.sched_getaffinity(0)) // len(worker_processes(settings)))
-
-
-def child_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The environment of every service.
-
-    OpenMP threads wait passively: on few cores, two processes whose threads spin destroy each other.
-    """
-    environment = dict(base)
-    environment.update({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"})
-    if (REPOSITORY / "pyproject.toml").is_file():  # a checkout, which need not be installed
-        paths = [str(REPOSITORY), *filter(None, [base.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return environment
 
 
 def check_port_free(host: str, port: int) -> None:

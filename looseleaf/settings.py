@@ -25,12 +25,14 @@ class ServeSettings(Settings):
     model: str | None = Field(None, description="the same as a flag")
     served_model_name: str | None = Field(None, description="name in the API; default: the directory's name")
     roles: Literal["auto", "both", "split"] = Field(
-        "auto", description="both: prefill and decode in one process; auto: both on a GPU, split on the CPU"
+        "auto", description="both: prefill and decode in one process; auto: both on a GPU or below 8 cores, else split"
     )
     prefill: int = Field(1, ge=1, le=64, description="prefill workers; with roles both as many as decode")
     decode: int = Field(1, ge=1, le=64, description="decode workers; with roles both as many as prefill")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch can use a GPU")
-    threads: int = Field(0, ge=0, le=1024, description="threads of each worker; 0: chosen by the number of cores")
+    threads: int = Field(
+        0, ge=0, le=1024, description="threads of each worker; 0: OMP_NUM_THREADS, else an even share of the cores"
+    )
     host: str = Field("127.0.0.1", description="where the gateway listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")

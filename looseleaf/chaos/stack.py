@@ -218,6 +218,7 @@ class _Launcher(Launcher):
                 "max_model_len": plan.max_model_len,
                 "prefill": plan.workers,
                 "decode": plan.workers,
+                "roles": "split",
                 "threads": 1,
                 "preemption": plan.preemption,
                 "port": next(self._ports),

@@ -10,7 +10,6 @@ from types import FrameType
 
 from common.api_keys import read_keys
 from common.errors import StartupError
-from looseleaf.client import Client
 from looseleaf.launcher import Addresses, Launcher, echo_to_stderr
 from looseleaf.settings import ServeSettings
 
@@ -81,6 +80,8 @@ def banner(addresses: Addresses, seconds: float) -> str:
 
 def sample(addresses: Addresses, api_key: str | None) -> str:
     """A line that the services have just generated, safe for a terminal."""
+    from looseleaf.client import Client  # here, so that services are started before gRPC is loaded
+
     with Client(addresses.grpc, api_key=api_key, timeout=60.0) as client:
         completion = client.generate(_SAMPLE_PROMPT, max_tokens=_SAMPLE_TOKENS, temperature=0.0, ignore_eos=True)
     return f"  says  {one_line(_SAMPLE_PROMPT + completion.text)}"

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import StartupError
+from common.rpc import write_ready_file
+from looseleaf.child import later
 from looseleaf.children import Child, ChildDied, ServiceSpec, end, wait_ready
+from looseleaf.testing import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = """
@@ -68,6 +71,34 @@ def test_ready_lines_flags_and_logs(start: Start, logged: list[str]) -> None:
     end([child], 5.0)
     assert not is_running(child.pid)
     assert logged == ["svc         | hello from --flag"]
+
+
+WAITING = """
+import os, sys, time
+from pathlib import Path
+if __name__ == "__main__":
+    print("given", sys.argv[1], flush=True)
+    time.sleep(60)
+else:
+    Path(os.environ["IMPORTED"]).touch()  # to be seen from outside: a main module's import has no effect otherwise
+"""
+
+
+def test_a_flag_may_be_a_line_of_a_file_that_is_not_there_yet(tmp_path: Path, logged: list[str]) -> None:
+    package = tmp_path / "a_service"
+    package.mkdir()
+    (package / "__main__.py").write_text(WAITING)
+    imported, file = tmp_path / "imported", tmp_path / "store.ready"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "IMPORTED": str(imported)}
+    with open(os.devnull) as null:
+        spec = ServiceSpec("svc", "a_service", (later(file, 1),), environment, null.fileno())
+        child = Child(spec, tmp_path, logged.append)
+    wait_for(imported.exists, bool, 10.0, "the service imports nothing while it waits")
+    assert not logged and is_running(child.pid)
+    write_ready_file(str(file), ["127.0.0.1:1", "unix:///run/redis.sock"])
+    wait_for(lambda: logged, bool, 10.0, "the service does not start")
+    end([child], 5.0)
+    assert logged == ["svc         | given unix:///run/redis.sock"]
 
 
 def test_a_death_is_told_with_its_last_lines(start: Start) -> None:

@@ -7,21 +7,13 @@ from pathlib import Path
 import pytest
 
 from block_store.settings import BlockStoreSettings
-from common.errors import StartupError
 from common.settings import Settings
 from decode_svc.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from looseleaf import device
-from looseleaf.launcher import (
-    decode_flags,
-    flags_of,
-    gateway_flags,
-    settled,
-    store_flags,
-    worker_flags,
-    worker_processes,
-)
+from looseleaf.launcher import decode_flags, flags_of, gateway_flags, store_flags, worker_flags
 from looseleaf.model_source import ModelSource
+from looseleaf.placement import settled
 from looseleaf.settings import ServeSettings
 from looseleaf.worker.settings import BothSettings
 from prefill_svc.settings import PrefillSettings
@@ -38,30 +30,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "why_no_gpu", lambda: "the CUDA driver sees no GPU")
-
-
-@pytest.mark.parametrize(
-    "given,expected",
-    [
-        ({}, ["prefill", "decode"]),
-        ({"prefill": 2}, ["prefill-0", "prefill-1", "decode"]),
-        ({"roles": "both"}, ["worker"]),
-        ({"roles": "both", "prefill": 2, "decode": 2}, ["worker-0", "worker-1"]),
-    ],
-)
-def test_worker_processes_on_the_cpu(no_gpu: None, given: dict[str, object], expected: list[str]) -> None:
-    assert [name for name, _ in worker_processes(settled(ServeSettings(**given)))] == expected  # type: ignore[arg-type]
-
-
-def test_one_process_hosts_both_roles_on_a_gpu_unless_the_counts_differ(gpu: None) -> None:
-    assert worker_processes(settled(ServeSettings())) == [("worker", "looseleaf.worker")]
-    assert len(worker_processes(settled(ServeSettings(roles="split")))) == 2
-    assert len(worker_processes(settled(ServeSettings(prefill=1, decode=2)))) == 3
-
-
-def test_unequal_counts_cannot_be_paired(no_gpu: None) -> None:
-    with pytest.raises(StartupError, match="--prefill 1 and --decode 2 must be equal"):
-        settled(ServeSettings(roles="both", decode=2))
 
 
 def test_flags() -> None:

@@ -1,0 +1,106 @@
+"""Which processes a launch has and how they share the cores of this machine: roles, threads, how threads wait.
+
+Only decides; knows no flags of services and starts nothing. What was measured is in docs/log.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from common.errors import StartupError
+from looseleaf.device import resolve_device
+from looseleaf.model_source import REPOSITORY
+from looseleaf.settings import ServeSettings
+
+SPLIT_FROM_CORES = 8
+"""From so many cores on prefill and decode have processes, and halves of the cores, of their own. On two cores one
+process by turns did more on every kind of load; larger machines have not been measured."""
+_TORCHLESS = ("block_store", "gateway")
+
+
+def settled(settings: ServeSettings) -> ServeSettings:
+    """`settings` with device and roles decided. StartupError: the device is not to be had, or the counts differ."""
+    device = resolve_device(settings.device)
+    paired = settings.prefill == settings.decode
+    roles = settings.roles
+    if roles == "auto":
+        alone = settings.prefill == settings.decode == 1
+        together = paired if device == "cuda" else alone and is_small()
+        roles = "both" if together else "split"
+    if roles == "both" and not paired:
+        raise StartupError(
+            f"--prefill {settings.prefill} and --decode {settings.decode} must be equal where each process hosts both "
+            "roles; --roles split has them apart"
+        )
+    return settings.model_copy(update={"device": device, "roles": roles})
+
+
+def is_small() -> bool:
+    """Whether two roles at once would get less done here than one after the other with all cores."""
+    return num_cores() < SPLIT_FROM_CORES
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def describe(asked: ServeSettings, settings: ServeSettings) -> str:
+    """One line for the log: how the roles share the machine, and why; `settings` are `asked`, settled."""
+    cores, threads = num_cores(), threads_per_worker(settings)
+    if settings.roles == "both":
+        how, other = "prefill and decode in one process", "split has them apart"
+    else:
+        how, other = "prefill and decode apart", "both puts them into one process"
+    if settings.device == "cpu":
+        turns = ", by turns" if settings.roles == "both" else ""
+        how += f"{turns}, {threads} thread{'s' * (threads != 1)} each"
+    if asked.roles != "auto":
+        why = f"--roles {asked.roles}"
+    elif settings.device == "cuda":
+        why = "as many prefill as decode workers on a GPU" if settings.roles == "both" else "their counts differ"
+    elif settings.prefill + settings.decode > 2:
+        why = "more than one worker of a role"
+    else:
+        why = f"{'fewer than' if is_small() else 'at least'} {SPLIT_FROM_CORES} cores"
+    return f"looseleaf: {cores} cores: {how} ({why}; --roles {other})"
+
+
+def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
+    """(name, package) of every worker process of settled `settings`."""
+    if settings.roles == "both":
+        return [(name, "looseleaf.worker") for name in numbered("worker", settings.prefill)]
+    counts = {"prefill": settings.prefill, "decode": settings.decode}
+    return [(name, f"{role}_svc") for role, count in counts.items() for name in numbered(role, count)]
+
+
+def numbered(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
+
+
+def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
+    """`--threads`, else the user's OMP_NUM_THREADS, else an even share of the cores this process may use."""
+    if settings.threads:
+        return settings.threads
+    asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind commas: nested teams, which we have not
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    return max(1, num_cores() // len(worker_processes(settings)))
+
+
+def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:
+    """The environment of the service `name`, whose model, if it has one, computes in `threads` threads.
+
+    OpenMP threads that find nothing to do sleep: on few cores, those that spin keep others from working. numpy's
+    OpenBLAS, which nobody here computes with, gets no pool of its own. What the user has set stays.
+    """
+    environment = dict(base)
+    environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment["PYTHONUNBUFFERED"] = "1"
+    if (REPOSITORY / "pyproject.toml").is_file():  # a checkout, which need not be installed
+        paths = [str(REPOSITORY), *filter(None, [base.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
