@@ -68,12 +68,12 @@ buf-lint:
 	"$(BUF)" lint --path protos
 	echo "buf: protos are clean"
 
-BENCHES := $(addprefix kernels.bench_,paged_attention paged_prefill linear) engine.bench block_store.bench loadtest.batching loadtest.latency
-bench: install ## run the benchmarks (ARGS="engine.bench ..." to choose; a kernel's is kernels.bench_KERNEL)
-	@for bench in $(or $(ARGS),$(BENCHES)); do
-		echo "== $$bench"
-		$(PY) -m $${bench/bench_/bench }
-	done
+bench: install ## kernels, decode steps, start-up, served workloads, memory; kept in docs/benchmarks/cpu (ARGS=--quick)
+	@exec $(PY) -m looseleaf.bench.cpu $(ARGS)
+
+bench-peers: install ## beside vLLM, llama.cpp, OpenVINO, transformers (PEERS=<their harness> ROOT=<its environments>)
+	@test -n "$(PEERS)" -a -n "$(ROOT)" || { echo "PEERS= names the peers' harness, ROOT= what its README sets up" >&2; exit 2; }
+	exec $(PY) -m looseleaf.bench.peers --peers "$(PEERS)" --root "$(ROOT)" $(ARGS)
 
 bench-sharing: install ## blocks that samples and beams share, beside the PagedAttention paper's numbers
 	@exec $(PY) -m looseleaf.bench.sharing $(ARGS)

@@ -1,0 +1,66 @@
+"""What a result must say about where it came from, and where it is kept: date, commit, machine, load.
+
+Knows git and /proc, nothing of what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from looseleaf.model_source import REPOSITORY
+
+RESULTS = REPOSITORY / "docs" / "benchmarks" / "cpu"
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def provenance() -> dict[str, Any]:
+    """Date (UTC), commit, and the machine: CPU, cores we may use, the instruction sets that matter, memory, load."""
+    cpu = Path("/proc/cpuinfo").read_text()
+    flags = set((_field(cpu, "flags") or "").split())
+    memory_kib = int((_field(Path("/proc/meminfo").read_text(), "MemTotal") or "0 kB").split()[0])
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit(),
+        "cpu": _field(cpu, "model name") or "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+        "isa": [feature for feature in _FEATURES if feature in flags],
+        "memory_gib": round(memory_kib / (1 << 20)),
+        "load1": round(os.getloadavg()[0], 2),
+    }
+
+
+def commit() -> str:
+    """Short name of the checked-out commit, with + where tracked files differ from it; "unknown" without git."""
+    git = ["git", "-C", str(REPOSITORY)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        return "unknown"
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return head.stdout.strip() + ("+" if changed else "")
+
+
+def machine_slug(cpu: str, cores: int) -> str:
+    """ "AMD EPYC 7B13 64-Core Processor" with 2 cores as "amd-epyc-7b13-2c", for a file's name."""
+    words = re.sub(r"\(\w+\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", cpu)
+    return "-".join(re.findall(r"[a-z0-9]+", words.lower())) + f"-{cores}c"
+
+
+def keep(name: str, result: Mapping[str, Any], origin: Mapping[str, Any], directory: Path = RESULTS) -> Path:
+    """Write `result` beside its origin as DATE-MACHINE-COMMIT-NAME.json."""
+    slug = machine_slug(origin["cpu"], origin["cores"])
+    path = directory / f"{origin['date']}-{slug}-{origin['commit']}-{name}.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**origin, **result}, indent=1) + "\n")
+    return path
+
+
+def _field(text: str, name: str) -> str | None:
+    found = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found and found[1].strip()

@@ -1,0 +1,104 @@
+"""The worst wait between two tokens of running decodes while a long prompt arrives, at any OpenAI endpoint.
+
+Prompts are random token ids, so every server computes the same amount whatever it makes of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import httpx
+
+SHORT_LEN, WARM_TOKENS = 64, 24
+AFTER_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Milliseconds between two events of a stream."""
+
+    usual_ms: float
+    """Median before the prompt."""
+    worst_ms: float
+    """The worst of all streams from when the prompt was sent until a moment after its first token."""
+    ttft_ms: float
+    """Of the prompt."""
+
+
+async def events(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
+    """The time of every event with a token. RuntimeError: the server refuses."""
+    body = {
+        "model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True,
+        "ignore_eos": True,
+    }  # fmt: skip
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            raise RuntimeError(f"{reply.status_code}: {(await reply.aread()).decode()[:300]}")
+        async for line in reply.aiter_lines():
+            if line.startswith('data: {"error"'):
+                raise RuntimeError(line[:300])
+            if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                yield time.perf_counter()
+
+
+async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, stamps: list[float]) -> None:
+    async for at in events(client, prompt, max_tokens):
+        stamps.append(at)
+
+
+async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
+    """`streams` decodes; once each has WARM_TOKENS tokens, a prompt of `prompt_len` tokens comes.
+
+    RuntimeError: a stream ended before the prompt's first token did (`most_tokens` are too few for so fast a server).
+    """
+    rng = random.Random(seed)
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(10, 500) for _ in range(length)]
+
+    stamps: list[list[float]] = [[] for _ in range(streams)]
+    answered: list[float] = []
+    timeout, limits = httpx.Timeout(600.0), httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
+        tasks = [asyncio.create_task(follow(client, prompt(SHORT_LEN), most_tokens, seen)) for seen in stamps]
+        try:
+            await reached(stamps, tasks, lambda seen: len(seen) >= WARM_TOKENS)
+            sent = time.perf_counter()
+            await follow(client, prompt(prompt_len), 1, answered)
+            first = answered[0]
+            await reached(stamps, tasks, lambda seen: bool(seen) and seen[-1] > first + AFTER_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return summarise(stamps, sent, first)
+
+
+async def reached(
+    stamps: Sequence[list[float]], tasks: Sequence[asyncio.Task[None]], enough: Callable[[list[float]], bool]
+) -> None:
+    """Wait until every stream has `enough`; raise if one has ended."""
+    while not all(map(enough, stamps)):
+        for task in tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError("a stream ended before the long prompt's first token; use more tokens")
+        await asyncio.sleep(0.01)
+
+
+def summarise(stamps: Sequence[Sequence[float]], sent: float, first: float) -> Gaps:
+    """Of the streams' times; a gap counts if it ends after `sent` and begins before `first` + AFTER_S."""
+    pairs = [pair for seen in stamps for pair in pairwise(seen)]
+    usual = [later - earlier for earlier, later in pairs if later <= sent]
+    worst = max(later - earlier for earlier, later in pairs if later > sent and earlier < first + AFTER_S)
+    return Gaps(*(round(1e3 * value, 2) for value in (statistics.median(usual), worst, first - sent)))
+
+
+def measure(url: str, streams: int, prompt_len: int, seed: int) -> Gaps:
+    return asyncio.run(gaps(url, streams, prompt_len, seed))

@@ -1,0 +1,162 @@
+"""From single measurements to medians, and from these to the ratios that were set as goals. Pure functions.
+
+A goal says which end of ours is compared, with whom, in what, and the ratio that is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+BOTH, SPLIT = "looseleaf-both", "looseleaf-split"
+PEERS = ("vllm", "llamacpp", "openvino")
+SERVERS = ("vllm", "llamacpp")
+"""Those that answer over HTTP; OpenVINO runs inside the client's process."""
+MEASURES = (
+    "tok_s",
+    "out_tok_s",
+    "ttft_p50",
+    "ttft_p99",
+    "itl_p50",
+    "itl_p99",
+    "tpot_p50",
+    "worst_ms",
+    "usual_ms",
+    "pss_mib",
+)
+
+Medians = Mapping[tuple[str, str, str], Mapping[str, float]]
+"""By (model, test, peer): the median of each measure over the repetitions, and their number as "reps"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`wanted` is the least ratio ours / theirs, or the most where less is better."""
+
+    what: str
+    test: str
+    measure: str
+    wanted: float
+    sense: Literal["least", "most"] = "least"
+    ours: str = BOTH
+    others: Sequence[str] = PEERS
+    size: str = "M"
+
+
+GOALS = (
+    Goal("prefill 1 x 1024", "prefill1", "tok_s", 1.0),
+    Goal("prefill 8 x 512", "prefill8", "tok_s", 1.0),
+    Goal("decode batch 1, against llama.cpp", "decode1", "tok_s", 0.95, others=("llamacpp",)),
+    Goal("decode batch 8", "decode8", "tok_s", 1.3),
+    Goal("decode batch 32", "decode32", "tok_s", 1.6),
+    Goal("served, colocated", "served", "out_tok_s", 1.0),
+    Goal("served, split against colocated", "served", "out_tok_s", 0.85, ours=SPLIT, others=(BOTH,)),
+    Goal("served, TTFT p99, against servers", "served", "ttft_p99", 1.0, "most", others=SERVERS),
+    Goal("shared prefix", "prefix", "out_tok_s", 1.2),
+    Goal("served S, against vLLM", "served", "out_tok_s", 1.0, others=("vllm",), size="S"),
+    Goal("worst gap under a long prompt, split", "gap", "worst_ms", 0.5, "most", ours=SPLIT, others=("vllm",)),
+    Goal("against transformers, one by one", "served", "out_tok_s", 8.3, others=("transformers-alone",)),
+    Goal("against transformers, static 16", "served", "out_tok_s", 24.0, others=("transformers-static",)),
+    Goal("against transformers, continuous", "served", "out_tok_s", 1.0, others=("transformers",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A goal and what was measured. `ratio` is None where one of the two ends was not."""
+
+    what: str
+    wanted: str
+    ours: float | None
+    theirs: float | None
+    peer: str | None
+    ratio: float | None
+    holds: bool | None
+
+
+def medians(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Of all rows with a test and a measure of it; repetitions that others disturbed count too."""
+    found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["model"].split("-")[0], row["test"], row["peer"]), []).append(row)
+    return {key: _median_row(same) for key, same in found.items()}
+
+
+def _median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    numbers = {name: [row[name] for row in rows if row.get(name) is not None] for name in MEASURES}
+    values = {name: round(statistics.median(given), 2) for name, given in numbers.items() if given}
+    return {**values, "reps": len(rows)}
+
+
+def figures(found: Medians, goals: Iterable[Goal] = GOALS) -> list[Figure]:
+    return [figure(goal, found) for goal in goals]
+
+
+def figure(goal: Goal, found: Medians) -> Figure:
+    """Ours beside the best of the others that were measured."""
+
+    def value(peer: str) -> float | None:
+        return found.get((goal.size, goal.test, peer), {}).get(goal.measure)
+
+    ours = value(goal.ours)
+    theirs = [(number, peer) for peer in goal.others if (number := value(peer)) is not None]
+    best, peer = (max if goal.sense == "least" else min)(theirs, default=(None, None))
+    wanted = f"{'>=' if goal.sense == 'least' else '<='} {goal.wanted:g}"
+    if ours is None or best is None:
+        return Figure(goal.what, wanted, ours, best, peer, None, None)
+    ratio = ours / best if best else math.inf
+    holds = ratio >= goal.wanted if goal.sense == "least" else ratio <= goal.wanted
+    return Figure(goal.what, wanted, ours, best, peer, round(ratio, 3), holds)
+
+
+def absolute(what: str, value: float | None, most: float, unit: str) -> Figure:
+    """A bound on ours alone."""
+    holds = None if value is None else value <= most
+    return Figure(what, f"<= {most:g} {unit}", value, None, None, None, holds)
+
+
+def disturbed(rows: Iterable[Mapping[str, Any]], share: float = 0.2) -> tuple[int, int]:
+    """(repetitions in which processes of others took more than `share` of a core, all that say)."""
+    told = [other for row in rows for other in row.get("other_cores", ()) if other is not None]
+    return sum(other > share for other in told), len(told)
+
+
+def table(given: Sequence[Figure]) -> str:
+    """For a terminal and, as it is, for markdown."""
+    lines = ["| | ours | best of the others | ratio | wanted | holds |", "|---|---|---|---|---|---|"]
+    for item in given:
+        theirs = "not measured" if item.theirs is None else f"{item.theirs:g} ({item.peer})"
+        holds = {None: "?", True: "yes", False: "**no**"}[item.holds]
+        if item.theirs is None and item.peer is None and item.holds is not None:
+            theirs = ""
+        lines.append(
+            f"| {item.what} | {_shown(item.ours)} | {theirs} | {_shown(item.ratio)} | {item.wanted} | {holds} |"
+        )
+    return "\n".join(lines)
+
+
+def medians_table(found: Medians) -> str:
+    """Every median, for whoever wants more than the goals."""
+    lines = [
+        "| model | test | who | reps | tok/s | TTFT p50 / p99 ms | ITL p50 / p99 ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (model, test, peer), row in sorted(found.items()):
+        rate = _shown(row.get("tok_s", row.get("out_tok_s")))
+        pairs = [f"{_shown(row.get(f'{name}_p50'))} / {_shown(row.get(f'{name}_p99'))}" for name in ("ttft", "itl")]
+        if test == "gap":
+            rate, pairs = "", ["", f"{_shown(row['usual_ms'])} / worst {_shown(row['worst_ms'])}"]
+        cells = (model, test, peer, f"{row['reps']:g}", rate, *(" " if cell == " / " else cell for cell in pairs))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rows_of(given: Sequence[Figure]) -> list[dict[str, Any]]:
+    return [asdict(item) for item in given]
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,89 @@
+"""transformers on the served workload without a server: one request after another, or in static batches of 16.
+
+Run as a script by the harness' environment; imports nothing of Looseleaf. Requests are the harness' (`client.workload`)
+with a fixed seed. A static batch runs until its longest output is there; tokens that nobody asked for do not count. The
+last line is JSON: who, model and dtype, tokens, seconds, tokens a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+BATCH = 16
+Request = tuple[str, list[int], int]
+"""Text, token ids, tokens wanted."""
+
+
+def served(scripts: Path, data: Path, count: int) -> list[Request]:
+    """The first `count` requests of the harness' served workload of 64."""
+    sys.path.insert(0, str(scripts))
+    client = importlib.import_module("client")
+    requests: list[Request] = client.workload(client.Prompts(data, client.SEED), "served", 64)
+    return requests[:count]
+
+
+def generate(model: Any, batch: list[Request]) -> int:
+    """Tokens wanted by `batch`, generated at once: prompts padded on the left, all as long as the longest output."""
+    torch = importlib.import_module("torch")
+    longest = max(len(ids) for _, ids, _ in batch)
+    rows = [[0] * (longest - len(ids)) + ids for _, ids, _ in batch]
+    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for _, ids, _ in batch]
+    wanted = [count for _, _, count in batch]
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=torch.tensor(rows), attention_mask=torch.tensor(mask), do_sample=False,
+            max_new_tokens=max(wanted), min_new_tokens=max(wanted), pad_token_id=0,
+        )  # fmt: skip
+    assert out.shape[1] == longest + max(wanted), out.shape
+    return sum(wanted)
+
+
+def timed(call: Callable[[], int]) -> tuple[int, float]:
+    started = time.perf_counter()
+    tokens = call()
+    return tokens, time.perf_counter() - started
+
+
+def load(root: Path, size: str, first: Request) -> tuple[Any, str]:
+    """The model in whichever of bf16 and fp32 answers a request sooner on this machine, warm."""
+    found = []
+    causal = importlib.import_module("transformers").AutoModelForCausalLM
+    probe = [(first[0], first[1][:64], 12)]
+    for dtype in ("bfloat16", "float32"):
+        model = causal.from_pretrained(root / "models" / f"{size}-{dtype}", dtype=dtype).eval()
+        generate(model, [(*probe[0][:2], 2)])
+        found.append((timed(partial(generate, model, probe))[1], dtype, model))
+    _, dtype, model = min(found, key=lambda item: item[0])
+    return model, dtype
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=["alone", "static"])
+    parser.add_argument("--harness", type=Path, required=True)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--size", default="M")
+    parser.add_argument("--requests", type=int, default=64)
+    options = parser.parse_args()
+    requests = served(options.harness, options.root / "models", options.requests)
+    model, dtype = load(options.root, options.size, requests[0])
+    at_once = 1 if options.way == "alone" else BATCH
+    batches = [requests[start : start + at_once] for start in range(0, len(requests), at_once)]
+    tokens, seconds = timed(lambda: sum(generate(model, batch) for batch in batches))
+    print(json.dumps({
+        "peer": f"transformers-{options.way}", "model": f"{options.size}-{dtype}", "test": "served",
+        "requests": len(requests), "out_tok": tokens, "wall_s": round(seconds, 2),
+        "out_tok_s": round(tokens / seconds, 2),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
