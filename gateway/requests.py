@@ -82,9 +82,10 @@ class RequestRunner:
             self._metrics.ended(outcome, time.monotonic() - life.arrived, life.summary())
 
     async def _enter(self, life: Life) -> Place:
-        """Wait for a place with the workers; at once refused if there are none, or if it kills them."""
+        """Wait for a place with the workers; refused at once if it kills them, or if there have been none for longer
+        than a successor takes to come."""
         self._poison.check(life.digest)
-        if not self._workers.ready:
+        if self._workers.missing_for() > self._recover_s:
             raise Unavailable("no pair of prefill and decode workers is ready", retry_after_s=1.0)
         request = life.request
         try:

@@ -6,6 +6,7 @@ Joins the router (policy) with discovery, prefill calls and decode sessions (I/O
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -53,7 +54,7 @@ class Workers:
         self._sessions = SessionPool(self._on_load, limits)
         self._usable = self._sessions.usable
         self._prefills = PrefillClient(self._on_load, limits.silence_s)
-        self._ready_at = time.monotonic()
+        self._ready_at = -math.inf
         self._lookup: Lookup | None = None
         self._promised: dict[Place, int] = {}
         """Blocks promised to groups that come back, until decode has them and reports what is left."""
@@ -67,8 +68,7 @@ class Workers:
         """The registry's list, as often as it is polled."""
         self._router.update(records, time.monotonic())
         self._sessions.sync(records)
-        if self.ready:
-            self._ready_at = time.monotonic()
+        self.missing_for()
         addresses = [r.address for r in records if r.role == "prefill"]
         self._keep(asyncio.create_task(self._prefills.keep(addresses)))
 
@@ -78,8 +78,11 @@ class Workers:
         return self._router.ready(self._usable)
 
     def missing_for(self) -> float:
-        """Seconds since there was a ready pair."""
-        return 0.0 if self.ready else time.monotonic() - self._ready_at
+        """Seconds since there was a ready pair; infinite if there never was."""
+        now = time.monotonic()
+        if self.ready:
+            self._ready_at = now
+        return now - self._ready_at
 
     @property
     def max_model_len(self) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from common.errors import Internal
 from looseleaf.chaos.faulty import DIED, Faults
 from looseleaf.chaos.report import Report
@@ -12,10 +14,11 @@ from looseleaf.client import Client
 TOKEN = 300
 """In no prompt of the book, and drawn by no expected answer that a scenario uses here."""
 MOST_DEATHS = 2
+WORKERS = ("prefill-0", "prefill-1")
 
 
 def poison(run: Run) -> Report:
-    """`trials` poisonous prompts, each sent three times."""
+    """`trials` poisonous prompts, each sent three times; the next one when the workers are back."""
     report = run.report("poison")
     book = [case for case in run.book if all(TOKEN not in tokens for tokens in case.expected)]
     packages = {"prefill_svc": "looseleaf.chaos.faulty_prefill"}
@@ -26,7 +29,11 @@ def poison(run: Run) -> Report:
             traffic.wait_for(run.concurrency, timeout_s=60)
             deaths, refused = 0, 0
             for trial in range(run.trials):
+                began = time.monotonic()
+                before = {name: (stack.pids[name], stack.holder(name).epoch) for name in WORKERS}
                 refused += _send(stack, [20 + trial, 30, TOKEN])
+                for name in {line.service for line, _ in stack.lines(f"{DIED}poison", since=began)}:
+                    stack.wait_back(name, *before[name])
             answers = traffic.stop()
         deaths = len(stack.lines(f"{DIED}poison"))
         judge(report, stack, answers)

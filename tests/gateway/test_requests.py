@@ -19,8 +19,10 @@ from common.errors import (
 )
 from common.types import FinishReason
 from gateway.assemble import Piece
+from gateway.sessions import Limits
 from gateway.testing import Fault, Script, expected_ids
 from gateway.validate import IdsPrompt, TextPrompt, Wanted
+from gateway.workers import Workers
 from protos.v1 import decode_pb2 as pb
 from tests.gateway.conftest import MakeRig, Rig
 
@@ -250,13 +252,34 @@ async def test_text_equals_the_full_decode(make_rig: MakeRig) -> None:
     assert text_of(pieces) == rig.assets.tokenizer.decode(ids_of(pieces))
 
 
-async def test_without_workers_a_request_is_refused_at_once(make_rig: MakeRig) -> None:
-    rig = await make_rig()
+def no_workers(rig: Rig) -> None:
     rig.workers.on_records = lambda records: None  # type: ignore[method-assign]
     rig.workers._router.update([], 0.0)
+
+
+async def test_without_workers_for_long_a_request_is_refused_at_once(make_rig: MakeRig) -> None:
+    rig = await make_rig(recover_s=0.05)
+    no_workers(rig)
+    await asyncio.sleep(0.1)
     with pytest.raises(Unavailable) as caught:
         await run(rig)
-    assert caught.value.retry_after_s is not None
+    assert caught.value.retry_after_s is not None and rig.gate.inside == 0
+    never = Workers(Limits())
+    assert never.missing_for() == float("inf")
+    await never.close()
+
+
+async def test_a_new_request_waits_for_the_successors_of_workers_that_were_lost(make_rig: MakeRig) -> None:
+    rig = await make_rig(recover_s=10.0)
+    await run(rig)
+    on_records = rig.workers.on_records
+    no_workers(rig)
+    task = asyncio.create_task(run(rig))
+    await asyncio.sleep(0.1)
+    assert len(rig.script.prefilled) == 1 and not task.done()
+    rig.workers.on_records = on_records  # type: ignore[method-assign]
+    on_records(rig.records)
+    assert ids_of(await task) == expected_ids(PROMPT, 12)
 
 
 async def test_many_requests_spread_over_decode_workers(make_rig: MakeRig) -> None:
