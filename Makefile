@@ -21,7 +21,7 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench bench-sharing bench-waste bench-preemption model-check chaos load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-preemption model-check chaos load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -80,6 +80,9 @@ bench-sharing: install ## blocks that samples and beams share, beside the PagedA
 
 bench-waste: install ## KV memory that holds nothing, under a mixed load
 	@exec $(PY) -m looseleaf.bench.waste $(ARGS)
+
+bench-frontend: install ## CPU time of gateway and decode front end for each streamed token
+	@exec $(PY) -m looseleaf.bench.frontend $(ARGS)
 
 bench-preemption: install ## swapping and giving back against an arena with room, by block size
 	@exec $(PY) -m looseleaf.bench.preemption $(ARGS)

@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, LooseleafError
+from gateway.direct import Direct
 from gateway.limits import MAX_BODY_BYTES
 from gateway.openai_reply import DONE, dumps, error_body
 
 logger = logging.getLogger("http")
 T = TypeVar("T")
 BODY_TIMEOUT_S = 30.0
+SERVER_SEND = "looseleaf.send"
 OnError = Callable[[LooseleafError], None]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -97,14 +99,33 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def event_message(event: bytes) -> dict[str, Any]:
+    """ASGI's message for a server-sent event that is not the last."""
+    return {"type": "http.response.body", "body": event, "more_body": True}
+
+
+def with_server_send(app: ASGIApp) -> ASGIApp:
+    """`app`, with the server's own `send` in the scope: Starlette wraps it three times over, for every message."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await app(scope, receive, send)
+
+    return run
+
+
 class EventStream(Response):
     """Server-sent events, ready-made by an async iterator; closed when the client goes away.
 
     Headers wait for the first event, so that what fails before it has its own status.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_error: OnError, timeout_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], direct: Direct[Any], on_error: OnError, timeout_s: float
+    ) -> None:
+        """`direct` may send events too, made by `event_message`, from the first event on."""
         self._events = events
+        self._direct = direct
         self._on_error = on_error
         self._timeout_s = timeout_s
         self.background = None
@@ -123,7 +144,8 @@ class EventStream(Response):
                     if not started:
                         started = True
                         await send(_STREAM_START)
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                        self._direct.open(scope.get(SERVER_SEND, send))
+                    await self._direct.write(event_message(event))
         except TimeoutError:
             error: LooseleafError = DeadlineExceeded("the client did not read its answer in time")
         except Exception as failure:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import Tokenizer
-
 from common.types import Branch, FinishReason, PromptSources, Timings
-from gateway.detokenize import Detokenizer
+from gateway.detokenize import Detokenizers
 from gateway.lost import WorkerLost
 from gateway.stops import StopMatcher
 from gateway.validate import ResolvedRequest
@@ -47,12 +45,12 @@ class Piece:
 class Sample:
     """One sample as the client sees it: tokens come in with their index, pieces go out."""
 
-    def __init__(self, request: ResolvedRequest, tokenizer: Tokenizer, index: int = 0) -> None:
+    def __init__(self, request: ResolvedRequest, detokenizers: Detokenizers, index: int = 0) -> None:
         self.index = index
         self._stopping = request.stopping
         self._stop_ids = frozenset(request.stopping.stop_token_ids)
         self._include_stop = request.include_stop
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_ids)
+        self._detokenizer = detokenizers.begin(request.prompt_ids)
         self._matcher = StopMatcher(request.stop, include_in_output=request.include_stop)
         self._cumulative_logprob = 0.0
         self.output_ids: list[int] = []
@@ -86,6 +84,14 @@ class Sample:
             if details:
                 piece.logprobs.append(details[number])
                 self._cumulative_logprob += details[number].logprob
+
+    def accept_one(self, first_index: int, token_id: int) -> str | None:
+        """Add the next token of a sample that goes on, without stop strings; returns its text. None: it is not the next
+        one, and nothing was added."""
+        if first_index != len(self.output_ids) or self.finish_reason is not None:
+            return None
+        self.output_ids.append(token_id)
+        return self._detokenizer.add(token_id)
 
     def _add(self, piece: Piece, token_id: int, finish: FinishReason | None) -> None:
         self.output_ids.append(token_id)

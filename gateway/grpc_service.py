@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
@@ -16,6 +16,7 @@ from gateway.admission import Admission
 from gateway.assemble import Piece, Summary
 from gateway.assets import ModelAssets
 from gateway.credentials import Authenticator
+from gateway.direct import Direct, Write
 from gateway.limits import RANGES
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
@@ -62,14 +63,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._metrics.failed(error.grpc_code)
             raise
 
-    async def _stream(self, request: ResolvedRequest, write: Callable[[Any], Awaitable[None]]) -> None:
+    async def _stream(self, request: ResolvedRequest, write: Write[pb.GenerateResponse]) -> None:
+        direct = Direct(partial(_token_response, request.request_id), write)
         try:
-            async with (
-                asyncio.timeout(request.timeout_s + STALLED_CLIENT_S),
-                aclosing(self._runner.generate(request)) as pieces,
-            ):
-                async for piece in pieces:
-                    await write(response_of(request.request_id, piece))
+            async with asyncio.timeout(request.timeout_s + STALLED_CLIENT_S):
+                try:
+                    async with aclosing(self._runner.generate(request, direct)) as pieces:
+                        async for piece in pieces:
+                            await direct.write(response_of(request.request_id, piece))
+                except LooseleafError:
+                    await direct.settle()  # the status goes after the last message
+                    raise
         except TimeoutError:
             raise DeadlineExceeded("the client did not read its answer in time") from None
 
@@ -167,6 +171,11 @@ def _early_stopping(value: int) -> EarlyStopping:
     if found is None:
         raise InvalidArgument.of("early_stopping", f"must be one of BeamStopping's values, got {value}")
     return found
+
+
+def _token_response(request_id: str, index: int, token_id: int, text: str) -> pb.GenerateResponse:
+    """`response_of` for one token in the middle of a sample."""
+    return pb.GenerateResponse(request_id=request_id, index=index, text_delta=text, token_ids=(token_id,))
 
 
 def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:

@@ -14,14 +14,24 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from common.errors import NotFound
 from gateway.admission import Admission
-from gateway.asgi import EventStream, error_response, guarded, read_body, while_connected
+from gateway.asgi import (
+    EventStream,
+    error_response,
+    event_message,
+    guarded,
+    read_body,
+    while_connected,
+    with_server_send,
+)
 from gateway.assemble import Piece
 from gateway.assets import ModelAssets
 from gateway.credentials import Authenticator
 from gateway.detokenize import TokenTexts
+from gateway.direct import Direct
 from gateway.metrics import Metrics
 from gateway.openai_reply import ChunkWriter, Envelope, dumps
 from gateway.openai_stream import Answer
@@ -54,7 +64,7 @@ class HttpApi:
         self._ready: Callable[[], bool] = lambda: False
         self._timeout_s = STALLED_CLIENT_S
 
-    def app(self, ready: Callable[[], bool], *, show_metrics: bool, timeout_s: float) -> Starlette:
+    def app(self, ready: Callable[[], bool], *, show_metrics: bool, timeout_s: float) -> ASGIApp:
         self._ready = ready
         self._timeout_s = timeout_s + STALLED_CLIENT_S
         routes = [
@@ -68,7 +78,7 @@ class HttpApi:
         ]
         if show_metrics:
             routes.append(self._route("/metrics", self.show_metrics, "GET"))
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        return with_server_send(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
 
     def _route(self, path: str, endpoint: Callable[[Request], Any], method: str) -> Route:
         return Route(path, guarded(endpoint, lambda error: self._metrics.failed(error.grpc_code)), methods=[method])
@@ -87,7 +97,9 @@ class HttpApi:
 
     async def _answer(self, request: Request, answer: Answer, tenant: str) -> Response:
         if answer.body.stream:
-            return EventStream(self._events(answer, tenant), self._count_error, self._timeout_s)
+            writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
+            direct = Direct(partial(_token_event, writer))
+            return EventStream(self._events(answer, tenant, writer, direct), direct, self._count_error, self._timeout_s)
         content = await while_connected(request.receive, self._whole(answer, tenant))
         return Response(content, media_type="application/json")
 
@@ -103,12 +115,13 @@ class HttpApi:
                     group.create_task(_collect(self._runner, resolved, partial(answer.add, number)))
             return answer.whole()
 
-    async def _events(self, answer: Answer, tenant: str) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, answer: Answer, tenant: str, writer: ChunkWriter, direct: Direct[Any]
+    ) -> AsyncGenerator[bytes, None]:
         wanted = answer.body.all_wanted()
         with self._admission.enter(len(wanted)):
             answer.take([await self._validator.resolve(item, tenant) for item in wanted])
-            writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
-            async with aclosing(_merged(self._runner, answer.requests)) as pieces:
+            async with aclosing(_merged(self._runner, answer.requests, direct)) as pieces:
                 async for number, piece in pieces:
                     for chunk in answer.chunks(writer, number, piece):
                         yield chunk
@@ -155,10 +168,17 @@ async def _collect(runner: RequestRunner, request: ResolvedRequest, add: Callabl
             add(piece)
 
 
-async def _merged(runner: RequestRunner, requests: list[ResolvedRequest]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """(number of the request, piece) of all requests as they come."""
+def _token_event(writer: ChunkWriter, index: int, token_id: int, text: str) -> dict[str, Any] | None:
+    """What a token in the middle of a sample sends; the choice's number is the sample's where there is one request."""
+    return event_message(writer.text(index, text)) if text else None
+
+
+async def _merged(
+    runner: RequestRunner, requests: list[ResolvedRequest], direct: Direct[Any]
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """(number of the request, piece) of all requests as they come; `direct` helps one alone."""
     if len(requests) == 1:
-        async with aclosing(runner.generate(requests[0])) as pieces:
+        async with aclosing(runner.generate(requests[0], direct)) as pieces:
             async for piece in pieces:
                 yield 0, piece
         return

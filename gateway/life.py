@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-from tokenizers import Tokenizer
+from typing import Any
 
 from common import convert
 from common.blocks import blocks_of, group_blocks
 from common.types import Branch, FinishReason, PromptSources, SamplingParams, Timings
 from gateway.assemble import Piece, Sample, Summary
+from gateway.detokenize import Detokenizers
+from gateway.direct import Direct
 from gateway.lost import internal, too_late
 from gateway.routing import GroupSize
 from gateway.validate import ResolvedRequest
@@ -45,12 +46,17 @@ class Life:
     """Those that have not left yet."""
     handed_over: int = 0
     emitted_at: float = 0.0
+    direct: Direct[Any] | None = None
+    """The short way to the client, if there is one."""
 
     @classmethod
-    def begin(cls, request: ResolvedRequest, tokenizer: Tokenizer, digest: bytes) -> Life:
+    def begin(
+        cls, request: ResolvedRequest, detokenizers: Detokenizers, digest: bytes, direct: Direct[Any] | None = None
+    ) -> Life:
         count = request.sampling.num_sequences
-        samples = [Sample(request, tokenizer, index) for index in range(count)]
-        return cls(request, samples, time.monotonic(), digest, count)
+        samples = [Sample(request, detokenizers, index) for index in range(count)]
+        plain = not request.stop and request.sampling.logprobs is None and request.sampling.beam_width is None
+        return cls(request, samples, time.monotonic(), digest, count, direct=direct if plain else None)
 
     @property
     def is_beam_search(self) -> bool:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -21,6 +22,8 @@ from common.types import WorkerRecord
 from gateway.admission import Gate, Place
 from gateway.assemble import Piece
 from gateway.decoding import DecodeHalf, HandOver
+from gateway.detokenize import Detokenizers
+from gateway.direct import Direct
 from gateway.life import Life, Pieces
 from gateway.lost import WorkerLost, incarnation, too_late
 from gateway.metrics import Metrics
@@ -48,19 +51,22 @@ class RequestRunner:
     ) -> None:
         self._workers = workers
         self._gate = gate
-        self._tokenizer = tokenizer
+        self._detokenizers = Detokenizers(tokenizer)
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._recover_s = recover_s
         self._poison = PoisonList()
         self._decode = DecodeHalf(workers, gate, metrics)
 
-    async def generate(self, request: ResolvedRequest) -> AsyncGenerator[Piece, None]:
-        """Pieces of all samples; a sample's last has finish_reason, the request's last has summary too.
+    async def generate(
+        self, request: ResolvedRequest, direct: Direct[Any] | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """Pieces of all samples; a sample's last has finish_reason, the request's last has summary too. While the
+        reader waits for the next piece, having written all others by `direct`, tokens may go out by `direct` instead.
 
         Closing this (or cancelling its reader) cancels the work. Errors: any LooseleafError.
         """
-        life = Life.begin(request, self._tokenizer, digest_of(request.prompt_ids, request.salt))
+        life = Life.begin(request, self._detokenizers, digest_of(request.prompt_ids, request.salt), direct)
         outcome = "abort"
         try:
             place = await self._enter(life)

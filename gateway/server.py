@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import grpc.aio
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from common.errors import StartupError
 from common.rpc import RpcServer, open_channel
@@ -29,7 +29,7 @@ KEEP_ALIVE_S = 75
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers, on a socket that we have bound."""
 
-    def __init__(self, app: Starlette, sock: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 app, loop="none", http="httptools", ws="none", lifespan="off", access_log=False, log_config=None,

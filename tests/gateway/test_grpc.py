@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import InvalidArgument, ResourceExhausted
 from common.rpc import RpcServer, error_of
+from gateway.direct import Direct
 from gateway.grpc_service import InferenceServicer
 from gateway.testing import Script, beam_score, expected_ids
 from protos.v1 import inference_pb2 as pb
@@ -67,6 +68,18 @@ async def test_a_stream_brings_tokens_text_usage_and_timings(serve: Any) -> None
     )
     assert last.usage.completion_tokens == 8 and last.timings.decode_ns == 4_000_000
     assert len({r.request_id for r in responses}) == 1 and last.request_id.startswith("gen-")
+
+
+async def test_tokens_that_take_the_short_way_are_part_of_the_stream(serve: Any, monkeypatch: Any) -> None:
+    sent: list[int] = []
+    send = Direct.send
+    monkeypatch.setattr(Direct, "send", lambda self, *token: (sent.append(token[1]), send(self, *token)))
+    rig, stub = await serve(Script(step_s=0.01))
+    responses = [r async for r in stub.Generate(request(max_tokens=20))]
+    ids = expected_ids(rig.assets.tokenizer.encode("the mill").ids, 20)
+    assert [token for r in responses for token in r.token_ids] == ids and len(sent) > 5
+    assert "".join(r.text_delta for r in responses) == rig.assets.tokenizer.decode(ids)
+    assert len({r.request_id for r in responses}) == 1 and responses[-1].usage.completion_tokens == 20
 
 
 async def test_a_stop_string_is_named(serve: Any) -> None:

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from gateway.direct import Direct
 from gateway.http_app import HttpApi
 from gateway.limits import MAX_BODY_BYTES
 from gateway.server import HttpServer, bind_http
@@ -93,6 +94,23 @@ async def test_a_stream_brings_the_same_text_then_usage_then_done(serve: Any) ->
     assert chunks[-1]["looseleaf"]["attempts"] == 1 and all(c["usage"] is None for c in chunks[:-1])
     plain = await served.events("/v1/completions", prompt="the old", max_tokens=4)
     assert "usage" not in plain[-1] and plain[-1]["looseleaf"]["handed_over_tokens"] > 0
+
+
+async def test_tokens_that_take_the_short_way_are_part_of_the_stream(serve: Any, monkeypatch: Any) -> None:
+    sent: list[int] = []
+    send = Direct.send
+    monkeypatch.setattr(Direct, "send", lambda self, *token: (sent.append(token[1]), send(self, *token)))
+    served = await serve(Script(step_s=0.01))
+    chunks = await served.events("/v1/completions", prompt="the old", max_tokens=20, n=2)
+    for index in range(2):
+        ids = expected_ids(served.rig.assets.tokenizer.encode("the old").ids, 20, index)
+        mine = [c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(mine) == served.rig.assets.tokenizer.decode(ids) and len(set(ids) & set(sent)) > 5
+    messages = [{"role": "user", "content": "the old"}]
+    chunks = await served.events("/v1/chat/completions", messages=messages, max_tokens=20)
+    whole = (await served.post("/v1/chat/completions", messages=messages, max_tokens=20)).json()
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
 
 
 async def test_several_prompts_of_every_kind_are_answered_in_order(serve: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from common.errors import DeadlineExceeded, Unavailable
 from common.types import FinishReason
 from gateway.assemble import Piece
+from gateway.detokenize import Detokenizers
 from gateway.life import Life
 from gateway.lost import WorkerLost
 from gateway.testing import Fault, Script, beam_score, expected_ids
@@ -147,7 +148,7 @@ async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: M
     """As when some of a step's outputs come and others do not."""
     rig = await make_rig(Script(submits=[Fault("die", 3)]))
     request = await rig.validator.resolve(wanted(n=2))
-    life = Life.begin(request, rig.assets.tokenizer, b"")
+    life = Life.begin(request, Detokenizers(rig.assets.tokenizer), b"")
     for sample, count in ((0, 5), (1, 3)):
         output = pb.SequenceOutput(sample_index=sample, token_ids=expected_ids(PROMPT, count, sample))
         assert life.accept({}, output) is False
