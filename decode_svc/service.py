@@ -18,6 +18,9 @@ from decode_svc.worker import DecodeWorker
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
 
+Step = tuple[list[Output], WorkerLoad]
+"""What a session hears of a step."""
+HEARTBEAT: Step = ([], WorkerLoad())
 logger = logging.getLogger("decode")
 _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     None: pb.REJECTION_UNSPECIFIED,
@@ -43,17 +46,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
         loop = asyncio.get_running_loop()
-        responses: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
+        steps: asyncio.Queue[Step | None] = asyncio.Queue()
 
-        def send(outputs: list[Output], load: WorkerLoad) -> None:  # called in the step thread
-            loop.call_soon_threadsafe(responses.put_nowait, _response(outputs, load))
+        def send(outputs: list[Output], load: WorkerLoad) -> None:  # called in the step thread, which then computes on
+            loop.call_soon_threadsafe(steps.put_nowait, (outputs, load))
 
         session = WorkerSession(send)
         reader = asyncio.create_task(self._read(request_iterator, session))
-        reader.add_done_callback(lambda _: responses.put_nowait(None))
+        reader.add_done_callback(lambda _: steps.put_nowait(None))
         try:
-            while (response := await _within(HEARTBEAT_S, responses)) is not None:
-                yield _merge(response, responses)
+            while (step := await _within(HEARTBEAT_S, steps)) is not None:
+                yield _response(step, steps) if step is not HEARTBEAT else pb.SessionResponse()
         finally:
             reader.cancel()
             self._thread.post(lambda: self._worker.close(session))
@@ -80,41 +83,49 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._thread.post(lambda: self._worker.cancel(session, handle, sample_index))
 
 
-async def _within(seconds: float, queue: asyncio.Queue[pb.SessionResponse | None]) -> pb.SessionResponse | None:
-    """The next response; a heartbeat if there is none for `seconds`."""
+async def _within(seconds: float, queue: asyncio.Queue[Step | None]) -> Step | None:
+    """The next step; a heartbeat if there is none for `seconds`."""
     if queue.empty():
         try:
             async with asyncio.timeout(seconds):
                 return await queue.get()
         except TimeoutError:
-            return pb.SessionResponse()
+            return HEARTBEAT
     return queue.get_nowait()
 
 
-def _merge(first: pb.SessionResponse, queue: asyncio.Queue[pb.SessionResponse | None]) -> pb.SessionResponse:
+def _response(step: Step, queue: asyncio.Queue[Step | None]) -> pb.SessionResponse:
     """A slow gateway gets the steps it missed in one message, so that no queue grows with its slowness."""
+    outputs, load = step
+    response = pb.SessionResponse()
+    _add(response, outputs)
     while not queue.empty():
         more = queue.get_nowait()
         if more is None:
             queue.put_nowait(None)
             break
-        first.outputs.extend(more.outputs)
-        first.load.CopyFrom(more.load)
-    return first
+        outputs, load = more
+        _add(response, outputs)
+    response.load.CopyFrom(convert.load_to_pb(load))
+    return response
 
 
-def _response(outputs: list[Output], load: WorkerLoad) -> pb.SessionResponse:
-    return pb.SessionResponse(outputs=[_output(item) for item in outputs], load=convert.load_to_pb(load))
+def _add(response: pb.SessionResponse, outputs: list[Output]) -> None:
+    """Field by field: half the price of a message for each output, of which `outputs` would then keep a copy."""
+    add = response.outputs.add
+    for item in outputs:
+        message = add()
+        message.handle = item.handle
+        message.attempt = item.attempt
+        message.sample_index = item.sample_index
+        message.first_index = item.first_index
+        message.token_ids.extend(item.token_ids)
+        if item.logprobs or item.finish_reason is not None or item.rejection is not None:
+            _add_rare(message, item)
 
 
-def _output(item: Output) -> pb.SequenceOutput:
-    message = pb.SequenceOutput(
-        handle=item.handle,
-        attempt=item.attempt,
-        sample_index=item.sample_index,
-        first_index=item.first_index,
-        token_ids=item.token_ids,
-    )
+def _add_rare(message: pb.SequenceOutput, item: Output) -> None:
+    """What most outputs lack."""
     if item.logprobs:
         message.logprobs.extend(convert.logprob_to_pb(p) for p in item.logprobs)
     if item.finish_reason is not None:
@@ -125,4 +136,3 @@ def _output(item: Output) -> pb.SequenceOutput:
         message.beam_score = item.beam_score
     if item.timings is not None:
         message.timings.CopyFrom(convert.timings_to_pb(item.timings))
-    return message

@@ -1,0 +1,60 @@
+"""What a session hears: every field of an output, and the steps that a slow gateway missed as one message."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common import convert
+from common.types import FinishReason, Timings, TokenLogprob, WorkerLoad
+from decode_svc.outputs import Output, Rejection
+from decode_svc.service import Step, _response
+from protos.v1 import decode_pb2 as pb
+
+PLAIN = Output(300, 1, 2, 1000, (7, 8))
+LOAD = WorkerLoad(1, 2, 3, 4, 5, 6)
+
+
+def heard(*steps: Step | None) -> pb.SessionResponse:
+    """The first message of a session whose gateway was away for these steps."""
+    queue: asyncio.Queue[Step | None] = asyncio.Queue()
+    for step in steps:
+        queue.put_nowait(step)
+    first = queue.get_nowait()
+    assert first is not None
+    response = _response(first, queue)
+    assert queue.qsize() == (steps[-1] is None)  # the end is still heard
+    return pb.SessionResponse.FromString(response.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"logprobs": (TokenLogprob(7, -0.5, 1, ((7, -0.5),)), TokenLogprob(8, -1.5, 2, ((9, -0.25),)))},
+        {"finish_reason": FinishReason.LENGTH, "timings": Timings(hand_over_ns=5, decode_ns=6)},
+        {"finish_reason": FinishReason.STOP, "beam_score": -2.5, "timings": Timings(decode_ns=6)},
+        {"token_ids": (), "rejection": Rejection.GIVEN_BACK},
+    ],
+)
+def test_an_output_arrives_with_all_its_fields(fields: dict[str, object]) -> None:
+    output = PLAIN._replace(**fields)
+    [message] = heard(([output], LOAD)).outputs
+    assert (message.handle, message.attempt, message.sample_index, message.first_index) == (300, 1, 2, 1000)
+    assert tuple(message.token_ids) == output.token_ids
+    assert tuple(map(convert.logprob_from_pb, message.logprobs)) == output.logprobs
+    assert convert.finish_reason_from_pb(message.finish_reason) == output.finish_reason
+    assert message.rejection == (pb.REJECTION_GIVEN_BACK if output.rejection else pb.REJECTION_UNSPECIFIED)
+    assert message.HasField("timings") == (output.timings is not None)
+    if output.timings is not None:
+        assert convert.timings_from_pb(message.timings) == output.timings
+    assert (message.beam_score if message.HasField("beam_score") else None) == output.beam_score
+
+
+@pytest.mark.parametrize("end", [[], [None]])
+def test_missed_steps_come_as_one_message_with_the_last_load(end: list[None]) -> None:
+    steps: list[Step] = [([PLAIN._replace(first_index=i)], WorkerLoad(num_running=i)) for i in range(3)]
+    response = heard(*steps, *end)
+    assert [output.first_index for output in response.outputs] == [0, 1, 2]
+    assert convert.load_from_pb(response.load) == WorkerLoad(num_running=2)
