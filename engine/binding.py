@@ -12,6 +12,7 @@ import torch
 from common.types import DType, KvLayout
 from engine.graphs import DecodeGraphs
 from engine.models.attention import LayerCache
+from engine.models.fused import FusedDecoder
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -33,11 +34,12 @@ Arena = npt.NDArray[np.uint8] | torch.Tensor | DeviceArray
 
 @dataclass(slots=True)
 class Binding:
-    """An arena, its views, and the graphs that were captured over it."""
+    """An arena, its views, and the passes that were made ready over it: graphs on a GPU, one C call on a CPU."""
 
     arena: torch.Tensor  # uint8 [num_blocks, >= block_bytes]
     caches: list[LayerCache]
     graphs: DecodeGraphs | None = None
+    fused: FusedDecoder | None = None
 
     @classmethod
     def of(cls, arena: Arena, layout: KvLayout, device: torch.device) -> Binding:

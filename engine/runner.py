@@ -29,6 +29,7 @@ from engine.graphs import DecodeGraphs, bucket_sizes
 from engine.loader import LoadFormat, Target, open_weights
 from engine.models.attention import LayerCache, StepMetadata
 from engine.models.decoder import Decoder
+from engine.models.fused import FusedDecoder, objection
 from engine.models.opt import Opt
 from engine.numerics import numerics
 from engine.step import StepInput
@@ -131,6 +132,7 @@ class ModelRunner:
         """Step over this arena from now on: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, rows
         contiguous, 64-byte aligned rows preferred. The memory must outlive the runner's use of it. Graphs are gone."""
         self._bound = Binding.of(arena, self.layout, self.device.torch_device)
+        self._bound.fused = self._fuse(self._bound.caches)
 
     def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
         """Blocks of private memory on the runner's device, every byte `fill` (0xff is NaN in every dtype)."""
@@ -162,6 +164,8 @@ class ModelRunner:
         bound = self._binding
         if bound.graphs is not None and bound.graphs.takes(batch):
             logits = bound.graphs.run(batch)
+        elif bound.fused is not None and bound.fused.takes(batch):
+            logits = bound.fused.run(batch)
         else:
             logits = self._eager(batch, bound.caches)
         self.device.wait()
@@ -266,6 +270,16 @@ class ModelRunner:
             model: Opt | Decoder = build(self.config, weights, self.max_model_len)
             self.weights_bytes = weights.num_bytes
         return model
+
+    def _fuse(self, caches: Sequence[LayerCache]) -> FusedDecoder | None:
+        """A pass over these in one call, where the model, its linears and its attention are ours on a CPU."""
+        model = self._model
+        if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
+            return None
+        if (why := objection(model, caches)) is not None:
+            logger.debug("a pass is many calls: %s", why)
+            return None
+        return FusedDecoder(model, self.config, caches)
 
     def _eager(self, batch: StepInput, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Start a step of any shape; fp32 logits [R, vocab]."""

@@ -64,47 +64,45 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config
         assert c.rope is not None
-        self._eps = c.norm_eps
+        self.eps = c.norm_eps
         self._vocab_size = c.vocab_size
-        self._attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim)
-        self._cos_sin = cos_sin_table(c.rope, c.head_dim, max_len).to(weights.device)  # fp32 [max_len, head_dim]
-        self._embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        self._layers = [DecoderLayer.load(c, weights, i) for i in range(c.num_layers)]
-        self._norm = weights.tensor("model.norm.weight", c.hidden_size)
+        self.attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim)
+        self.cos_sin = cos_sin_table(c.rope, c.head_dim, max_len).to(weights.device)  # fp32 [max_len, head_dim]
+        self.embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        self.layers = [DecoderLayer.load(c, weights, i) for i in range(c.num_layers)]
+        self.norm = weights.tensor("model.norm.weight", c.hidden_size)
         tied = c.tie_embeddings
-        self._lm_head = (
-            weights.pack(self._embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
-        )
+        self.lm_head = weights.pack(self.embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
         weights.finish(allowed=["lm_head.weight"] if tied else [])
 
     def shallow(self, num_layers: int) -> Self:
         """The same weights with only the first `num_layers` layers: memory of a step, not its numbers, is alike."""
         model = copy.copy(self)
-        model._layers = self._layers[:num_layers]
+        model.layers = self.layers[:num_layers]
         return model
 
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
-        residual = embedding(token_ids, self._embed)  # [T, h]
-        x = rms_norm(residual, self._layers[0].input_norm, self._eps)
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        residual = embedding(token_ids, self.embed)  # [T, h]
+        x = rms_norm(residual, self.layers[0].input_norm, self.eps)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
             x = self._attend(layer, layer.qkv(x), caches[index], step)  # [T, q]
             if index == last and rows is not None:  # only wanted rows go on
                 if not len(rows):
                     return x.new_empty((0, self._vocab_size))
                 x, residual = x[rows], residual[rows]
-            x, residual = rms_norm(layer.o(x), layer.post_norm, self._eps, residual)
+            x, residual = rms_norm(layer.o(x), layer.post_norm, self.eps, residual)
             x = layer.down(silu_mul(layer.gate_up(x)))
-            norm = self._norm if index == last else self._layers[index + 1].input_norm
-            x, residual = rms_norm(x, norm, self._eps, residual)
-        return self._lm_head(x)
+            norm = self.norm if index == last else self.layers[index + 1].input_norm
+            x, residual = rms_norm(x, norm, self.eps, residual)
+        return self.lm_head(x)
 
     def _attend(self, layer: DecoderLayer, qkv: torch.Tensor, cache: LayerCache, step: StepMetadata) -> torch.Tensor:
-        q, k, v = self._attention.split(qkv)
+        q, k, v = self.attention.split(qkv)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q.reshape(-1, q.shape[-1]), layer.q_norm, self._eps).view(q.shape)
-            k = rms_norm(k.reshape(-1, k.shape[-1]), layer.k_norm, self._eps).view(k.shape)
-        return self._attention((q, k, v), cache, step, self._cos_sin)
+            q = rms_norm(q.reshape(-1, q.shape[-1]), layer.q_norm, self.eps).view(q.shape)
+            k = rms_norm(k.reshape(-1, k.shape[-1]), layer.k_norm, self.eps).view(k.shape)
+        return self.attention((q, k, v), cache, step, self.cos_sin)

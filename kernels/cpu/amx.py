@@ -38,6 +38,12 @@ def available() -> bool:
     return _entry() is not None
 
 
+def address() -> int | None:
+    """Of the C function, for callers in C."""
+    found = _entry()
+    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value  # type: ignore[arg-type]
+
+
 def pack(weight: Tensor) -> Tensor:
     """[out, in] bf16, `in` a multiple of 32 -> [out / 32, in / 32, 2, 16, 16, 2], outputs padded with zeros to 32."""
     n_out, n_in = weight.shape

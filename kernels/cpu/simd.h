@@ -10,8 +10,9 @@
 #include <immintrin.h>
 #endif
 
+#include "entries.h"
+
 #define LL_INLINE inline __attribute__((always_inline))
-#define LL_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace ll {
 

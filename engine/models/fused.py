@@ -1,0 +1,114 @@
+"""A decoder's whole pass over one arena in one C call, where every part of it is ours. Same entry points, same bits.
+
+`Decoder.forward` is what it does, to be read; here are only the addresses. Python and torch between some thirty calls a
+layer cost more than a small model's arithmetic, and each of those calls lets the threads that answer RPCs in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from engine.config import ModelConfig
+from engine.models.attention import LayerCache
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.step import StepInput
+from kernels.cpu import amx
+from kernels.cpu.forward import Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
+from kernels.cpu.loader import current
+from kernels.linear import PackedLinear
+
+
+def objection(decoder: Decoder, caches: Sequence[LayerCache]) -> str | None:
+    """Why a decoder cannot be run in one call, or None."""
+    if entry(current()) is None:
+        return "no C++ kernels are in use"
+    dtype = decoder.embed.dtype
+    if dtype not in (torch.bfloat16, torch.float32) or caches[0].keys.dtype != dtype:
+        return f"it takes neither {dtype} nor blocks of another type"
+    found = {linear.how for linear in _linears(decoder)} - {"amx", "simd"}
+    return f"linears run on {', '.join(sorted(found))}" if found else None
+
+
+def _linears(decoder: Decoder) -> list[PackedLinear]:
+    layers = [linear for layer in decoder.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return [*layers, decoder.lm_head]
+
+
+class FusedDecoder:
+    """One decoder over the blocks of one arena. One thread at a time."""
+
+    def __init__(self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache]) -> None:
+        """Only without an `objection`."""
+        self._library = current()
+        run = entry(self._library)
+        assert run is not None
+        self._run = run
+        self._kept = (decoder, list(caches))  # what the addresses are of
+        self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, caches))
+        self._model = _model(decoder, config, caches[0].keys, self._layers)
+        self._pass = Pass()
+        self._scratch = scratch(0)
+        self._logits = torch.empty((0, config.vocab_size))
+
+    def takes(self, batch: StepInput) -> bool:
+        """Whether wanted rows ascend, and kernels are those that it was made with."""
+        wanted = batch.logits_rows
+        return current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
+
+    def run(self, batch: StepInput) -> torch.Tensor:
+        """Logits fp32 [R, vocab], valid until the next run. Errors: ValueError for what is out of range."""
+        num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
+        self._make_room(num_tokens, num_rows)
+        self._point_to(batch)
+        step = self._pass
+        step.num_tokens, step.num_rows = num_tokens, num_rows
+        step.threads = torch.get_num_threads()
+        self._run(self._model, step)
+        return self._logits[:num_rows]
+
+    def _point_to(self, batch: StepInput) -> None:
+        step, table = self._pass, batch.block_tables[0]
+        step.tokens, step.positions = address(batch.token_ids), address(batch.positions)
+        step.slots, step.context_lens = address(batch.slot_mappings[0]), address(batch.context_lens)
+        step.table, step.table_row, step.table_width = address(table), table.strides[0] // 4, table.shape[1]
+        step.num_seqs = len(batch.context_lens)
+        one_each = len(batch.token_ids) == len(batch.context_lens)
+        step.cu_seqlens_q = None if one_each else address(batch.cu_seqlens_q)
+        step.rows = None if len(batch.logits_rows) == len(batch.token_ids) else address(batch.logits_rows)
+
+    def _make_room(self, num_tokens: int, num_rows: int) -> None:
+        """Memory for such a pass; it is kept for the next."""
+        if (need := scratch_bytes(self._model, num_tokens, num_rows)) > len(self._scratch):
+            self._scratch = scratch(need)
+            self._pass.scratch = self._scratch.data_ptr()
+        if num_rows > len(self._logits):
+            self._logits = torch.empty((num_rows, self._logits.shape[1]))
+            self._pass.logits = self._logits.data_ptr()
+
+
+def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.Array[Layer]) -> Model:
+    max_pos, rotary = decoder.cos_sin.shape
+    block, head, slot, _ = keys.stride()
+    return Model(
+        embed=pointer(decoder.embed), layers=ctypes.addressof(layers), norm=pointer(decoder.norm),
+        cos_sin=pointer(decoder.cos_sin), lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
+        heads=c.num_heads, kv_heads=c.num_kv_heads, d=c.head_dim, max_pos=max_pos, rotary=rotary, window=c.window or 0,
+        is_bf16=decoder.embed.dtype == torch.bfloat16, num_blocks=keys.shape[0], block_size=keys.shape[2],
+        cache_block=block, cache_head=head, cache_slot=slot, eps=c.norm_eps, scale=c.head_dim**-0.5,
+    )  # fmt: skip
+
+
+def _layer(layer: DecoderLayer, cache: LayerCache) -> Layer:
+    return Layer(
+        pointer(layer.input_norm), pointer(layer.q_norm), pointer(layer.k_norm), pointer(layer.post_norm),
+        pointer(cache.keys), pointer(cache.values),
+        _linear(layer.qkv), _linear(layer.o), _linear(layer.gate_up), _linear(layer.down),
+    )  # fmt: skip
+
+
+def _linear(linear: PackedLinear) -> Linear:
+    on_tiles = amx.address() if linear.how == "amx" else None
+    return Linear(pointer(linear.packed), pointer(linear.bias), on_tiles, linear.in_features, linear.out_features)

@@ -1,0 +1,28 @@
+// The entry points that others call from C++, so that the compiler holds definitions and callers together.
+#pragma once
+
+#include <cstdint>
+
+#define LL_EXPORT extern "C" __attribute__((visibility("default")))
+
+LL_EXPORT int ll_rms_norm(void* out, const void* x, const void* weight, const void* residual, void* summed,
+                          int64_t rows, int64_t n, int64_t x_row, int64_t residual_row, int64_t is_bf16,
+                          int64_t threads, float eps);
+LL_EXPORT int ll_silu_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16,
+                          int64_t threads);
+LL_EXPORT int ll_write_blocks(void* q, const void* k, const void* v, const int64_t* positions, const int64_t* slots,
+                              void* key_cache, void* value_cache, const float* cos_sin, int64_t q_token,
+                              int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head,
+                              int64_t kc_block, int64_t kc_head, int64_t kc_slot, int64_t vc_block, int64_t vc_head,
+                              int64_t vc_slot, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
+                              int64_t num_blocks, int64_t block_size, int64_t max_pos, int64_t rotary,
+                              int64_t is_bf16, int64_t threads);
+LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
+                           const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
+                           int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,
+                           int64_t k_slot, int64_t v_block, int64_t v_head, int64_t v_slot, int64_t table_row,
+                           int64_t num_blocks, int64_t max_blocks, int64_t total_q, int64_t num_seqs, int64_t heads,
+                           int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t is_bf16,
+                           int64_t threads, float scale);
+LL_EXPORT int ll_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
+                        int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t is_bf16, int64_t threads);

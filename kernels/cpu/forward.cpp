@@ -1,0 +1,158 @@
+// A whole pass of a Llama-like decoder in one call: the other entry points, one after the other, exactly as
+// engine/models/decoder.py calls them one by one, so the bits are the same. What it saves is the way through Python and
+// torch between them, some thirty calls a layer, each of which also lets other Python threads in.
+//
+// The structures are laid out as kernels/cpu/forward.py says: pointers and 64-bit integers, floats last.
+#include <cstring>
+
+#include "simd.h"
+
+namespace ll {
+namespace {
+
+using AmxLinear = int (*)(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
+                          int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t threads);
+
+struct Linear {
+    const void *packed, *bias;
+    AmxLinear amx;  // null: ll_linear
+    int64_t n_in, n_out;
+};
+
+struct Layer {
+    const void *input_norm, *q_norm, *k_norm, *post_norm;
+    void *keys, *values;
+    Linear qkv, o, gate_up, down;
+};
+
+struct Model {
+    const char* embed;
+    const Layer* layers;
+    const void* norm;
+    const float* cos_sin;
+    Linear lm_head;
+    int64_t num_layers, vocab, heads, kv_heads, d, max_pos, rotary, window, is_bf16;
+    int64_t num_blocks, block_size, cache_block, cache_head, cache_slot;
+    float eps, scale;
+};
+
+struct Pass {
+    const int64_t *tokens, *positions, *slots;
+    const int32_t *table, *context_lens, *cu_seqlens_q;  // cu null: one query per sequence
+    const int64_t* rows;                                 // null: logits of every token
+    void* scratch;
+    float* logits;
+    int64_t num_tokens, num_seqs, table_row, table_width, num_rows, threads;
+};
+
+struct Forward {
+    const Model& m;
+    const Pass& p;
+    const int64_t size = m.is_bf16 ? 2 : 4, hidden = m.lm_head.n_in, q_width = m.heads * m.d;
+    const int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.d, inner = m.layers[0].down.n_in;
+    char* free = static_cast<char*>(p.scratch);
+    char *residual = take(p.num_tokens * hidden), *normed = take(p.num_tokens * hidden),
+         *projected = take(p.num_tokens * hidden), *shared = free;
+
+    // kernels/cpu/forward.py counts the same.
+    char* take(int64_t elements) {
+        char* at = free;
+        free += (elements * size + 63) / 64 * 64;
+        return at;
+    }
+
+    int linear(const Linear& l, const void* x, void* out, int64_t rows) const {
+        if (l.amx) return l.amx(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, p.threads);
+        return ll_linear(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, m.is_bf16, p.threads);
+    }
+
+    // normed = norm(residual), or with `add` residual += add first.
+    int norm(const void* weight, const void* add, int64_t rows) const {
+        const void* x = add ? add : residual;
+        return ll_rms_norm(normed, x, weight, add ? residual : nullptr, add ? residual : nullptr, rows, hidden, hidden,
+                           hidden, m.is_bf16, p.threads, m.eps);
+    }
+
+    int embed() const {
+        for (int64_t t = 0; t < p.num_tokens; ++t) {
+            if (p.tokens[t] < 0 || p.tokens[t] >= m.vocab) return 5;
+            std::memcpy(residual + t * hidden * size, m.embed + p.tokens[t] * hidden * size, hidden * size);
+        }
+        return 0;
+    }
+
+    // Heads of every token by themselves, in place.
+    void head_norms(const Layer& layer, char* qkv) const {
+#pragma omp parallel for num_threads(p.threads) schedule(static) if (p.threads > 1 && p.num_tokens >= 16)
+        for (int64_t t = 0; t < p.num_tokens; ++t) {
+            char *q = qkv + t * qkv_width * size, *k = q + q_width * size;
+            ll_rms_norm(q, q, layer.q_norm, nullptr, nullptr, m.heads, m.d, m.d, 0, m.is_bf16, 1, m.eps);
+            ll_rms_norm(k, k, layer.k_norm, nullptr, nullptr, m.kv_heads, m.d, m.d, 0, m.is_bf16, 1, m.eps);
+        }
+    }
+
+    // normed -> attended
+    int attend(const Layer& layer, char* qkv, char* attended) const {
+        if (int error = linear(layer.qkv, normed, qkv, p.num_tokens)) return error;
+        if (layer.q_norm) head_norms(layer, qkv);
+        char *k = qkv + q_width * size, *v = k + m.kv_heads * m.d * size;
+        if (int error = ll_write_blocks(qkv, k, v, p.positions, p.slots, layer.keys, layer.values, m.cos_sin, qkv_width,
+                                        m.d, qkv_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot,
+                                        m.cache_block, m.cache_head, m.cache_slot, p.num_tokens, m.heads, m.kv_heads,
+                                        m.d, m.num_blocks, m.block_size, m.max_pos, m.rotary, m.is_bf16, p.threads))
+            return error;
+        return ll_attention(attended, qkv, layer.keys, layer.values, p.table, p.context_lens, p.cu_seqlens_q, q_width,
+                            m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block, m.cache_head,
+                            m.cache_slot, p.table_row, m.num_blocks, p.table_width, p.num_tokens, p.num_seqs, m.heads,
+                            m.kv_heads, m.block_size, m.d, m.window, m.is_bf16, p.threads, m.scale);
+    }
+
+    // Row rows[i] of `from` becomes row i; in place where rows ascend, which the caller has checked.
+    void keep_wanted(char* from, int64_t width) const {
+        for (int64_t i = 0; i < p.num_rows; ++i)
+            if (p.rows[i] != i) std::memcpy(from + i * width * size, from + p.rows[i] * width * size, width * size);
+    }
+
+    int mlp(const Layer& layer, const void* next_norm, char* gate_up, int64_t rows) {
+        if (int error = norm(layer.post_norm, projected, rows)) return error;
+        if (int error = linear(layer.gate_up, normed, gate_up, rows)) return error;
+        char* product = gate_up + (rows * 2 * inner * size + 63) / 64 * 64;
+        ll_silu_mul(product, gate_up, rows, inner, 2 * inner, m.is_bf16, p.threads);
+        if (int error = linear(layer.down, product, projected, rows)) return error;
+        return norm(next_norm, projected, rows);
+    }
+
+    int logits() const {
+        if (!m.is_bf16) return linear(m.lm_head, normed, p.logits, p.num_rows);
+        if (int error = linear(m.lm_head, normed, shared, p.num_rows)) return error;
+        const bf16* from = reinterpret_cast<const bf16*>(shared);
+        const int64_t n = p.num_rows * m.vocab;
+#pragma omp parallel for num_threads(p.threads) schedule(static) if (p.threads > 1 && n >= (1 << 16))
+        for (int64_t i = 0; i < n; i += W) store_upto(p.logits + i, load_upto(from + i, n - i), n - i);
+        return 0;
+    }
+
+    int run() {
+        if (int error = embed()) return error;
+        if (int error = norm(m.layers[0].input_norm, nullptr, p.num_tokens)) return error;
+        char *qkv = shared, *attended = shared + (p.num_tokens * qkv_width * size + 63) / 64 * 64;
+        for (int64_t i = 0; i < m.num_layers; ++i) {
+            const Layer& layer = m.layers[i];
+            const bool is_last = i + 1 == m.num_layers;
+            if (int error = attend(layer, qkv, attended)) return error;
+            if (is_last && p.num_rows == 0) return 0;
+            if (is_last && p.rows) keep_wanted(attended, q_width), keep_wanted(residual, hidden);
+            const int64_t rows = is_last ? p.num_rows : p.num_tokens;
+            if (int error = linear(layer.o, attended, projected, rows)) return error;
+            if (int error = mlp(layer, is_last ? m.norm : m.layers[i + 1].input_norm, shared, rows)) return error;
+        }
+        return logits();
+    }
+};
+
+}  // namespace
+}  // namespace ll
+
+LL_EXPORT int ll_forward(const void* model, const void* pass) {
+    return ll::Forward{*static_cast<const ll::Model*>(model), *static_cast<const ll::Pass*>(pass)}.run();
+}

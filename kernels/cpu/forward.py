@@ -1,0 +1,108 @@
+"""A whole pass of a Llama-like decoder as one C call: the structures of forward.cpp, and the call. Knows no step.
+
+Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import CpuLibrary
+from kernels.cpu.ops import _raise
+
+I64, F32, PTR = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+ALIGNMENT = 64
+"""Bytes; where every array in the scratch memory begins."""
+
+
+class Linear(ctypes.Structure):
+    """A packed product: amx is its entry point on AMX tiles, or null for `ll_linear`."""
+
+    _fields_ = [(name, PTR) for name in ("packed", "bias", "amx")] + [(name, I64) for name in ("n_in", "n_out")]
+
+
+class Layer(ctypes.Structure):
+    """Parameters of one layer, and where its keys and values lie in the arena; q_norm and k_norm may be null."""
+
+    _fields_ = [
+        *((name, PTR) for name in ("input_norm", "q_norm", "k_norm", "post_norm", "keys", "values")),
+        *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+    ]
+
+
+class Model(ctypes.Structure):
+    """Parameters and sizes; `cache_*` are the strides of a layer's keys and values, in elements."""
+
+    _fields_ = [
+        *((name, PTR) for name in ("embed", "layers", "norm", "cos_sin")),
+        ("lm_head", Linear),
+        *((name, I64) for name in ("num_layers", "vocab", "heads", "kv_heads", "d", "max_pos", "rotary", "window")),
+        *((name, I64) for name in ("is_bf16", "num_blocks", "block_size", "cache_block", "cache_head", "cache_slot")),
+        *((name, F32) for name in ("eps", "scale")),
+    ]
+
+
+class Pass(ctypes.Structure):
+    """One step's arrays; cu_seqlens_q null: one query per sequence; rows null: logits of every token."""
+
+    _fields_ = [
+        *((name, PTR) for name in ("tokens", "positions", "slots", "table", "context_lens", "cu_seqlens_q", "rows")),
+        *((name, PTR) for name in ("scratch", "logits")),
+        *((name, I64) for name in ("num_tokens", "num_seqs", "table_row", "table_width", "num_rows", "threads")),
+    ]
+
+
+Entry = Callable[[Model, Pass], None]
+
+
+def entry(library: CpuLibrary) -> Entry | None:
+    """The call, of one build: ValueError for a token, position, slot or block out of range. None: it has none."""
+    if library.handle is None or not hasattr(library.handle, "ll_forward"):
+        return None
+    function = library.handle["ll_forward"]
+    function.argtypes, function.restype = [PTR, PTR], ctypes.c_int
+
+    def run(model: Model, step: Pass) -> None:
+        _raise(function(ctypes.addressof(model), ctypes.addressof(step)))
+
+    return run
+
+
+def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
+    """What a pass needs; forward.cpp takes the same."""
+    size = 2 if model.is_bf16 else 4
+
+    def taken(*elements: int) -> int:
+        return sum(-(-count * size // ALIGNMENT) * ALIGNMENT for count in elements)
+
+    hidden, q_width = model.lm_head.n_in, model.heads * model.d
+    qkv_width = q_width + 2 * model.kv_heads * model.d
+    attention = taken(num_tokens * qkv_width, num_tokens * q_width)
+    mlp = max(
+        taken(rows * layer.gate_up.n_out, rows * layer.down.n_in)
+        for layer in [ctypes.cast(model.layers, ctypes.POINTER(Layer))[0]]
+        for rows in (num_tokens, num_rows)
+    )
+    return taken(*[num_tokens * hidden] * 3) + max(attention, mlp, taken(num_rows * model.vocab))
+
+
+def address(array: npt.NDArray[np.generic]) -> int:
+    """Of the first element."""
+    at: int = array.__array_interface__["data"][0]
+    return at
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def scratch(num_bytes: int) -> Tensor:
+    """uint8 [>= num_bytes], aligned."""
+    memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT :]

@@ -1,0 +1,73 @@
+"""A pass in one C call has the bits of the pass that is to be read, call by call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import Family
+from engine.runner import ModelRunner, RunnerSettings
+from engine.sequence import Chunk, lay_out
+from engine.testing import Batch
+from engine.tiny import make_checkpoint
+from kernels.cpu import forward
+from kernels.cpu.loader import current
+
+PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
+
+
+@pytest.fixture(autouse=True)
+def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears of our own where another provider is the default."""
+    if forward.entry(current()) is None:
+        pytest.skip("no C++ kernels are built")
+    monkeypatch.setenv("KERNELS_LINEAR", "simd")
+
+
+def runner_of(path: Path, dtype: str, threads: int, *, eager: bool) -> ModelRunner:
+    settings = RunnerSettings(path, dtype=dtype, num_threads=threads, enforce_eager=eager)  # type: ignore[arg-type]
+    return ModelRunner(settings)
+
+
+def logits_of(runner: ModelRunner, budget: int) -> list[torch.Tensor]:
+    batch = Batch.of(runner, PROMPTS, 6, budget=budget)
+    assert (runner._binding.fused is None) == runner.settings.enforce_eager
+    batch.run()
+    return [torch.stack(rows) for rows in batch.logits]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_same_bits_as_call_by_call(family: Family, dtype: str, threads: int, tmp_path: Path) -> None:
+    """Chunks of 16 tokens leave prompts without a wanted row; one of 300 holds all of them."""
+    make_checkpoint(tmp_path, family, std=0.1)
+    call_by_call = logits_of(runner_of(tmp_path, dtype, threads, eager=True), 300)
+    runner = runner_of(tmp_path, dtype, threads, eager=False)
+    for budget in (16, 300):
+        for one, other in zip(call_by_call, logits_of(runner, budget), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "value"), [("token_ids", 512), ("token_ids", -1), ("positions", 1 << 20)])
+def test_what_is_out_of_range_is_refused(name: str, value: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    runner = runner_of(tmp_path, "bfloat16", 1, eager=False)
+    batch = Batch.of(runner, PROMPTS, 1)
+    step = lay_out([Chunk(batch.sequences[3], 20)], 16).batch
+    getattr(step, name)[7] = value
+    with pytest.raises(ValueError, match="out of range"):
+        runner.step(step)
+
+
+def test_wanted_rows_in_another_order_are_computed_call_by_call(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    runner = runner_of(tmp_path, "bfloat16", 1, eager=False)
+    batch = Batch.of(runner, PROMPTS, 1)
+    step = lay_out([Chunk(batch.sequences[3], 20)], 16).batch
+    step.logits_rows = torch.arange(20).numpy()
+    ascending = runner.step(step).clone()
+    step.logits_rows = torch.arange(19, -1, -1).numpy()
+    assert torch.equal(runner.step(step), ascending.flip(0))
