@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -46,17 +47,17 @@ class PeersSettings(Settings):
     requests: int = Field(64, ge=1, description="requests of the served workloads")
     transformers_requests: int = Field(32, ge=16, le=64, description="how many of them transformers serves")
     quiet: float = Field(10.0, ge=0, description="longest wait for an idle machine before a measurement, s")
-    quick: bool = Field(False, description="a rehearsal: one round, few requests, a short prompt, nothing kept")
+    quick: bool = Field(False, description="a rehearsal on S: one round, few requests, nothing kept")
     keep: bool = Field(True, description="write the result below docs/benchmarks/cpu")
 
 
-def start_all(harness: Harness, settings: PeersSettings, stack: ExitStack, logs: Path, rounds: Rounds) -> list[Target]:
+def start_all(rounds: Rounds, roles: Sequence[str], peers: Sequence[str], stack: ExitStack, logs: Path) -> list[Target]:
     """Ours, and each peer that is installed and gets ready; the others become failures."""
-    targets = []
-    for roles in ("both", "split") if harness.size == "M" else ("both",):
-        log = logs / f"looseleaf-{roles}-{harness.size}.log"
-        targets.append(stack.enter_context(our_server(harness.model, roles, log)))
-    for peer in wanted_peers(settings):
+    targets, harness = [], rounds.harness
+    for ours in roles:
+        log = logs / f"looseleaf-{ours}-{harness.size}.log"
+        targets.append(stack.enter_context(our_server(harness.model, ours, log)))
+    for peer in peers:
         if why := harness.missing(peer):
             rounds.failures[f"{peer} {harness.size}"] = f"not installed: {why}"
             continue
@@ -79,10 +80,10 @@ def wanted_peers(settings: PeersSettings) -> list[str]:
     return [peer for peer in PEERS if not settings.only or peer in settings.only]
 
 
-def compare_m(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, Any]:
-    """All tests on M; what is ours alone and the outputs' check are returned, the rest is in `rounds`."""
+def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, Any]:
+    """All tests; what is ours alone and the outputs' check are returned, the rest is in `rounds`."""
     with ExitStack() as stack:
-        targets = start_all(rounds.harness, settings, stack, logs, rounds)
+        targets = start_all(rounds, ("both", "split"), wanted_peers(settings), stack, logs)
         done = rounds.run(targets, settings.rounds)
         bytes_once = weights_bytes(str(rounds.harness.model))
         ours = [target for target in targets if target.name in (BOTH, SPLIT)]
@@ -99,8 +100,8 @@ def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
     small = Rounds(replace(rounds.harness, size="S"), rounds.load, rounds.deadline + APART_S)
     small.rows, small.failures = rounds.rows, rounds.failures
     with ExitStack() as stack:
-        only_vllm = settings.model_copy(update={"only": ["vllm"]})
-        targets = start_all(small.harness, only_vllm, stack, logs, small)
+        peers = [peer for peer in wanted_peers(settings) if peer == "vllm"]
+        targets = start_all(small, ("both",), peers, stack, logs)
         small.run(targets, settings.rounds, (("served",),))
 
 
@@ -139,7 +140,7 @@ def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> d
     medians = peers_report.medians(rounds.rows)
     beyond = found["memory_mib"].get(BOTH, {}).get("beyond"), found["memory_mib"].get(SPLIT, {}).get("beyond")
     figures = [
-        *peers_report.figures(medians),
+        *peers_report.figures(medians, rounds.harness.size),
         peers_report.absolute("memory beyond weights and KV, colocated", beyond[0], MOST_BEYOND_MIB, "MiB"),
         peers_report.absolute("memory beyond weights and KV, split", beyond[1], MOST_BEYOND_MIB, "MiB"),
         peers_report.absolute("serve to first token", found["startup_s"].get(BOTH), MOST_FIRST_TOKEN_S, "s"),
@@ -162,16 +163,17 @@ def main(settings: PeersSettings) -> int:
     if settings.quick:
         smaller = {"rounds": 1, "requests": 8, "transformers_requests": 16, "quiet": 0.0, "keep": False}
         settings = settings.model_copy(update=smaller)
-    harness = Harness(settings.peers.resolve(), settings.root.resolve())
+    harness = Harness(settings.peers.resolve(), settings.root.resolve(), "S" if settings.quick else "M")
     check(harness)
     started, origin = time.monotonic(), machine.provenance()
     load = Load(requests=settings.requests, quiet_s=settings.quiet)
     deadline = started + 60.0 * settings.minutes - APART_S
     rounds = Rounds(harness, load, deadline, prompt_len=1024 if settings.quick else 4095)
     with tempfile.TemporaryDirectory(prefix="looseleaf-peers-") as scratch:
-        found = compare_m(rounds, settings, Path(scratch))
+        found = compare(rounds, settings, Path(scratch))
         found["same_chars"]["looseleaf-float32"] = exact = same_in_float32(harness, rounds, Path(scratch))
-        compare_s(rounds, settings, Path(scratch))
+        if not settings.quick:
+            compare_s(rounds, settings, Path(scratch))
         transformers(rounds, settings, Path(scratch))
     result = conclude(rounds, found, origin)
     result["minutes"] = round((time.monotonic() - started) / 60, 1)

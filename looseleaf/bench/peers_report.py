@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 BOTH, SPLIT = "looseleaf-both", "looseleaf-split"
@@ -91,8 +91,9 @@ def _median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {**values, "reps": len(rows)}
 
 
-def figures(found: Medians, goals: Iterable[Goal] = GOALS) -> list[Figure]:
-    return [figure(goal, found) for goal in goals]
+def figures(found: Medians, size: str = "M") -> list[Figure]:
+    """Of all goals; `size` is the model that stands for M in a rehearsal."""
+    return [figure(replace(goal, size=size) if goal.size == "M" else goal, found) for goal in GOALS]
 
 
 def figure(goal: Goal, found: Medians) -> Figure:
