@@ -40,6 +40,8 @@ class Life:
     """Samples that have not ended."""
     attempts: int = 0
     losses: int = 0
+    decoded_from: int = 0
+    """`output_len` when the attempt began, then when its decode did."""
     times: Timings = field(default_factory=Timings)
     sources: PromptSources | None = None
     prompt_logprobs: Sequence[types_pb.TokenLogprob] = ()
@@ -67,6 +69,11 @@ class Life:
         return [sample for sample in self.samples if sample.finish_reason is None]
 
     @property
+    def output_len(self) -> int:
+        """Tokens of all samples."""
+        return sum(len(sample.output_ids) for sample in self.samples)
+
+    @property
     def size(self) -> GroupSize:
         request = self.request
         return GroupSize(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)
@@ -83,10 +90,9 @@ class Life:
         self.times = replace(self.times, **{name: getattr(self.times, name) + ns for name, ns in added_ns.items()})
 
     def summary(self) -> Summary:
-        output_len = sum(len(sample.output_ids) for sample in self.samples)
         sources = self.sources or PromptSources()
         prompt_len = len(self.request.prompt_ids)
-        return Summary(prompt_len, output_len, sources, self.handed_over, self.times, self.attempts)
+        return Summary(prompt_len, self.output_len, sources, self.handed_over, self.times, self.attempts)
 
     def blocks_to_come_back(self, block_size: int) -> int:
         """Blocks that the group needs to go on. A beam search starts over, so it must be able to reach its end."""

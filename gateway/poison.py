@@ -95,7 +95,7 @@ class PoisonList:
             self._deaths.popitem(last=False)
 
     def survived(self, digest: bytes) -> None:
-        """A decode worker has gone on with the request, or it is complete: it kills nobody."""
+        """Decode went on with the request since the last death, or it is complete: it did not cause that."""
         self._deaths.pop(digest, None)
 
 

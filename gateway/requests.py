@@ -77,6 +77,7 @@ class RequestRunner:
                         if piece.summary is not None:
                             assert piece.finish_reason is not None
                             outcome = piece.finish_reason.value
+                            self._poison.survived(life.digest)
                         yield piece
             finally:
                 self._workers.keep_promise(place)
@@ -137,6 +138,8 @@ class RequestRunner:
         self._metrics.retried(lost.reason)
         life.losses += lost.counted
         logger.info("request %s is prefilled again: %s", life.request.request_id, lost.reason)
+        if life.output_len > life.decoded_from:
+            self._poison.survived(life.digest)
         if lost.death is not None:
             self._poison.died(life.digest, lost.death)
             self._poison.check(life.digest)
@@ -155,6 +158,7 @@ class RequestRunner:
 
     async def _attempt(self, life: Life, place: Place) -> AsyncGenerator[Piece, None]:
         """One prefill and one decode."""
+        life.decoded_from = life.output_len
         try:
             async with asyncio.timeout(life.remaining_s()):
                 prefill = await self._pick_prefill(life)
@@ -165,16 +169,14 @@ class RequestRunner:
             self._workers.keep_promise(place)
         first: Pieces = {}
         going = life.accept_first(first, done)
+        life.decoded_from = life.output_len
         if not life.num_open:
-            self._poison.survived(life.digest)
             list(first.values())[-1].summary = life.summary()
             for piece in first.values():
                 yield piece
             return
         async with aclosing(self._decode.run(life, HandOver(prefill, done, first, going))) as pieces:
             async for piece in pieces:
-                if piece is not first.get(piece.index):
-                    self._poison.survived(life.digest)
                 yield piece
 
     async def _pick_prefill(self, life: Life) -> WorkerRecord:
