@@ -8,8 +8,8 @@ import torch
 import kernels
 from common.types import DType
 from engine.device import Device
-from kernels.cpu import amx
 from kernels.cpu.loader import current
+from kernels.linear import provider_of
 from kernels.providers.base import AttentionProvider
 
 
@@ -19,17 +19,18 @@ def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtyp
         "dtype": dtype,
         "kv": kv_dtype,
         "attention": f"{attention.name}/{attention.version}",
-        **(_on_cpu() if device.compute_capability is None else _on_gpu(device.compute_capability, deterministic)),
+        **(_on_cpu(dtype) if device.compute_capability is None else _on_gpu(device.compute_capability, deterministic)),
         "deterministic": attention.deterministic,
     }
     return " ".join(f"{name}={value}" for name, value in said.items())
 
 
-def _on_cpu() -> dict[str, str]:
+def _on_cpu(dtype: DType) -> dict[str, str]:
     tiles = "+amx" if torch.cpu._is_amx_tile_supported() else ""
+    linear = provider_of(getattr(torch, dtype))
     return {
         "isa": current().isa,
-        "linear": f"amx/{kernels.__version__}" if amx.available() else f"onednn/{torch.__version__}",
+        "linear": f"{linear}/{kernels.__version__ if linear in ('amx', 'simd') else torch.__version__}",
         "cpu": torch.backends.cpu.get_cpu_capability() + tiles,
     }
 

@@ -1,27 +1,34 @@
 """Linear layers with weights packed once; on a GPU cuBLAS, or Triton where rows must not depend on others.
 
-On a CPU no row depends on the others, as tests/kernels/test_linear.py holds. bf16 on Intel's AMX tiles is ours
-(`kernels.cpu.amx`): oneDNN's cuts the sum over inputs into pieces from 33 rows on. Everything else is oneDNN's,
+On a CPU no row depends on the others, as tests/kernels/test_linear.py holds. The first provider that fits is taken:
+"amx", ours, for bf16 on Intel's AMX tiles (oneDNN's cuts the sum over inputs into pieces from 33 rows on); "onednn",
 measured to give a row the same bits at every batch but for a row alone (fp32, some bf16 shapes), which is padded to
-two. Knows nothing of the model.
+two; "simd", ours in vectors, for CPUs where oneDNN has no bf16. An argument or the environment variable KERNELS_LINEAR
+asks for one of them, to compare. Knows nothing of the model.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import amx
+from kernels.cpu import linear as simd
 from kernels.cpu.loader import count_fallback, on_triton
 
+Provider = Literal["amx", "onednn", "simd", "torch"]
 Product = Callable[[Tensor], Tensor]
 """x [rows, in], at least one row -> [rows, out]."""
+Packed = tuple[Tensor, Product]
 ONEDNN_AMX_ROWS = 32
 """The most rows for which oneDNN's AMX product adds up a row's products in one order."""
+PROBED = 256
+"""About so many outputs are compared with torch's before a packed product is trusted."""
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,29 +36,50 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return F.linear(x, weight, bias)
 
 
-def _on_amx(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Our product on AMX tiles, None where it does not apply."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not amx.available():
-        return None
+def asked_for() -> Provider | None:
+    """What the environment asks for. Errors: ValueError for a name that is no provider's."""
+    name = os.environ.get("KERNELS_LINEAR") or None
+    if name not in (None, *get_args(Provider)):
+        raise ValueError(f"KERNELS_LINEAR is {name!r}, but must be one of {', '.join(get_args(Provider))}")
+    return name  # type: ignore[return-value]
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
+    """Our product on AMX tiles, or why it cannot be had."""
+    if weight.dtype != torch.bfloat16 or not amx.available():
+        return f"no AMX tiles for {weight.dtype} on this CPU"
     n_out, n_in = weight.shape
     if n_in % amx.DEPTH:
         why = f"AMX takes numbers of inputs that are multiples of {amx.DEPTH}, not {n_in}"
         count_fallback("linear", why, f"on oneDNN, {ONEDNN_AMX_ROWS} rows at a time")
-        return None
+        return why
     packed = amx.pack(weight)
-    return lambda x: amx.linear(x if x.stride(1) == 1 else x.contiguous(), packed, bias, n_out)
+    return packed, lambda x: amx.linear(_last_contiguous(x), packed, bias, n_out)
 
 
-def _on_onednn(weight: Tensor, bias: Tensor | None) -> Product | str:
+def _on_simd(weight: Tensor, bias: Tensor | None) -> Packed | str:
+    """Our product in vectors, or why it cannot be had."""
+    entry, n_out = simd.entry(), weight.shape[0]
+    if entry is None or weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"no C++ kernels are in use that take {weight.dtype}"
+    packed = simd.pack(weight)
+    return packed, lambda x: simd.linear(entry, _last_contiguous(x), packed, bias, n_out)
+
+
+def _on_onednn(weight: Tensor, bias: Tensor | None) -> Packed | str:
     """oneDNN's product over a weight in its own layout, or why it cannot be had."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
-        return f"no packed form of {weight.dtype} on {weight.device.type}"
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"no packed form of {weight.dtype}"
     if not torch.backends.mkldnn.is_available():
         return "this torch has no oneDNN"
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "oneDNN has no bf16 on this CPU"
     try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     except (RuntimeError, AttributeError) as error:
         return f"packing failed: {str(error).splitlines()[0]}"
 
@@ -65,7 +93,15 @@ def _on_onednn(weight: Tensor, bias: Tensor | None) -> Product | str:
         return torch.cat([product(part) for part in x.split(ONEDNN_AMX_ROWS)])
 
     in_pieces = weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return by_parts if in_pieces else product
+    return packed, by_parts if in_pieces else product
+
+
+_PACKED: dict[Provider, Callable[[Tensor, Tensor | None], Packed | str]] = {
+    "amx": _on_amx,
+    "onednn": _on_onednn,
+    "simd": _on_simd,
+}
+"""On a CPU, best first."""
 
 
 class PackedLinear:
@@ -74,23 +110,34 @@ class PackedLinear:
     weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. What cannot be packed, or does not agree
     with F.linear on a probe, runs through F.linear: logged once and counted under "linear".
     On a GPU nothing is packed (fp16 too): F.linear, or with `deterministic` the Triton kernel of fixed tiles.
+    provider: the one to use on a CPU; None: what the environment asks for, else the best there is.
     """
 
-    __slots__ = ("_product", "bias", "how", "in_features", "out_features", "weight")
+    __slots__ = ("_product", "bias", "how", "in_features", "out_features", "packed", "weight")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, keep_weight: bool = False, deterministic: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        keep_weight: bool = False,
+        deterministic: bool = False,
+        provider: Provider | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.shape
         weight = weight.detach()
-        self.bias = None if bias is None else bias.detach()
-        self.how: Literal["amx", "onednn", "triton", "torch"]
-        self.how, self._product = _choose(weight, self.bias, deterministic)
+        self.bias = None if bias is None else bias.detach().contiguous()
+        self.how: Provider | Literal["triton"]
+        self.packed: Tensor | None
+        if on_triton(weight):
+            self.how, self.packed, self._product = _on_gpu(weight, self.bias, deterministic)
+        else:
+            self.how, self.packed, self._product = _on_cpu(weight, self.bias, provider or asked_for())
         self.weight = weight if keep_weight or not self.is_packed else None
 
     @property
     def is_packed(self) -> bool:
-        return self.how in ("amx", "onednn")
+        return self.packed is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., in] in the weight's dtype -> [..., out]."""
@@ -100,29 +147,43 @@ class PackedLinear:
         return self._product(rows).view(*x.shape[:-1], self.out_features)
 
 
-def _choose(
-    weight: Tensor, bias: Tensor | None, deterministic: bool
-) -> tuple[Literal["amx", "onednn", "triton", "torch"], Product]:
-    if on_triton(weight):
-        if not deterministic:
-            return "torch", lambda x: F.linear(x, weight, bias)
-        from kernels.gpu.linear import linear
+def provider_of(dtype: torch.dtype) -> str:
+    """What the linears of a CPU run on where shapes are ordinary; their bits depend on it."""
+    return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how
 
-        return "triton", lambda x: linear(x, weight, bias)
-    if (ours := _on_amx(weight, bias)) is not None and _agrees(ours, weight, bias):
-        return "amx", ours
-    found = _on_onednn(weight, bias)
-    if not isinstance(found, str):
-        if _agrees(found, weight, bias):
-            return "onednn", found
-        found = "the packed product differs from F.linear"
-    count_fallback("linear", found)
-    return "torch", lambda x: F.linear(x, weight, bias)
+
+def _on_gpu(
+    weight: Tensor, bias: Tensor | None, deterministic: bool
+) -> tuple[Literal["torch", "triton"], None, Product]:
+    if not deterministic:
+        return "torch", None, lambda x: F.linear(x, weight, bias)
+    from kernels.gpu.linear import linear
+
+    return "triton", None, lambda x: linear(x, weight, bias)
+
+
+def _on_cpu(weight: Tensor, bias: Tensor | None, provider: Provider | None) -> tuple[Provider, Tensor | None, Product]:
+    why = ""
+    for name, pack in _PACKED.items():
+        if provider not in (None, name):
+            continue
+        found = pack(weight.contiguous(), bias)
+        if isinstance(found, str):
+            why = found
+        elif _agrees(found[1], weight, bias):
+            return name, *found
+        else:
+            why = f"the product of {name!r} differs from F.linear"
+            count_fallback("linear", why, "on the next best provider")
+    if provider != "torch":
+        count_fallback("linear", why)
+    return "torch", None, lambda x: F.linear(x, weight, bias)
 
 
 def _agrees(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
-    """Compares with F.linear on four fixed rows, within the rounding of the dtype."""
+    """Compares some outputs with F.linear in fp32 (bf16 can be slow) on four rows, within the rounding of the dtype."""
     probe = torch.linspace(-1, 1, 4 * weight.shape[1]).view(4, -1).sin().to(weight.dtype)
-    want, got = F.linear(probe, weight, bias).float(), product(probe).float()
+    some = torch.arange(weight.shape[0] - 1, -1, -max(1, weight.shape[0] // PROBED))
+    want = F.linear(probe.float(), weight[some].float(), None if bias is None else bias[some].float())
     tolerance = 2e-2 if weight.dtype == torch.bfloat16 else 1e-4
-    return bool((got - want).abs().max() <= tolerance * (want.abs().max() + 1e-6))
+    return bool((product(probe).float()[:, some] - want).abs().max() <= tolerance * (want.abs().max() + 1e-6))

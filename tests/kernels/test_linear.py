@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels import cpu
 from kernels.cpu import amx, fallbacks
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, provider_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [
@@ -23,11 +24,6 @@ SHAPES = [
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 33, 64, 127, 256, 511, 1024]
 
 
-def can_be_packed(dtype: torch.dtype) -> bool:
-    """oneDNN has bf16 with AVX-512 only."""
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def make(n_in: int, n_out: int, dtype: torch.dtype, bias: bool = True) -> tuple[PackedLinear, torch.Tensor, torch.Tensor | None]:  # fmt: skip  # noqa: E501
     weight = (torch.randn(n_out, n_in) / n_in**0.5).to(dtype)
     b = torch.randn(n_out).to(dtype) if bias else None
@@ -39,7 +35,7 @@ def make(n_in: int, n_out: int, dtype: torch.dtype, bias: bool = True) -> tuple[
 @pytest.mark.parametrize("shape", [(1, 64), (2, 3, 64), (0, 64), (64,)])
 def test_matches_float64(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
     linear, weight, b = make(64, 100, dtype, bias)
-    assert linear.is_packed == can_be_packed(dtype)
+    assert linear.is_packed and linear.weight is None
     x = torch.randn(shape).to(dtype)
     want = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
     got = linear(x)
@@ -69,13 +65,53 @@ def test_amx_is_taken_where_it_fits() -> None:
     assert make(80, 33, torch.bfloat16)[0].how == "onednn"
 
 
-@pytest.mark.skipif(not can_be_packed(torch.bfloat16), reason="oneDNN has no bf16 on this CPU: nothing is packed")
 def test_rows_of_a_strided_input() -> None:
     linear, _, _ = make(64, 100, torch.bfloat16)
     x = torch.randn(40, 96).to(torch.bfloat16)[:, 16:80]
     assert torch.equal(linear(x), linear(x.contiguous()))
     x = torch.randn(64, 40).to(torch.bfloat16).T
     assert torch.equal(linear(x), linear(x.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_in", "n_out"), [(64, 100), (1, 1), (7, 33), (97, 15), (768, 1280), (2048, 130)])
+def test_vectors_of_every_build(native_isa: cpu.Isa, dtype: torch.dtype, n_in: int, n_out: int) -> None:
+    """Odd shapes and strided rows, against float64; and the same bits alone, in company, at 1 and 2 threads."""
+    weight, b = (torch.randn(n_out, n_in) / n_in**0.5).to(dtype), torch.randn(n_out).to(dtype)
+    x = torch.randn(67, n_in + 3).to(dtype)[:, 2 : n_in + 2]
+    for bias in (None, b):
+        linear = PackedLinear(weight, bias, provider="simd")
+        whole = linear(x)
+        assert linear.how == "simd"
+        want = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        assert (whole - want).abs().max() <= tolerance * want.abs().max()
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 66):
+                assert torch.equal(linear(x[:rows]), whole[:rows]), (threads, rows)
+                assert torch.equal(linear(x[rows:]), whole[rows:]), (threads, rows, "from there on")
+
+
+def test_vectors_are_taken_where_onednn_has_no_bf16() -> None:
+    has_bf16 = amx.available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert (provider_of(torch.bfloat16) == "simd") == (not has_bf16)
+    assert provider_of(torch.float32) == "onednn"
+
+
+def test_packing_takes_no_more_than_the_weight() -> None:
+    packed = PackedLinear(torch.randn(96, 64).bfloat16(), provider="simd").packed
+    assert packed is not None and packed.untyped_storage().nbytes() == 96 * 64 * 2
+
+
+def test_a_provider_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(8, 16)
+    monkeypatch.setenv("KERNELS_LINEAR", "simd")
+    assert PackedLinear(weight).how == "simd"
+    assert PackedLinear(weight, provider="torch").how == "torch"
+    monkeypatch.setenv("KERNELS_LINEAR", "fast")
+    with pytest.raises(ValueError, match="KERNELS_LINEAR is 'fast', but must be one of amx, onednn, simd, torch"):
+        PackedLinear(weight)
 
 
 def test_what_cannot_be_packed_is_counted() -> None:

@@ -1,0 +1,48 @@
+"""The linear in vectors, bf16 and fp32, of whichever build of the C++ kernels is in use: packing and calling.
+
+A row's bits depend neither on the other rows nor on threads; linear_simd.cpp says why. Knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import current
+
+_PANEL = 16
+
+
+def entry() -> Callable[..., int] | None:
+    """The C function of the build in use, None where that is the torch reference or older than the function. It stays
+    good when another build is chosen later: all take the same packed form."""
+    function = getattr(current().handle, "ll_linear", None)
+    if function is None:
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 7, ctypes.c_int
+    return function  # type: ignore[no-any-return]
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[out, in] -> bf16 [out / 16, in / 2, 16, 2], fp32 [out / 16, in / 2, 2, 16]; padded with zeros to whole ones."""
+    n_out, n_in = weight.shape
+    panels, pairs = -(-n_out // _PANEL), -(-n_in // 2)
+    whole = weight.new_zeros((panels * _PANEL, 2 * pairs))
+    whole[:n_out, :n_in] = weight
+    if weight.dtype == torch.float32:
+        return whole.view(panels, _PANEL, pairs, 2).permute(0, 2, 3, 1).contiguous()
+    words = whole.view(torch.int32).view(panels, _PANEL, pairs).transpose(1, 2).contiguous()
+    return words.view(torch.bfloat16).view(panels, pairs, _PANEL, 2)
+
+
+def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
+    """x [rows, in], last dimension contiguous; bias [out] or None, all of one dtype -> [rows, out]."""
+    out = x.new_empty((x.shape[0], n_out))
+    bias_at = None if bias is None else bias.data_ptr()
+    is_bf16 = int(x.dtype == torch.bfloat16)
+    sizes = (x.shape[0], x.shape[1], n_out, x.stride(0), n_out, is_bf16, torch.get_num_threads())
+    entry(x.data_ptr(), packed.data_ptr(), bias_at, out.data_ptr(), *sizes)
+    return out

@@ -1,0 +1,175 @@
+// y = x @ W^T + bias in vectors, bf16 or fp32. A lane is an output: its products are added up in one fp32 accumulator,
+// inputs ascending, one fused multiply-add each (with AVX512-BF16 one dot product of two inputs each). Nothing in that
+// depends on the number of rows, on where a row stands or on threads, so a row's bits do not either.
+//
+// Weights are packed by the caller (kernels/cpu/linear.py): panels of 16 outputs; in a panel, for every two inputs, bf16
+// as 16 words with the even input's weight in the low half, fp32 as 16 weights of the even input, then 16 of the odd
+// one. An odd number of inputs is padded with a weight of zero.
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "simd.h"
+
+namespace ll {
+namespace {
+
+constexpr int64_t PANEL = 16;               // outputs that are computed together
+constexpr int64_t PAIR = 2 * PANEL;         // weights of two inputs in a panel
+constexpr int VECS = PANEL / W;             // accumulators of a row in a panel
+constexpr int64_t GROUP_BYTES = 1 << 18;    // weights that all rows pass before the next: half of a small L2 cache
+constexpr int64_t AHEAD = 32;               // pairs of inputs between a prefetch and its use
+constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; below, waking threads costs more than it saves
+
+#if defined(LL_AVX512)
+constexpr int MOST_ROWS = 12, MOST_PANELS = 2;  // 24 of 32 registers accumulate
+#else
+constexpr int MOST_ROWS = 6, MOST_PANELS = 1;  // 12 of 16
+#endif
+
+// Few rows take more panels at once, or each accumulator would wait for its last product.
+constexpr int panels_of(int rows) { return std::max(MOST_PANELS, 4 / rows); }
+
+LL_INLINE vf half_of(vu words, int odd) { return (vf)(odd ? words & 0xffff0000u : words << 16); }
+LL_INLINE vf weights_of(const float* pair, int vec, int odd) { return load(pair + odd * PANEL + vec * W); }
+LL_INLINE vf weights_of(const bf16* pair, int vec, int odd) { return half_of(load_as<vu>(pair + 2 * vec * W), odd); }
+
+LL_INLINE void accumulate(vf& sum, vf a, vf b) {
+#if defined(LL_AVX2)
+    // In words of its own, or gcc lets the sums wander between registers and, with 12 of 16 taken, onto the stack.
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+    sum = fma(a, b, sum);
+#endif
+}
+
+// The products of two inputs for R rows and P panels.
+template <class T, int R, int P>
+LL_INLINE void add_pair(vf (&sums)[R][P * VECS], const T* w, int64_t panel_elems, const float* x, int64_t stride) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+        vf weights[P * VECS];
+#pragma GCC unroll 16
+        for (int v = 0; v < P * VECS; ++v) weights[v] = weights_of(w + v / VECS * panel_elems, v % VECS, odd);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const vf input = splat(x[r * stride + odd]);
+#pragma GCC unroll 16
+            for (int v = 0; v < P * VECS; ++v) accumulate(sums[r][v], input, weights[v]);
+        }
+    }
+}
+
+#if defined(LL_AVX512)
+template <class T, int R, int P>
+LL_INLINE void add_pair(vf (&sums)[R][P * VECS], const bf16* w, int64_t panel_elems, const bf16* x, int64_t stride) {
+    static_assert(VECS == 1);
+    __m512bh weights[P];
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) weights[p] = load_as<__m512bh>(w + p * panel_elems);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        const __m512bh inputs = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x + r * stride));
+#pragma GCC unroll 16
+        for (int p = 0; p < P; ++p) sums[r][p] = (vf)_mm512_dpbf16_ps((__m512)sums[r][p], weights[p], inputs);
+    }
+}
+template <class T>
+using Input = T;  // what x is copied to: the dot product takes bf16
+#else
+template <class T>
+using Input = float;
+#endif
+
+template <class T>
+struct Linear {
+    const T *x, *packed, *bias;
+    T* out;
+    int64_t rows, n_in, n_out, x_stride, out_stride;
+    int64_t pairs = (n_in + 1) / 2, panels = (n_out + PANEL - 1) / PANEL, panel_elems = pairs * PAIR;
+    // A little more than the inputs: rows a multiple of 4 KiB apart would share one set of the L1 cache.
+    int64_t stride = pairs * 2 + PANEL;
+
+    template <int R, int P>
+    void pass(int64_t panel, int64_t row, const Input<T>* inputs) const {
+        vf sums[R][P * VECS] = {};
+        const T* w = packed + panel * panel_elems;
+        for (int64_t pair = 0; pair < pairs; ++pair, w += PAIR) {
+#pragma GCC unroll 16
+            for (int p = 0; p < P; ++p)
+                for (int64_t line = 0; line < PAIR * int64_t(sizeof(T)); line += 64)
+                    __builtin_prefetch((const char*)(w + p * panel_elems + AHEAD * PAIR) + line);
+            add_pair<T, R, P>(sums, w, panel_elems, inputs + 2 * pair, stride);
+        }
+#pragma GCC unroll 16
+        for (int v = 0; v < P * VECS; ++v) {
+            const int64_t column = panel * PANEL + v * W, columns = n_out - column;
+            if (columns <= 0) break;
+            const vf add = bias ? load_upto(bias + column, columns) : vf{};
+            T* to = out + row * out_stride + column;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r)
+                store_upto(to + r * out_stride, bias ? sums[r][v] + add : sums[r][v], columns);
+        }
+    }
+
+    template <int R>
+    void pass_all(int64_t panel, int64_t end, int64_t row, const Input<T>* inputs) const {
+        for (; panel + panels_of(R) <= end; panel += panels_of(R)) pass<R, panels_of(R)>(panel, row, inputs);
+        for (; panel < end; ++panel) pass<R, 1>(panel, row, inputs);
+    }
+
+    void copy_row(const T* from, Input<T>* to) const {
+        if constexpr (std::is_same_v<Input<T>, T>)
+            std::memcpy(to, from, n_in * sizeof(T));
+        else
+            for (int64_t i = 0; i < n_in; i += W) store_upto(to + i, load_upto(from + i, n_in - i), n_in - i);
+        if (n_in % 2) to[n_in] = Input<T>{};
+    }
+
+    // All rows pass the panels of a group, in blocks as equal as can be.
+    template <int... R>
+    void group(int64_t panel, int64_t end, Input<T>* inputs, std::integer_sequence<int, R...>) const {
+        using Pass = void (Linear::*)(int64_t, int64_t, int64_t, const Input<T>*) const;
+        static constexpr Pass PASSES[] = {&Linear::pass_all<R + 1>...};
+        const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
+            for (int64_t r = 0; r < count; ++r) copy_row(x + (first + r) * x_stride, inputs + r * stride);
+            (this->*PASSES[count - 1])(panel, end, first, inputs);
+        }
+    }
+
+    void run(int64_t num_threads) const {
+        const int64_t threads = panels * panel_elems < PARALLEL_FROM ? 1 : std::min(num_threads, panels);
+        const int64_t at_most = std::max<int64_t>(1, GROUP_BYTES / (panel_elems * int64_t(sizeof(T))));
+        const int64_t rounds = (panels + at_most * threads - 1) / (at_most * threads), groups = rounds * threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            std::vector<Input<T>> inputs(MOST_ROWS * stride);
+#pragma omp for schedule(static)
+            for (int64_t g = 0; g < groups; ++g)
+                group(panels * g / groups, panels * (g + 1) / groups, inputs.data(),
+                      std::make_integer_sequence<int, MOST_ROWS>());
+        }
+    }
+};
+
+}  // namespace
+}  // namespace ll
+
+// x [rows, n_in], out [rows, n_out], bias [n_out] or null. Strides in elements.
+LL_EXPORT int ll_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
+                        int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t is_bf16, int64_t threads) {
+    auto run = [&](auto tag) {
+        using T = decltype(tag);
+        ll::Linear<T>{static_cast<const T*>(x), static_cast<const T*>(packed), static_cast<const T*>(bias),
+                      static_cast<T*>(out), rows, n_in, n_out, x_stride, out_stride}
+            .run(threads);
+    };
+    is_bf16 ? run(ll::bf16{}) : run(float{});
+    return 0;
+}
