@@ -72,22 +72,24 @@ class DecodeBench:
     """A worker to be stepped by hand. `attached` is what it has of the block store, `prefill` another holder."""
 
     def __init__(
-        self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64
-    ) -> None:
+        self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64,
+        reserve: int = 0,
+    ) -> None:  # fmt: skip
+        """reserve: blocks that the worker keeps allocated ahead."""
         self.runner = runner
         self.block_size = runner.layout.block_size
         self.arena = Arena.create(directory, runner.layout, num_blocks)
         self._ledger = open_ledger(client, self.arena)
-        self.prefill, self.held = self._holder("prefill"), self._holder("decode")
+        self.prefill, self.held = self._holder("prefill"), self._holder("decode", reserve)
         runner.bind(self.arena.data)
         self.attached = SimpleNamespace(arena=self.arena, held=self.held, is_fenced=False, floor_blocks=num_blocks)
         self.scheduler = DecodeScheduler(max_num_seqs=max_num_seqs, max_queue=64)
         self.worker = DecodeWorker(runner, cast(Any, self.attached), self.scheduler, DOMAIN)
         self.inbox = Inbox()
 
-    def _holder(self, name: str) -> HeldBlocks:
+    def _holder(self, name: str, reserve: int = 0) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()
-        return HeldBlocks(Holder.register(self._ledger, name, writer_slot=slot.number), self.arena, slot, 0)
+        return HeldBlocks(Holder.register(self._ledger, name, writer_slot=slot.number), self.arena, slot, reserve)
 
     def submit(
         self,

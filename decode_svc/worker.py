@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 
 from block_store.attach import Attached
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
@@ -156,12 +155,13 @@ class DecodeWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def _load(self) -> WorkerLoad:
-        load = self._scheduler.load()
-        return replace(
-            load,
-            num_waiting=load.num_waiting + sum(g.sequences[0].sampling.width for g in self._claims),
+        queues = self._scheduler.load()
+        return WorkerLoad(
+            num_running=queues.num_running,
+            num_waiting=queues.num_waiting + sum(g.sequences[0].sampling.width for g in self._claims),
             free_blocks=self._attached.held.num_free_hint,
             total_blocks=self._attached.arena.num_blocks,
+            num_preempted=queues.num_preempted,
         )
 
     def _groups(self) -> list[Group]:

@@ -1,8 +1,9 @@
 """`python -m engine.bench`: tokens per second of decode steps (forward and sampling), and of a prompt.
 
 Random weights of a 125M Llama shape unless a model directory is named, greedy. A step's floor is the time to read
-weights and KV once at the rate that this run measured: reading 256 MB on a CPU, copying 4 GiB on a GPU. The last line
-is one JSON object.
+weights and KV once at the rate that this run measured: reading 256 MB on a CPU, copying 4 GiB on a GPU. `outside` is
+what a step costs beside the pass: laying out its arrays and drawing its tokens (a worker's whole step: `python -m
+decode_svc.bench`). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 import torch
 
+from engine.rows import DecodeRows
 from engine.runner import ModelRunner, RunnerSettings
-from engine.sampler import SampleRow, sample_rows
-from engine.sequence import Chunk, lay_out
+from engine.sampler import Sampler
+from engine.sequence import Chunk
 from engine.testing import Batch
 from kernels.bench import memory_limit
 
@@ -58,19 +60,26 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     runner.capture(num_seqs)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1
-    chunks = [Chunk(sequence, 1) for sequence in batch.sequences]
+    rows, sampler = DecodeRows(runner.layout.block_size), Sampler()
+
+    def around() -> None:
+        """What a step does beside the pass."""
+        rows.lay_out(batch.sequences)
+        sampler.draw(logits, batch.sequences)
 
     def step() -> None:
-        logits = runner.step(lay_out(chunks, runner.layout.block_size).batch)
-        sample_rows(logits, [SampleRow.of(chunk.sequence) for chunk in chunks])
+        sampler.draw(runner.step(rows.lay_out(batch.sequences).batch), batch.sequences)
 
+    logits = runner.step(rows.lay_out(batch.sequences).batch)
+    outside = median_s(around, 10 * steps)
     median = median_s(step, steps)
     kv_bytes = num_seqs * context * sum(group.bytes_per_token for group in runner.layout.groups)
     floor = (runner.weights_bytes + kv_bytes) / rate
     return {
         "batch": num_seqs, "context": context, "ms": round(median * 1e3, 3),
         "tokens_per_s": round(num_seqs / median, 1), "floor_ms": round(floor * 1e3, 3),
-        "of_floor": round(floor / median, 3),
+        "of_floor": round(floor / median, 3), "outside_us": round(outside * 1e6, 1),
+        "outside_us_per_seq": round(outside / num_seqs * 1e6, 2),
     }  # fmt: skip
 
 
@@ -118,7 +127,7 @@ def main() -> None:
         run = decode(runner, size, sizes["context"], sizes["steps"], rate)
         runs.append(run)
         line = f"decode batch {size:3}: {run['ms']:8.2f} ms  {run['tokens_per_s']:8.1f} tok/s"
-        print(f"{line}  {run['of_floor']:.0%} of floor")
+        print(f"{line}  {run['of_floor']:.0%} of floor, {run['outside_us']:.0f} us beside the pass")
     prompt = prefill(runner, sizes["context"])
     print(f"prefill {prompt['tokens']} tokens: {prompt['ms']:.1f} ms  {prompt['tokens_per_s']:.0f} tok/s")
     print(json.dumps({

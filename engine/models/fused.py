@@ -50,6 +50,7 @@ class FusedDecoder:
         self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, caches))
         self._model = _model(decoder, config, caches[0].keys, self._layers)
         self._pass = Pass()
+        self._room_for = (0, 0)
         self._scratch = scratch(0)
         self._logits = torch.empty((0, config.vocab_size))
 
@@ -81,6 +82,9 @@ class FusedDecoder:
 
     def _make_room(self, num_tokens: int, num_rows: int) -> None:
         """Memory for such a pass; it is kept for the next."""
+        if (num_tokens, num_rows) == self._room_for:
+            return
+        self._room_for = (num_tokens, num_rows)
         if (need := scratch_bytes(self._model, num_tokens, num_rows)) > len(self._scratch):
             self._scratch = scratch(need)
             self._pass.scratch = self._scratch.data_ptr()
