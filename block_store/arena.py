@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from block_store import atomics
+from block_store.ahead import MemoryAhead
 from block_store.device_memory import DeviceBlocks
 from block_store.errors import (
     ArenaError,
@@ -81,9 +82,9 @@ class Arena:
     @classmethod
     def create(
         cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
-        placement: Placement | None = None,
+        placement: Placement | None = None, ahead: MemoryAhead | None = None,
     ) -> Arena:  # fmt: skip
-        """Makes the file, all blocks empty, its memory really there (no SIGBUS later).
+        """Makes the file, all blocks empty, its memory really there (no SIGBUS later); of `ahead`, if it is given.
 
         `run_id` and `dataset` are usually filled in by `Ledger.initialise`, `placement` by `placing`. Errors:
         ArenaExists, NotEnoughSharedMemory.
@@ -98,7 +99,10 @@ class Arena:
             num_blocks, layout.block_bytes, ArenaOffsets.of(num_blocks).data, secrets.token_hex(8), layout.fingerprint,
             0, run_id, dataset, layout, placement or Placement(),
         )  # fmt: skip
-        _write_file(where, header.encode(), header.file_bytes)
+        if ahead is None:
+            _write_file(where, header.encode(), header.file_bytes)
+        else:
+            _name_file(where, ahead, header.encode(), header.file_bytes)
         return cls.open(where, layout.fingerprint)
 
     @classmethod
@@ -286,9 +290,7 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
     scratch = where / f".{FILE_NAME}.{os.getpid()}"
     fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o660)
     try:
-        stat = os.statvfs(where)
-        available = stat.f_bavail * stat.f_frsize
-        if available < size:
+        if (available := _free_bytes(where)) < size:
             raise NotEnoughSharedMemory(str(where), size, available)
         try:
             os.posix_fallocate(fd, 0, round_up(size, mmap.PAGESIZE))
@@ -301,6 +303,25 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
     finally:
         os.close(fd)
         scratch.unlink(missing_ok=True)
+
+
+def _name_file(where: Path, ahead: MemoryAhead, head: bytes, size: int) -> None:
+    """Makes the file of memory that is there already."""
+    ahead.stop()
+    available = _free_bytes(where) + ahead.num_bytes
+    if available < size:
+        raise NotEnoughSharedMemory(str(where), size, available)
+    try:
+        ahead.become(where / FILE_NAME, head, round_up(size, mmap.PAGESIZE))
+    except FileExistsError:
+        raise ArenaExists(f"{where / FILE_NAME} exists") from None
+    except OSError as error:
+        raise NotEnoughSharedMemory(str(where), size, available) from error
+
+
+def _free_bytes(where: Path) -> int:
+    stat = os.statvfs(where)
+    return stat.f_bavail * stat.f_frsize
 
 
 __all__ = ["Arena", "WriterSlot", "ref_arrays"]

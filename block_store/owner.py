@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from block_store.ahead import MemoryAhead
 from block_store.arena import FILE_NAME, Arena
 from block_store.cuda import Cuda, CudaDevice
 from block_store.errors import ArenaError, LedgerUnavailable
@@ -48,6 +49,7 @@ class ArenaOwner:
         self._drop_lock = threading.Lock()
         # Sized before the workers load their weights: what is available then includes them.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
+        self._ahead: MemoryAhead | None = None
 
     @property
     def redis_url(self) -> str:
@@ -58,6 +60,7 @@ class ArenaOwner:
         memory ends with its owner. Errors: ArenaError, LedgerError.
         """
         if not (self._directory / FILE_NAME).exists():
+            self._take_ahead()
             return
         arena = Arena.open(self._directory)
         if has_live_memory(arena):
@@ -77,11 +80,34 @@ class ArenaOwner:
         for line in sizing.lines():
             _LOG.info("%s", line)
         if device is None:
-            arena = Arena.create(self._directory, layout, sizing.num_blocks)
+            arena = self._create_on_host(layout, sizing.num_blocks)
         else:
             arena = create_on_device(self._directory, layout, sizing.num_blocks, device, self._settings.memory_owner)
         self._created = True
         self._begin(arena)
+
+    def _take_ahead(self) -> None:
+        """Begin to take what a host arena may have. Not with a budget of the user's: it may be nearly all memory,
+        and workers that load need some for a while.
+        """
+        settings = self._settings
+        if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:
+            return
+        try:
+            self._ahead = MemoryAhead(self._directory, self._limits.room_bytes)
+        except OSError as error:
+            _LOG.info("shared memory is taken when the arena is made: %s", error.strerror)
+
+    def _create_on_host(self, layout: KvLayout, num_blocks: int) -> Arena:
+        try:
+            return Arena.create(self._directory, layout, num_blocks, ahead=self._ahead)
+        finally:
+            self._leave_ahead()
+
+    def _leave_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def drop_dead(self) -> None:
         """Gives up an arena whose blocks died with the worker that owned their memory. The next one is empty."""
@@ -94,6 +120,7 @@ class ArenaOwner:
     def close(self) -> None:
         """Ends the sweeps; removes an arena that was made here, unless it is to be kept and can be."""
         self._stop_reaper()
+        self._leave_ahead()
         if self.arena is None or self.ledger is None:
             return
         dies_with_us = self.arena.placement.memory is Memory.STORE_DEVICE
