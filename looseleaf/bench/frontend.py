@@ -220,10 +220,12 @@ class Measurement:
     def measure_idle(self) -> None:
         stack = self._stack
         pids = {"gateway": stack.gateway.pid, "worker": stack.worker.pid, "floor": stack.floor.pid}
-        before = {name: Cpu.of(pid) for name, pid in pids.items()}
-        time.sleep(2.0)
+        time.sleep(min(2.0, self._settings.seconds))  # what starting has left to do
+        before, began = {name: Cpu.of(pid) for name, pid in pids.items()}, time.monotonic()
+        time.sleep(min(2.0, self._settings.seconds))
+        passed_ns = (time.monotonic() - began) * 1e9
         for name, pid in pids.items():
-            setattr(self._idle, name, (Cpu.of(pid).total_ns - before[name].total_ns) / 2e9)
+            setattr(self._idle, name, (Cpu.of(pid).total_ns - before[name].total_ns) / passed_ns)
 
     def served(self, kind: str, rate: float) -> dict[str, Any]:
         """Gateway and decode front end with streams of `kind`."""
@@ -271,7 +273,6 @@ def measure(settings: FrontendSettings) -> dict[str, Any]:
     found: dict[str, Any] = {"benchmark": "frontend", "streams": settings.streams, "steps_per_s": settings.rate}
     with Stack(settings) as stack:
         measurement = Measurement(stack, settings)
-        time.sleep(2.0)
         measurement.measure_idle()
         tasks: dict[str, Callable[[], dict[str, Any]]] = {}
         for kind in KINDS:
