@@ -139,6 +139,20 @@ class Holder:
         """What the ledger says is held here, after a call that is still unanswered was repeated. Fenced."""
         return self._in_lane(lambda lane: self.ledger.holdings(lane.epoch), MAX_BATCH // 16, changes=False)
 
+    def contradict(self, reason: str) -> None:
+        """Of blocks that the ledger gave this holder the header says that they live another life: as `distrust`.
+
+        Fenced: the lease was over, so that others may have got them.
+        """
+        try:
+            self.ledger.distrust(self.epoch)
+        except Fenced:
+            self.fence()
+            raise
+        except LedgerError as error:
+            _LOG.warning("could not ask for a rebuild: %s", error)
+        self.breaker.open(f"it must be built anew: {reason}")
+
     def distrust(self, reason: object) -> None:
         """The ledger is not to be believed: has it built anew, and goes on without it until it is."""
         self.breaker.open(f"it must be built anew: {reason}")

@@ -166,9 +166,12 @@ class Ledger:
             raise errors.LedgerUnavailable(f"census: {error}") from error
         return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
 
-    def distrust(self) -> None:
-        """Asks for a rebuild: the header knows better than the ledger. Every call from now on is a StaleDataset."""
-        self._call("distrust")
+    def distrust(self, epoch: Epoch | None = None) -> None:
+        """Asks for a rebuild: the header knows better than the ledger. Every call from now on is a StaleDataset.
+
+        `epoch` is the holder that saw it on blocks which the ledger gave it. Fenced: they may have changed hands since.
+        """
+        self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
         """Releases everything and ends the holder. Refuses nothing."""

@@ -138,10 +138,10 @@ class LedgerLink:
         self._reserve.extend(refs)
 
     def _contradicted(self, reason: str) -> None:
-        """The header is ahead of the ledger, so that this is an older one: write nothing, ask for a rebuild."""
-        self.fallbacks.note("rebuild asked for", reason)
+        """The header is ahead of the ledger, so that this is an older one: write nothing, ask for a rebuild. Fenced."""
         self._unsure = True
-        self.holder.distrust(reason)
+        self.holder.contradict(reason)
+        self.fallbacks.note("rebuild asked for", reason)
 
     def _release_all(self, refs: Sequence[BlockRef]) -> None:
         for end in range(len(refs), 0, -MAX_BATCH):  # tails first

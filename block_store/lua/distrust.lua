@@ -1,4 +1,5 @@
--- distrust(): the caller has seen that the ledger and the arena's header disagree. From now on every call is refused, so
--- that the store builds the ledger anew.
+-- distrust(epoch): the caller has seen that the ledger and the arena's header disagree. From now on every call is refused,
+-- so that the store builds the ledger anew. A holder (0: somebody else) must live: what it saw after its lease says nothing.
+if ARGV[2] ~= '0' and not live(ARGV[2]) then return '-FENCED' end
 call('HSET', META, 'dataset', '')
 return '+'

@@ -81,6 +81,28 @@ def test_a_header_ahead_of_the_ledger_stops_the_writer(store: TestStore) -> None
         store.ledger.reap()
 
 
+@pytest.mark.parametrize("call", ["alloc", "acquire"])
+def test_a_late_holder_does_not_take_its_lateness_for_an_older_ledger(store: TestStore, call: str) -> None:
+    """It was stopped between the ledger's answer and its look at the header; by then others have its blocks."""
+    held, name = store.held(), call
+    filled(held, "a", 2)
+    answer = getattr(held.holder, name)
+
+    def stopped(*args: object) -> object:
+        refs = answer(*args)
+        store.expire(held.holder.epoch)
+        store.ledger.reap()
+        store.arena.generations[:] = 9 << 32
+        return refs
+
+    setattr(held.holder, name, stopped)
+    with pytest.raises(Fenced):
+        held.alloc(2) if call == "alloc" else held.acquire([chain("a", 2)])
+    assert held.holder.fenced.is_set() and not held.holder.breaker.is_open
+    assert "rebuild asked for" not in held.fallbacks.counts
+    store.ledger.reap()  # still the same ledger
+
+
 def test_seal_of_a_known_prefix_moves_the_count(store: TestStore) -> None:
     one, two = store.held(), store.held()
     first = filled(one, "a", 2)
