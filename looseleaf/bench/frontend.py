@@ -84,7 +84,7 @@ class Helper:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10.0)
+        self._process.wait(START_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Stack:
         self.floor_addresses = dict(zip(("http", "grpc"), self.floor.read().split(), strict=True))
         ready = directory / "gateway.ready"
         self.gateway = subprocess.Popen(gateway_command(model, redis.url, ready))
-        exits.callback(self.gateway.wait, 20.0)
+        exits.callback(self.gateway.wait, START_S)
         exits.callback(self.gateway.terminate)
         self.addresses = dict(zip(("http", "grpc"), wait_for(ready, self.gateway), strict=True))
 
