@@ -94,7 +94,9 @@ class ArenaOwner:
         if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:
             return
         try:
-            self._ahead = MemoryAhead(self._directory, self._limits.room_bytes)
+            limits = self._limits
+            most_bytes = min(limits.room_bytes, limits.budget_bytes - limits.reserve_bytes)
+            self._ahead = MemoryAhead(self._directory, max(0, most_bytes))
         except OSError as error:
             _LOG.info("shared memory is taken when the arena is made: %s", error.strerror)
 

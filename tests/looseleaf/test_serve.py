@@ -81,6 +81,10 @@ def test_a_line_of_text_then_an_orderly_end() -> None:
     assert re.search(r"  says  Once upon a time\S", out), out
     workers = {package for _, package in worker_processes(settled(ServeSettings()))}
     assert set(served.services) == {"block_store", "gateway"} | workers
+    for service, pid in served.services.items():
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        computes = service in workers
+        assert ("libtorch" in mapped, "libgomp" in mapped) == (computes, computes), f"OpenMP in {service}"
     status, _ = served.end(signal.SIGTERM)
     assert status == 0
     assert alive(list(served.services.values())) == []
