@@ -7,6 +7,7 @@ docs/benchmarks/cpu with date, commit and machine, and the page there gets a tab
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -21,13 +22,13 @@ from common.settings import Settings, settings_config
 from looseleaf.bench import machine
 
 PARTS = {
-    "kernels": (["kernels.bench", "all"], ["--seconds", "0.1"]),
+    "kernels": (["kernels.bench"], ["--seconds", "0.1"]),
     "engine": (["engine.bench", "--batches", "1", "8", "32"], ["--steps", "5"]),
     "served": (["looseleaf.bench.cpu_served"], ["--requests", "8", "--rounds", "1"]),
     "batching": (["loadtest.batching"], ["--rounds", "1"]),
     "latency": (["loadtest.latency"], ["--num-prompts", "1", "--refusals", "20", "--burst", "50"]),
 }
-"""By name: the command, and what makes it quick."""
+"""By name: the command (the kernels' for each of them), and what makes it quick."""
 PAGE = machine.RESULTS / "README.md"
 BEGIN, END = "<!-- newest run: written by make bench -->", "<!-- end of newest run -->"
 
@@ -43,18 +44,25 @@ class CpuSettings(Settings):
 
 
 def run_part(name: str, *, quick: bool) -> Any:
-    """What its last line says. StartupError: it failed."""
+    """What its last line says, of the kernels by kernel. StartupError: it failed."""
     command, less = PARTS[name]
-    print(f"== {name}: python -m {' '.join([*command, *(less if quick else [])])}", flush=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command, *(less if quick else [])], stdout=subprocess.PIPE, text=True
-    )
+    options = less if quick else []
+    if name == "kernels":
+        kernels = importlib.import_module("kernels.bench").CASES
+        return {kernel: last_line([*command, kernel, *options]) for kernel in kernels}
+    return last_line([*command, *options])
+
+
+def last_line(command: Sequence[str]) -> Any:
+    """What a benchmark's last line says. StartupError: it failed."""
+    print(f"== python -m {' '.join(command)}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = ""
     for line in process.stdout:
         print(line, end="", flush=True)
     if process.wait() or not line.startswith(("{", "[")):
-        raise StartupError(f"benchmark {name} ended with status {process.returncode} and no result")
+        raise StartupError(f"{command[0]} ended with status {process.returncode} and no result")
     return json.loads(line)
 
 
