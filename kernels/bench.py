@@ -1,8 +1,10 @@
-"""`python -m kernels.bench <k>`: time, GB/s or TFLOP/s, and the share of what this machine was measured to do just now.
+"""`python -m kernels.bench <k>|all`: time, GB/s or TFLOP/s, and the share of what this machine was measured to do.
 
-The last line is JSON. Limits are measured in the same run, before and after every case, and the best of them counts:
-memory by reading 256 MB, arithmetic by a packed product. A share means something only on a quiet machine (see `load`)
-and for data larger than the caches: a share above 1 says that one of the two did not hold.
+The last line is JSON: `cases`, each with its share, and `ratios` (kernels.bench_ratios: what the prefetch is worth,
+what row invariance costs). Limits are measured in the same run, before and after every case, and the best of them
+counts: memory by reading 256 MB, arithmetic by the better of a packed bf16 product and torch's fp32 one. A share means
+something only on a quiet machine (see `load`) and for data larger than the caches: a share above 1 says that one of the
+two did not hold.
 Knows the shapes of a 125M model (12 layers, 12 heads, 4 KV heads, head_dim 64, hidden 768) and no model code.
 """
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from kernels import cpu
 from kernels.copy_blocks import copy_blocks
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, Provider
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
@@ -79,16 +81,18 @@ def memory_limit(seconds: float) -> float:
 
 
 def compute_limit(seconds: float) -> float:
-    """TFLOP/s of a bf16 product of 1024 x 1024 x 4096, best of all tries."""
-    linear, x = PackedLinear(torch.randn(4096, 1024).to(BF16)), torch.randn(1024, 1024).to(BF16)
-    return 2 * 1024 * 1024 * 4096 / min(timed(lambda: linear(x), seconds)) / 1e12
+    """TFLOP/s of a product of 512 x 1024 x 1024, best of all tries, of fp32 and bf16 (a CPU may lack either)."""
+    a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
+    linear, x = PackedLinear(b.to(BF16)), a.to(BF16)
+    best = min(*timed(lambda: a @ b, seconds / 2), *timed(lambda: linear(x), seconds / 2))
+    return 2 * 512 * 1024 * 1024 / best / 1e12
 
 
 def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
     return torch.randn(num_blocks, layers, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(BF16)
 
 
-def _paged_attention(batch: int, context: int) -> Work:
+def paged_attention_work(batch: int, context: int) -> Work:
     """A step's layers in turn, so that keys and values come from memory and not from a cache."""
     per_seq = context // BLOCK_SIZE
     arena = _arena(batch * per_seq)
@@ -105,15 +109,21 @@ def _paged_attention(batch: int, context: int) -> Work:
     return Work(f"paged_attention batch {batch} context {context}", call, num_bytes, flops, "memory")
 
 
-def _paged_prefill(length: int) -> Work:
+def paged_prefill_work(length: int, chunk: int) -> Work:
+    """A prompt in chunks, each over the blocks of those before it."""
     arena, q = _arena(length // BLOCK_SIZE, 1), torch.randn(length, HEADS, HEAD_DIM).to(BF16)
     table = torch.randperm(length // BLOCK_SIZE).int()[None]
-    lens, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, length], dtype=torch.int32)
-    where = (arena[:, 0, 0], arena[:, 0, 1], table, lens, starts)
+    ends = [(end, torch.tensor([end], dtype=torch.int32)) for end in range(chunk, length + 1, chunk)]
+    starts = torch.tensor([0, chunk], dtype=torch.int32)
+
+    def call() -> None:
+        for end, lens in ends:
+            where = (arena[:, 0, 0], arena[:, 0, 1], table, lens, starts)
+            paged_prefill(q[end - chunk : end], *where, softmax_scale=0.125)
+
     flops = 2.0 * length * (length + 1) * HEADS * HEAD_DIM  # half the square: causal
-    return Work(
-        f"paged_prefill length {length}", lambda: paged_prefill(q, *where, softmax_scale=0.125), 0, flops, "compute"
-    )
+    name = f"paged_prefill length {length}" + (f" in chunks of {chunk}" if chunk < length else "")
+    return Work(name, call, 0, flops, "compute")
 
 
 def _write_blocks(tokens: int) -> Work:
@@ -140,13 +150,27 @@ def _copy_blocks(count: int) -> Work:
     return Work(f"copy_blocks {count}", lambda: copy_blocks(src, dst, *ids), 2.0 * count * block_bytes, 0, "memory")
 
 
-def _linear(rows: int, n_out: int) -> Work:
+def _linears() -> list[Work]:
+    """Every provider that this CPU has, side by side; where there is one only, torch too (few rows: it may be slow)."""
+    have: list[Provider] = [p for p in ("amx", "onednn", "simd") if _packed(32, 32, p).how == p]
+    works = []
+    for rows in (1, 8, 32, 512):
+        providers = have if len(have) > 1 or rows > 8 else [*have, "torch"]
+        works += [_linear(rows, 2304, provider) for provider in providers]
+    return works
+
+
+def _packed(n_in: int, n_out: int, provider: Provider) -> PackedLinear:
+    return PackedLinear(torch.randn(n_out, n_in).to(BF16), provider=provider)
+
+
+def _linear(rows: int, n_out: int, provider: Provider) -> Work:
     """Twelve weights in turn, as layers are; few rows are bound by reading weights."""
-    layers = itertools.cycle([PackedLinear(torch.randn(n_out, HIDDEN).to(BF16)) for _ in range(LAYERS)])
+    layers = itertools.cycle([_packed(HIDDEN, n_out, provider) for _ in range(LAYERS)])
     x = torch.randn(rows, HIDDEN).to(BF16)
     limit = "memory" if rows <= 32 else "compute"
-    flops = 2.0 * rows * HIDDEN * n_out
-    return Work(f"linear {rows} x {HIDDEN} x {n_out}", lambda: next(layers)(x), 2.0 * HIDDEN * n_out, flops, limit)
+    flops, name = 2.0 * rows * HIDDEN * n_out, f"linear {rows} x {HIDDEN} x {n_out} {provider}"
+    return Work(name, lambda: next(layers)(x), 2.0 * HIDDEN * n_out, flops, limit)
 
 
 def _rms_norm(rows: int) -> Work:
@@ -159,22 +183,26 @@ def _silu_mul(rows: int) -> Work:
     return Work(f"silu_mul rows {rows}", lambda: silu_mul(x), 6.0 * rows * 2048, 0, "memory")
 
 
-def _sampling(kind: str) -> Work:
-    n, logits = 32, torch.randn(32, VOCAB)
+def _sampling(kind: str, n: int) -> Work:
+    logits = torch.randn(n, VOCAB)
     heat, k, p = {"greedy": (0.0, 0, 1.0), "plain": (1.0, 0, 1.0), "top_k_p": (0.8, 50, 0.9)}[kind]
     columns = ([heat] * n, [k] * n, [p] * n, [0.0] * n, [1] * n, [0] * n, [2] * n)
     return Work(f"sampling {kind} batch {n}", lambda: sample(logits, *columns), 4.0 * n * VOCAB, 0, "memory")
 
 
 CASES: dict[str, Callable[[], list[Work]]] = {
-    "paged_attention": lambda: [_paged_attention(32, 576), _paged_attention(1, 8192)],
-    "paged_prefill": lambda: [_paged_prefill(512), _paged_prefill(2048)],
+    "paged_attention": lambda: list(
+        itertools.starmap(paged_attention_work, [(1, 576), (8, 576), (32, 576), (8, 2048), (1, 8192)])
+    ),
+    "paged_prefill": lambda: list(
+        itertools.starmap(paged_prefill_work, [(512, 512), (1024, 1024), (4096, 4096), (4096, 512)])
+    ),
     "write_blocks": lambda: [_write_blocks(32), _write_blocks(1024)],
     "copy_blocks": lambda: [_copy_blocks(8), _copy_blocks(256)],
-    "linear": lambda: [_linear(1, 2304), _linear(32, 2304), _linear(512, 2304)],
+    "linear": _linears,
     "rms_norm": lambda: [_rms_norm(32), _rms_norm(1024)],
     "silu_mul": lambda: [_silu_mul(32), _silu_mul(1024)],
-    "sampling": lambda: [_sampling("greedy"), _sampling("plain"), _sampling("top_k_p")],
+    "sampling": lambda: [_sampling(kind, n) for kind in ("greedy", "plain", "top_k_p") for n in (1, 32)],
 }
 
 
@@ -199,8 +227,10 @@ def with_share(result: Result, limit: float) -> Result:
 
 
 def main() -> None:
+    from kernels.bench_ratios import measure_ratios  # it builds on this module
+
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kernel", choices=sorted(CASES))
+    parser.add_argument("kernel", choices=[*sorted(CASES), "all"])
     parser.add_argument("--isa", choices=cpu.ISAS, default=None, help="default: the best this CPU has")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
@@ -209,16 +239,23 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     limits: dict[str, float] = {}
     raise_limits(limits, options.seconds / 2)
-    works = CASES[options.kernel]()
-    measured = [measure(work, options.seconds, limits) for work in works]
-    results = [with_share(r, limits[work.limit]) for r, work in zip(measured, works, strict=True)]
+    results, kinds = list[Result](), list[str]()
+    chosen = sorted(CASES) if options.kernel == "all" else [options.kernel]
+    for name in chosen:
+        for work in CASES[name]():
+            results.append(measure(work, options.seconds, limits))
+            kinds.append(work.limit)
+    results = [with_share(r, limits[kind]) for r, kind in zip(results, kinds, strict=True)]
     for r in results:
         rate = f"{r.rate:8.2f} {r.unit} = {r.share:.0%} of {r.limit:.2f}"
         doubt = f"  (load {r.load:.1f} per core: do not trust the share)" if r.load > 1 or r.share > 1 else ""
         print(
             f"{r.name:40s} {r.isa} x{r.threads}  best {r.best_ms:8.3f} ms  median {r.median_ms:8.3f} ms  {rate}{doubt}"
         )
-    print(json.dumps([asdict(r) for r in results]))
+    ratios = [ratio for name in chosen for ratio in measure_ratios(name, options.seconds)]
+    for ratio in ratios:
+        print(f"{ratio.name:90s} {ratio.ratio:.2f}")
+    print(json.dumps({"cases": [asdict(r) for r in results], "ratios": [asdict(r) for r in ratios]}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 // key axis over threads and merges after; prefill lets one thread walk a tile's pieces. Both use piece.h, so the bits
 // are the same.
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "piece.h"
@@ -9,6 +10,7 @@
 namespace ll {
 namespace {
 
+std::atomic<bool> prefetching{true};
 constexpr int TILE_ROWS = 48;  // query rows that share packed keys; no effect on bits
 
 template <class T>
@@ -19,6 +21,7 @@ struct Attention {
     int64_t out_token, out_head, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row;
     int64_t num_blocks, max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window;
     float scale;
+    bool prefetch;
 
     int group() const { return int(heads / kv_heads); }
     int64_t q_begin(int64_t seq) const { return cu ? cu[seq] : seq; }
@@ -48,7 +51,7 @@ struct Attention {
         t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale);
         for (int r = 0; r < rows; ++r) {
             const T* row = q + (q_begin(seq) + i0 + r / g) * q_token + (kv_head * g + r % g) * q_head;
-            Dot<T>::pack_q(t.qpack + size_t(r) * t.steps, row, int(d));
+            Dot<T>::pack_q(t.q_row(r), row, int(d));
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f;
         }
     }
@@ -82,16 +85,16 @@ struct Attention {
         }
     }
 
-    // The piece's pointers; null outside [lo, hi): those slots and blocks may hold anything.
+    // The piece's pointers; zeros outside [lo, hi): those slots and blocks may hold anything.
     void locate_piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
-        std::fill(t.keys, t.keys + lo, nullptr), std::fill(t.keys + hi, t.keys + PIECE, nullptr);
+        std::fill(t.keys, t.keys + lo, t.zeros), std::fill(t.keys + hi, t.keys + PIECE, t.zeros);
         locate(t.keys + lo, t.values + lo, seq, kv_head, base + lo, base + hi);
     }
 
-    // Names the piece after this one (base < 0: none) for prefetching. Keys that query token i sees, no others.
+    // Names the piece after this one for prefetching. Keys that query token i sees, no others.
     void look_ahead(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i, int64_t base) const {
         t.num_ahead = 0;
-        if (base < 0) return;
+        if (!prefetch) return;
         int64_t pos = position(seq, i), from = std::max(first_key(pos), base), to = std::min(pos + 1, base + PIECE);
         if (from >= to) return;
         locate(t.ahead_keys, t.ahead_values, seq, kv_head, from, to);
@@ -126,11 +129,13 @@ struct Attention {
     };
 
     void walk(const std::vector<Unit>& units, int tile, int threads) const {
+        // Neighbours together, for the prefetch across units; but every thread has its turn.
+        const int together = int(std::max<size_t>(1, std::min<size_t>(4, units.size() / (4 * threads))));
 #pragma omp parallel num_threads(threads) if (units.size() > 1 && threads > 1)
         {
             static thread_local Scratch scratch;
             Tile<T> t;
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(dynamic, together)
             for (int64_t u = int64_t(units.size()) - 1; u >= 0; --u) {  // long tiles first
                 const Unit& w = units[u];
                 int64_t left = q_len(w.seq) - w.at;
@@ -216,6 +221,12 @@ struct Attention {
 }  // namespace
 }  // namespace ll
 
+// For measurements of what the prefetch is worth, process-wide; on unless switched off.
+LL_EXPORT int ll_attention_prefetch(int64_t on) {
+    ll::prefetching = on != 0;
+    return 0;
+}
+
 // Layouts as in kernels/paged_prefill.py; cu_seqlens_q null: one query per sequence. Strides in elements.
 LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
                            const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
@@ -229,7 +240,7 @@ LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* 
         ll::Attention<T> a{static_cast<T*>(out), static_cast<const T*>(q), static_cast<const T*>(k),
                            static_cast<const T*>(v), block_table, context_lens, cu_seqlens_q, out_token, out_head,
                            q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row, num_blocks,
-                           max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale};
+                           max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale, ll::prefetching};
         return a.run(int(threads));
     };
     return is_bf16 ? run(ll::bf16{}) : run(float{});

@@ -6,51 +6,31 @@
 // does not see have weight exactly 0. Pieces begin at multiples of PIECE tokens and merge in ascending order.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <new>
+#include <type_traits>
 
-#include "simd.h"
+#include "words.h"
 
 namespace ll {
 
 constexpr int PIECE = 256;           // keys; a change of it changes bits
-constexpr int GROUPS = PIECE / W;    // vectors of keys in a piece
-#if defined(LL_AVX512)
-constexpr int ROWS = 6, COLS = 4;    // register block: ROWS query rows times COLS vectors
-#else
-constexpr int ROWS = 4, COLS = 2;
-#endif
+// The rest of these changes no bits.
+constexpr int PANEL = 12;            // vectors of keys that are packed, then scored by all rows while in the L1 cache
+constexpr int STRETCH = 64;          // keys whose values are added by all rows while in the L1 cache
+constexpr int ROWS = 6;              // the most query rows of a register block
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
-// How q and k are held for the dot product: `step` words of head_dim per multiply-add.
-template <class T>
-struct Dot {  // fp32 multiply-adds, one element a step
-    using Word = float;
-    static constexpr int PER_STEP = 1;
-    static LL_INLINE vf load_words(const T* p) { return load(p); }
-    static LL_INLINE vf load_words_n(const T* p, int n) { return load_n(p, n); }
-    static LL_INLINE void pack_q(float* dst, const T* q, int d) {
-        for (int i = 0; i < d; i += W) store_upto(dst + i, load_upto(q + i, d - i), d - i);
-    }
-    static LL_INLINE vf madd(vf k, float q, vf acc) { return fma(k, splat(q), acc); }
-};
-
+// Vectors beside R rows in a register block: 8 to 12 sums hide the latency of a multiply-add; the registers hold no more.
+constexpr int columns_beside(int rows) {
 #if defined(LL_AVX512)
-template <>
-struct Dot<bf16> {  // vdpbf16ps: a pair of elements a step
-    using Word = float;  // the bits of a pair
-    static constexpr int PER_STEP = 2;
-    static LL_INLINE vf load_words(const bf16* p) { return load_as<vf>(p); }
-    static LL_INLINE vf load_words_n(const bf16* p, int n) {
-        return (vf)_mm512_maskz_loadu_epi32(__mmask16((1u << n) - 1), p);
-    }
-    static LL_INLINE void pack_q(float* dst, const bf16* q, int d) { std::memcpy(dst, q, d * sizeof(bf16)); }
-    static LL_INLINE vf madd(vf k, float q, vf acc) {
-        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512)k, (__m512bh)_mm512_set1_ps(q));
-    }
-};
+    return rows <= 2 ? 8 : 4;
+#else
+    return rows == 1 ? 8 : rows == 2 ? 4 : 2;
 #endif
+}
 
 // Scratch of one thread. Grows, never shrinks; one allocation.
 struct Scratch {
@@ -71,12 +51,13 @@ struct Scratch {
 // A tile of query rows and everything computed about it. Rows are (query token, head of the KV head's group).
 template <class T>
 struct Tile {
-    int rows, d, dpad, steps;  // dpad: head_dim up to a multiple of W
+    int rows, d, dpad, words;  // dpad: head_dim up to a multiple of W; words: of a key
     float scale_log2;          // softmax_scale * log2(e)
-    float* qpack;              // [rows, steps]
-    float* kpack;              // [GROUPS, steps, W]
+    float* qpack;              // [rows, words, TERMS]
+    float* kpack;              // [words, PANEL, W]
     float* scores;             // [rows, PIECE], then weights
-    float* o;                  // [rows, dpad] of this piece
+    float* o;                  // [rows, dpad] of this piece, columns as in Columns
+    T* zeros;                  // [d]
     float* m;                  // [rows] of this piece, in units of log2; NEG_INF: the row sees no key here
     float* l;                  // [rows] of this piece
     float* total_o;            // [rows, dpad] merged
@@ -84,91 +65,100 @@ struct Tile {
     float* total_l;
     int* lo;                   // [rows] first visible key, relative to the piece
     int* hi;                   // [rows] one past the last
-    const T* keys[PIECE];      // [d] each, null where no row of the tile looks
+    const T* keys[PIECE];      // [d] each, `zeros` where no row of the tile looks
     const T* values[PIECE];
     const T* ahead_keys[PIECE];  // what this thread will probably want next, from index 0
     const T* ahead_values[PIECE];
-    int num_ahead;
+    const T* const* next_key;    // the first of them that was not asked for
+    const T* const* next_value;
+    int num_ahead, each_ahead;   // each_ahead: for every key of this piece
 
     static size_t bytes(int rows, int d) {
         size_t dpad = (d + W - 1) / W * W;
-        size_t floats = size_t(rows) * (d + PIECE + 2 * dpad + 8) + size_t(PIECE) * d + 16 * 16;
+        size_t floats = size_t(rows) * (d + PIECE + 2 * dpad + 8) + size_t(PANEL) * W * d + d + 16 * 16;
         return floats * 4;
     }
     void place(char* base, int rows_, int d_, float scale) {
-        rows = rows_, d = d_, dpad = (d + W - 1) / W * W, steps = d / Dot<T>::PER_STEP;
+        rows = rows_, d = d_, dpad = (d + W - 1) / W * W, words = d / Dot<T>::PER_WORD;
         scale_log2 = scale * LOG2E;
         float* p = reinterpret_cast<float*>(base);
         auto take = [&](size_t n) { float* r = p; p += (n + 15) & ~size_t(15); return r; };
-        kpack = take(size_t(PIECE) * steps), scores = take(size_t(rows) * PIECE), o = take(size_t(rows) * dpad);
-        total_o = take(size_t(rows) * dpad), qpack = take(size_t(rows) * steps);
+        kpack = take(size_t(PANEL) * W * words), scores = take(size_t(rows) * PIECE), o = take(size_t(rows) * dpad);
+        total_o = take(size_t(rows) * dpad), qpack = take(size_t(rows) * words * Dot<T>::TERMS);
         m = take(rows), l = take(rows), total_m = take(rows), total_l = take(rows);
         lo = reinterpret_cast<int*>(take(rows)), hi = reinterpret_cast<int*>(take(rows));
+        zeros = reinterpret_cast<T*>(take(d));
+        std::memset(zeros, 0, d * sizeof(T));
     }
+    float* q_row(int row) const { return qpack + size_t(row) * words * Dot<T>::TERMS; }
 };
 
-// Called for key i of n: spreads the reads of what comes next over the arithmetic of what is here.
+// Asks for the next `each_ahead` of the rows from `next` on, if any are left: spreads the reads of what comes next over
+// the arithmetic of what is here. A burst of them would wait for memory.
 template <class T>
-LL_INLINE void prefetch_ahead(const Tile<T>& t, int i, int n) {
-    const int each = (t.num_ahead + n - 1) / n, end = (i + 1) * each;
-    for (int j = i * each; j < end && j < t.num_ahead; ++j) {
-        const char* key = reinterpret_cast<const char*>(t.ahead_keys[j]);
-        const char* value = reinterpret_cast<const char*>(t.ahead_values[j]);
+LL_INLINE void prefetch_ahead(const Tile<T>& t, const T* const*& next, const T* const* end) {
+    for (int i = 0; i < t.each_ahead && next < end; ++i, ++next)
         for (size_t b = 0; b < t.d * sizeof(T); b += 64)
-            __builtin_prefetch(key + b, 0, 2), __builtin_prefetch(value + b, 0, 2);
-    }
+            __builtin_prefetch(reinterpret_cast<const char*>(*next) + b, 0, 2);
 }
 
-// Keys [lo, hi) of the piece -> kpack, transposed so that a vector holds one step of W keys.
+// Keys of vector g of the piece -> place `at` of the panel, transposed so that a vector holds one word of W keys.
 template <class T>
-void pack_keys(Tile<T>& t, int lo, int hi) {
-    using D = Dot<T>;
-    for (int g = lo / W; g * W < hi; ++g) {
-        float* dst = t.kpack + size_t(g) * t.steps * W;
-        for (int s = 0; s < t.steps; s += W) {
-            int n = t.steps - s < W ? t.steps - s : W;
-            vf block[W];
+void pack_keys(Tile<T>& t, int g, int at) {
+    float* dst = t.kpack + at * W;
+    vf block[W];
+    int s = 0;
+    for (; s + W <= t.words; s += W, dst += PANEL * W * W) {
+        const char* from[W];
 #pragma GCC unroll 16
-            for (int j = 0; j < W; ++j) {
-                const T* key = t.keys[g * W + j];
-                if (!key) {
-                    block[j] = vf{};
-                    continue;
-                }
-                const T* at = key + s * D::PER_STEP;
-                block[j] = n == W ? D::load_words(at) : D::load_words_n(at, n);
-            }
-            transpose(block);
-            for (int j = 0; j < n; ++j) store(dst + size_t(s + j) * W, block[j]);
-        }
+        for (int j = 0; j < W; ++j) from[j] = reinterpret_cast<const char*>(t.keys[g * W + j]) + s * sizeof(float);
+        load_transposed(from, block);
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) store(dst + j * PANEL * W, block[j]);
+    }
+    if (s == t.words) return;
+    for (int j = 0; j < W; ++j)
+        block[j] = load_n(reinterpret_cast<const float*>(t.keys[g * W + j]) + s, t.words - s);
+    transpose(block);
+    for (int j = 0; s + j < t.words; ++j) store(dst + j * PANEL * W, block[j]);
+}
+
+template <class T, int R, int C, int TERM>
+LL_INLINE void score_term(const float* k, const float* q, int q_width, vf (&acc)[R][C]) {
+    vf kv[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) kv[c] = Dot<T>::template term<TERM>(load(k + c * W));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        const float word = q[size_t(r) * q_width + TERM];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) acc[r][c] = Dot<T>::madd(kv[c], word, acc[r][c]);
     }
 }
 
-template <class T, int R, int C>
-LL_INLINE void score_block(Tile<T>& t, int row, int g) {
+// R rows from `row`, C vectors from `at` of the panel, which begins with vector g of the piece.
+template <class T, int R, int C, bool AHEAD>
+void score_block(Tile<T>& t, int row, int at, int g) {
+    using D = Dot<T>;
     vf acc[R][C] = {};
-    const float* k = t.kpack + size_t(g) * t.steps * W;
-    const float* q = t.qpack + size_t(row) * t.steps;
-    for (int s = 0; s < t.steps; ++s) {
-        vf kv[C];
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) kv[c] = load(k + (size_t(c) * t.steps + s) * W);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            float word = q[size_t(r) * t.steps + s];
-#pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) acc[r][c] = Dot<T>::madd(kv[c], word, acc[r][c]);
-        }
+    const int q_width = t.words * D::TERMS;
+    const float *k = t.kpack + at * W, *q = t.q_row(row);
+    for (int s = 0; s < t.words; ++s, k += PANEL * W, q += D::TERMS) {
+        if constexpr (AHEAD) prefetch_ahead(t, t.next_key, t.ahead_keys + t.num_ahead);
+        score_term<T, R, C, 0>(k, q, q_width, acc);
+        if constexpr (D::TERMS == 2) score_term<T, R, C, 1>(k, q, q_width, acc);
     }
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(t.scores + size_t(row + r) * PIECE + (g + c) * W, acc[r][c]);
+        for (int c = 0; c < C; ++c) store(t.scores + size_t(row + r) * PIECE + (g + at + c) * W, acc[r][c]);
 }
 
-template <class T, int R>
-void score_rows(Tile<T>& t, int row, int lo, int hi) {
-    int g = lo / W, end = (hi + W - 1) / W;
-    for (; g + COLS <= end; g += COLS) score_block<T, R, COLS>(t, row, g);
-    for (; g < end; ++g) score_block<T, R, 1>(t, row, g);
+template <class T, int R, bool AHEAD>
+void score_rows(Tile<T>& t, int row, int g, int n) {
+    constexpr int C = columns_beside(R) == 2 && R <= 4 ? 3 : columns_beside(R);
+    int at = 0;
+    for (; at + C <= n; at += C) score_block<T, R, C, AHEAD>(t, row, at, g);
+    for (; at + 2 <= n; at += 2) score_block<T, R, 2, AHEAD>(t, row, at, g);
+    if (at < n) score_block<T, R, 1, AHEAD>(t, row, at, g);
 }
 
 // scores -> weights 2^(score * scale - m) of one row; the rest of the tile's range [lo, hi) becomes 0.
@@ -184,36 +174,43 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     alignas(64) int32_t lanes[W];
     for (int i = 0; i < W; ++i) lanes[i] = i;
     const vi lane = load_as<vi>(lanes), from = splat_i(first), to = splat_i(last);
-    vf top = splat(NEG_INF);
-    for (int g = first / W; g * W < last; ++g) {
+    auto seen = [&](int g, vf v, float otherwise) {
+        if (g * W >= first && g * W + W <= last) return v;
         vi key = lane + g * W;
-        top = vmax(top, ((key >= from) & (key < to)) ? load(x + g * W) : splat(NEG_INF));
-    }
+        return ((key >= from) & (key < to)) ? v : splat(otherwise);
+    };
+    vf top = splat(NEG_INF);
+    for (int g = first / W; g * W < last; ++g) top = vmax(top, seen(g, load(x + g * W), NEG_INF));
     float m = hmax(top) * t.scale_log2;
     if (m == NEG_INF) m = 0.f;  // nothing but NaN or -inf: the row becomes NaN, it does not vanish
     const vf scale = splat(t.scale_log2), minus_m = splat(-m);
     vf sum = {};
     for (int g = lo / W; g * W < hi; ++g) {
-        vi key = lane + g * W;
-        vf weight = exp2v(fma(load(x + g * W), scale, minus_m));
-        weight = ((key >= from) & (key < to)) ? weight : vf{};
+        vf weight = seen(g, exp2v(fma(load(x + g * W), scale, minus_m)), 0.f);
         sum += weight;
         store(x + g * W, weight);
     }
     t.m[row] = m, t.l[row] = hsum(sum);
 }
 
-template <class T, int R, int C>
-LL_INLINE void value_block(Tile<T>& t, int row, int col, int lo, int hi) {
-    vf acc[R][C] = {};
-    const bool first = row == 0 && col == 0;
+// Adds weight * value of keys [from, to) to R rows, C vectors of columns from `col`. C == 1: the columns that are left.
+template <class T, int R, int C, bool AHEAD>
+void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
+    vf acc[R][C];
+    float* o = t.o + size_t(row) * t.dpad + col;
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) acc[r][c] = from == lo ? vf{} : load(o + size_t(r) * t.dpad + c * W);
     const float* p = t.scores + size_t(row) * PIECE;
-    const int left = t.d - col;
-    for (int k = lo; k < hi; ++k) {
-        if (first) prefetch_ahead(t, k - lo, hi - lo);
+    const int passes = t.d / (C * W), pass = col / (C * W);  // every key is the turn of one pass over the columns
+    int turn = from + pass;
+    for (int k = from; k < to; ++k) {
+        if constexpr (AHEAD)
+            if (k == turn) prefetch_ahead(t, t.next_value, t.ahead_values + t.num_ahead), turn += passes;
         vf v[C];
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) v[c] = C > 1 ? load(t.values[k] + col + c * W) : load_upto(t.values[k] + col, left);
+        if constexpr (C > 1)
+            Columns<T>::load_block(t.values[k] + col, v);
+        else
+            v[0] = load_upto(t.values[k] + col, t.d - col);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             vf weight = splat(p[size_t(r) * PIECE + k]);
@@ -223,33 +220,47 @@ LL_INLINE void value_block(Tile<T>& t, int row, int col, int lo, int hi) {
     }
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c)  // + 0: a sum of only zeros is +0, whatever signs the unseen values had
-            store(t.o + size_t(row + r) * t.dpad + col + c * W, acc[r][c] + splat(0.f));
+            store(o + size_t(r) * t.dpad + c * W, acc[r][c] + splat(0.f));
 }
 
-template <class T, int R>
-void value_rows(Tile<T>& t, int row, int lo, int hi) {
+template <class T, int R, bool AHEAD>
+void value_rows(Tile<T>& t, int row, int from, int to, int lo) {
+    constexpr int C = columns_beside(R);
     int col = 0;
-    for (; col + COLS * W <= t.d; col += COLS * W) value_block<T, R, COLS>(t, row, col, lo, hi);
-    for (; col < t.d; col += W) value_block<T, R, 1>(t, row, col, lo, hi);
+    for (; col + C * W <= t.d; col += C * W) value_block<T, R, C, AHEAD>(t, row, col, from, to, lo);
+    for (; col + 2 * W <= t.d; col += 2 * W) value_block<T, R, 2, AHEAD>(t, row, col, from, to, lo);
+    for (; col < t.d; col += W) value_block<T, R, 1, false>(t, row, col, from, to, lo);
 }
 
-template <class T, int R>
-LL_INLINE void rows_dispatch(Tile<T>& t, int row, int n, int lo, int hi, bool values) {
+// Calls work(row, rows of the block as a constant) for blocks of at most ROWS rows.
+template <int R = ROWS, class F>
+LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
+    for (; row + R <= rows; row += R) work(row, std::integral_constant<int, R>{});
     if constexpr (R > 1)
-        if (n < R) return rows_dispatch<T, R - 1>(t, row, n, lo, hi, values);
-    if (values)
-        value_rows<T, R>(t, row, lo, hi);
-    else
-        score_rows<T, R>(t, row, lo, hi);
+        if (row < rows) for_row_blocks<R - 1>(row, rows, work);
 }
 
 // m, l, o of this piece. [lo, hi) covers what any row of the tile sees; keys and values are set there.
 template <class T>
 void attend(Tile<T>& t, int lo, int hi) {
-    pack_keys(t, lo, hi);
-    for (int r = 0; r < t.rows; r += ROWS) rows_dispatch<T, ROWS>(t, r, t.rows - r, lo, hi, false);
+    const int end = (hi + W - 1) / W;
+    t.each_ahead = (t.num_ahead + hi - lo - 1) / (hi - lo), t.next_key = t.ahead_keys, t.next_value = t.ahead_values;
+    for (int g = lo / W; g < end; g += PANEL) {
+        const int n = end - g < PANEL ? end - g : PANEL;
+        for (int i = 0; i < n; ++i) pack_keys(t, g + i, i);
+        for_row_blocks(0, t.rows, [&](int row, auto r) {
+            row == 0 && t.num_ahead ? score_rows<T, r.value, true>(t, row, g, n)
+                                    : score_rows<T, r.value, false>(t, row, g, n);
+        });
+    }
     for (int r = 0; r < t.rows; ++r) softmax_row(t, r, lo, hi);
-    for (int r = 0; r < t.rows; r += ROWS) rows_dispatch<T, ROWS>(t, r, t.rows - r, lo, hi, true);
+    for (int from = lo; from < hi; from += STRETCH) {
+        const int to = hi - from < STRETCH ? hi : from + STRETCH;
+        for_row_blocks(0, t.rows, [&](int row, auto r) {
+            row == 0 && t.num_ahead ? value_rows<T, r.value, true>(t, row, from, to, lo)
+                                    : value_rows<T, r.value, false>(t, row, from, to, lo);
+        });
+    }
 }
 
 // total <- total merged with a later piece (Milakov and Gimelshein 2018). Rows start with total_m = NEG_INF.
@@ -270,10 +281,14 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
 template <class T>
 LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d) {
     const vf l = splat(total_m == NEG_INF ? 1.f : total_l);
-    for (int i = 0; i < d; i += W) {
-        vf x = total_m == NEG_INF ? vf{} : load(total_o + i) / l;
-        store_upto(out + i, x, d - i);
+    auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) / l; };
+    int i = 0;
+    for (; i + 2 * W <= d; i += 2 * W) {
+        vf a = at(i), b = at(i + W);
+        Columns<T>::in_order(a, b);
+        store(out + i, a), store(out + i + W, b);
     }
+    for (; i < d; i += W) store_upto(out + i, at(i), d - i);
 }
 
 }  // namespace ll

@@ -51,7 +51,13 @@ LL_INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-LL_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+LL_INLINE vf vmax(vf a, vf b) {  // b where either is NaN
+#if defined(LL_AVX2)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 LL_INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 
@@ -145,18 +151,51 @@ constexpr float LOG2E = 1.44269504088896341f;
 #define LL_HI 4, 12, 5, 13, 6, 14, 7, 15
 #endif
 
+// Two bf16 in every 32-bit word: the lower one, the upper one; and the order they had, from both.
+LL_INLINE vf lower_half(vf words) { return (vf)((vu)words << 16); }
+LL_INLINE vf upper_half(vf words) { return (vf)((vu)words & 0xffff0000u); }
+LL_INLINE vf zip_low(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_LO); }
+LL_INLINE vf zip_high(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_HI); }
+
 // W x W words, in place: log2(W) rounds of a perfect shuffle of rows i and i + W/2.
 LL_INLINE void transpose(vf (&rows)[W]) {
     for (int round = 1; round < W; round *= 2) {
         vf next[W];
 #pragma GCC unroll 16
         for (int i = 0; i < W / 2; ++i) {
-            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + W / 2], LL_LO);
-            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + W / 2], LL_HI);
+            next[2 * i] = zip_low(rows[i], rows[i + W / 2]);
+            next[2 * i + 1] = zip_high(rows[i], rows[i + W / 2]);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) rows[i] = next[i];
     }
+}
+
+// rows[i] = word i of each of W places.
+LL_INLINE void load_transposed(const char* const (&at)[W], vf (&rows)[W]) {
+#if defined(LL_AVX2)  // halves are put in place by loads: 16 shuffles instead of 48
+    vf lows[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {  // words 0 to 3 (i < 4), or 4 to 7, of places i % 4 and i % 4 + 4
+        const int from = i / 4 * 16;
+        __m128 low = _mm_loadu_ps((const float*)(at[i % 4] + from));
+        __m128 high = _mm_loadu_ps((const float*)(at[i % 4 + 4] + from));
+        lows[i] = (vf)_mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        __m256d a = (__m256d)_mm256_unpacklo_ps((__m256)lows[i], (__m256)lows[i + 1]);
+        __m256d b = (__m256d)_mm256_unpackhi_ps((__m256)lows[i], (__m256)lows[i + 1]);
+        __m256d c = (__m256d)_mm256_unpacklo_ps((__m256)lows[i + 2], (__m256)lows[i + 3]);
+        __m256d d = (__m256d)_mm256_unpackhi_ps((__m256)lows[i + 2], (__m256)lows[i + 3]);
+        rows[i] = (vf)_mm256_unpacklo_pd(a, c), rows[i + 1] = (vf)_mm256_unpackhi_pd(a, c);
+        rows[i + 2] = (vf)_mm256_unpacklo_pd(b, d), rows[i + 3] = (vf)_mm256_unpackhi_pd(b, d);
+    }
+#else
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) rows[i] = load_as<vf>(at[i]);
+    transpose(rows);
+#endif
 }
 
 }  // namespace ll

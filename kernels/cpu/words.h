@@ -1,0 +1,73 @@
+// How queries, keys and values of each dtype are held for the two products of attention: in 32-bit words, which for
+// bf16 hold a pair. Knows nothing of pieces and tiles.
+#pragma once
+
+#include "simd.h"
+
+namespace ll {
+
+// The dot product of a query and a key: a word of the key takes TERMS multiply-adds, each with one float of the query.
+// One chain over head_dim, ascending.
+template <class T>
+struct Dot {
+    static constexpr int PER_WORD = 1, TERMS = 1;  // elements and multiply-adds of a word
+    static LL_INLINE void pack_q(float* dst, const T* q, int d) {
+        for (int i = 0; i < d; i += W) store_upto(dst + i, load_upto(q + i, d - i), d - i);
+    }
+    template <int TERM>
+    static LL_INLINE vf term(vf word) { return word; }
+    static LL_INLINE vf madd(vf k, float q, vf acc) { return fma(k, splat(q), acc); }
+};
+
+template <>
+struct Dot<bf16> {
+    static constexpr int PER_WORD = 2;
+#if defined(LL_AVX512)  // vdpbf16ps: both of a pair at once
+    static constexpr int TERMS = 1;
+    static LL_INLINE void pack_q(float* dst, const bf16* q, int d) { std::memcpy(dst, q, d * sizeof(bf16)); }
+    template <int TERM>
+    static LL_INLINE vf term(vf word) { return word; }
+    static LL_INLINE vf madd(vf k, float q, vf acc) {
+        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512)k, (__m512bh)_mm512_set1_ps(q));
+    }
+#else  // widened in registers, one after the other
+    static constexpr int TERMS = 2;
+    static LL_INLINE void pack_q(float* dst, const bf16* q, int d) {
+        for (int i = 0; i < d; i += W) store_upto(dst + i, load_upto(q + i, d - i), d - i);
+    }
+    template <int TERM>
+    static LL_INLINE vf term(vf word) { return TERM == 0 ? lower_half(word) : upper_half(word); }
+    static LL_INLINE vf madd(vf k, float q, vf acc) { return fma(k, splat(q), acc); }
+#endif
+};
+
+// Columns of a row of values as floats. 2 W columns of bf16 are widened at once: W even ones, then W odd ones; sums keep
+// that order (which changes no sum) and `in_order` undoes it. Columns past the last whole 2 W keep their own.
+template <class T>
+struct Columns {
+    template <int C>
+    static LL_INLINE void load_block(const T* p, vf (&v)[C]) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) v[c] = load(p + c * W);
+    }
+    static LL_INLINE void in_order(vf&, vf&) {}
+};
+
+template <>
+struct Columns<bf16> {
+    template <int C>
+    static LL_INLINE void load_block(const bf16* p, vf (&v)[C]) {
+        static_assert(C % 2 == 0);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c += 2) {
+            vf words = load_as<vf>(p + c * W);
+            v[c] = lower_half(words), v[c + 1] = upper_half(words);
+        }
+    }
+    static LL_INLINE void in_order(vf& even, vf& odd) {
+        vf low = zip_low(even, odd);
+        odd = zip_high(even, odd), even = low;
+    }
+};
+
+}  // namespace ll
