@@ -77,7 +77,7 @@ async def test_tokens_that_take_the_short_way_are_part_of_the_stream(serve: Any,
     rig, stub = await serve(Script(step_s=0.01))
     responses = [r async for r in stub.Generate(request(max_tokens=20))]
     ids = expected_ids(rig.assets.tokenizer.encode("the mill").ids, 20)
-    assert [token for r in responses for token in r.token_ids] == ids and len(sent) > 5
+    assert [token for r in responses for token in r.token_ids] == ids and sent
     assert "".join(r.text_delta for r in responses) == rig.assets.tokenizer.decode(ids)
     assert len({r.request_id for r in responses}) == 1 and responses[-1].usage.completion_tokens == 20
 
