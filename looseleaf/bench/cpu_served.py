@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import statistics
 import sys
 import time
@@ -140,6 +141,7 @@ def main(settings: ServedSettings) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
     try:
         main(ServedSettings.load(sys.argv[1:]))
     except StartupError as error:

@@ -9,6 +9,7 @@ the last line is JSON. Peers that are not installed, or fail, are named.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -184,6 +185,7 @@ def main(settings: PeersSettings) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
     try:
         sys.exit(main(PeersSettings.load(sys.argv[1:])))
     except StartupError as error:
