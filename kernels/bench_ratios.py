@@ -24,11 +24,13 @@ class Ratio:
 
 
 def ratio_of(ours: Callable[[], object], other: Callable[[], object], seconds: float) -> float:
-    """Best time of `ours` over best time of `other`, in turn for twice `seconds`."""
+    """Best time of `ours` over best time of `other`, in turn for twice `seconds` and at least five times each."""
     best = [float("inf"), float("inf")]
     end = time.perf_counter() + 2 * seconds
     ours(), other()
-    while time.perf_counter() < end:
+    rounds = 0
+    while time.perf_counter() < end or rounds < 5:
+        rounds += 1
         for turn, call in enumerate((ours, other)):
             start = time.perf_counter()
             call()
