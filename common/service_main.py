@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -97,5 +98,5 @@ def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable
 
 
 def worker_name(role: str, given: str | None) -> str:
-    """A worker's name: as given, else unique on the network by host name and process id."""
-    return given or f"{role}-{socket.gethostname()}-{os.getpid()}"
+    """A worker's name: as given, else its own; host and process id alone outlive a container's restart."""
+    return given or f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 import torch
 
+from common.cores import usable_cores
 from engine.errors import ModelError
 from engine.inputs import StepBuffer
 
@@ -35,7 +35,7 @@ class CpuDevice:
 
     def __init__(self, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
-        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.num_threads = num_threads or usable_cores()
         self._thread = 0
 
     def enter(self) -> None:
@@ -88,7 +88,7 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(self.torch_device)
         self.compute_capability: tuple[int, int] | None = (properties.major, properties.minor)
         self.name = str(properties.name)
-        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.num_threads = num_threads or usable_cores()
         self._stream = torch.cuda.Stream(self.torch_device, priority=-1 if urgent else 0)
         self.enter()  # what is filled from now on is filled in the stream that will use it
         self._done = torch.cuda.Event()

@@ -104,7 +104,7 @@ class Oracle:
         parts = [
             self._runner.step(
                 _one_sequence(token_ids[start : start + size], start, self._block_size, last_only=last_only)
-            )
+            ).clone()  # the next step may overwrite it
             for start in starts
         ]
         return parts[-1] if last_only else torch.cat(parts)

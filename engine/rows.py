@@ -29,7 +29,7 @@ class DecodeRows:
     def lay_out(self, sequences: Seq[Sequence]) -> Step:
         """The step that computes each sequence's next position, with logits of every row.
 
-        Each has a block for that position. The arrays are good until the next call.
+        Errors: ValueError for one that has no block for it. The arrays are good until the next call.
         """
         num, size = len(sequences), self._block_size
         self._update([sequence.table.stamp for sequence in sequences], sequences)
@@ -38,6 +38,8 @@ class DecodeRows:
         computed = [sequence.num_computed for sequence in sequences]
         newest = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in sequences]
         positions = np.array(computed, np.int64)
+        if (positions // size >= np.array(self._widths)).any():
+            raise ValueError("a sequence has no block for its next position")
         slots = self._blocks[self._rows[:num], positions // size].astype(np.int64) * size + positions % size
         batch = StepInput(
             np.array(newest, np.int64),

@@ -69,7 +69,9 @@ class Columns:
             torch.tensor(column, dtype=torch.float32)
             for column in ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params])
         ]
-        seeds = np.array([p.seed for p in params], np.uint64).view(np.int64)  # unsigned: the kernel takes the bits
+        seeds = np.array([p.seed & 0xFFFF_FFFF_FFFF_FFFF for p in params], np.uint64).view(
+            np.int64
+        )  # 64 bits, any sign
         self._ints = [torch.tensor([p.top_k for p in params]), torch.from_numpy(seeds)]
         self._samples = torch.tensor([row.sample_index for row in rows])
         self.adjusted = [i for i, row in enumerate(rows) if _may_adjust(row)]

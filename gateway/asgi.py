@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -21,6 +22,8 @@ from gateway.openai_reply import DONE, dumps, error_body
 logger = logging.getLogger("http")
 T = TypeVar("T")
 BODY_TIMEOUT_S = 30.0
+LAST_WORD_S = 5.0
+"""A client that does not read is not told its error for longer."""
 SERVER_SEND = "looseleaf.send"
 OnError = Callable[[LooseleafError], None]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -154,10 +157,17 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": DONE})
             return
         self._on_error(error)
-        if not started:
-            await error_response(error)(scope, receive, send)
-        else:
-            await send({"type": "http.response.body", "body": b"data: " + dumps(error_body(error)) + b"\n\n" + DONE})
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                if not started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                with contextlib.suppress(Exception):
+                    await self._direct.settle()
+                last = b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
+                await send({"type": "http.response.body", "body": last})
+        except TimeoutError:
+            logger.info("a client did not read its error: the connection is closed")
 
 
 _STREAM_START = {

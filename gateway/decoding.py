@@ -71,7 +71,6 @@ class DecodeHalf:
             raise WorkerLost("no_decode")
         began, session = time.monotonic(), place.session
         stream = session.submit(message, [sample.index for sample in hand_over.going])
-        stream.direct = self._short_way(life)
         self._account(life, hand_over, session)
         timer = asyncio.get_running_loop().call_later(left_s, stream.fail, too_late(life.request.timeout_s))
         try:
@@ -83,6 +82,9 @@ class DecodeHalf:
             while life.num_open:
                 await self._pace(life)
                 news = await _next(life, session, stream)
+                if stream.direct is None:  # the first step with it is over
+                    life.entry.leave()
+                    stream.direct = self._short_way(life)
                 if not life.num_open:
                     _add_decode_time(life, news.timings, began)
                     list(news.pieces.values())[-1].summary = life.summary()
@@ -117,7 +119,7 @@ class DecodeHalf:
             if len(token_ids) != 1 or output.finish_reason or output.rejection or output.sample_index >= len(samples):
                 return False
             sample = samples[output.sample_index]
-            if not direct.ready or not sample.emitted_at or self._pause_s(life, now) > 0.001:
+            if not direct.ready or not sample.emitted_at or self._pause_s(sample.emitted_at, now) > 0.001:
                 return False
             text = sample.accept_one(output.first_index, token_ids[0])
             if text is None:
@@ -131,13 +133,13 @@ class DecodeHalf:
 
     async def _pace(self, life: Life) -> None:
         """Hold the next message back while there are many streams and this one has just sent."""
-        if (pause := self._pause_s(life, time.monotonic())) > 0.001:
+        if (pause := self._pause_s(life.emitted_at, time.monotonic())) > 0.001:
             await asyncio.sleep(pause)
 
-    def _pause_s(self, life: Life, now: float) -> float:
-        """How long the request's next message waits; nothing if it is not positive."""
+    def _pause_s(self, emitted_at: float, now: float) -> float:
+        """How long the next message after one of this time waits; nothing if it is not positive."""
         inside = self._gate.inside
-        return life.emitted_at + inside * MESSAGE_COST_S - now if inside > FEW_STREAMS else 0.0
+        return emitted_at + inside * MESSAGE_COST_S - now if inside > FEW_STREAMS else 0.0
 
 
 async def _next(life: Life, session: DecodeSession, stream: OutputStream) -> _News:

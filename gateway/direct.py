@@ -65,7 +65,7 @@ class Direct(Generic[T]):
             waits_for = coroutine.send(None)
         except StopIteration:
             self._over(None)
-        except BaseException as error:
+        except (Exception, asyncio.CancelledError) as error:
             self._over(error)
         else:
             if waits_for is None:  # it only wants others to run

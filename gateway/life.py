@@ -17,6 +17,7 @@ from gateway.assemble import Piece, Sample, Summary
 from gateway.detokenize import Detokenizers
 from gateway.direct import Direct
 from gateway.lost import internal, too_late
+from gateway.poison import Entry
 from gateway.routing import GroupSize
 from gateway.validate import ResolvedRequest
 from protos.v1 import decode_pb2, prefill_pb2
@@ -40,6 +41,8 @@ class Life:
     """Samples that have not ended."""
     attempts: int = 0
     losses: int = 0
+    entry: Entry = field(default_factory=lambda: Entry(lambda: None, alone=False))
+    """With the prefill worker; where a death has struck the request, until decode has gone on with it."""
     decoded_from: int = 0
     """`output_len` when the attempt began, then when its decode did."""
     times: Timings = field(default_factory=Timings)

@@ -51,8 +51,8 @@ class WorkerLost(Exception):
 
 
 def incarnation(worker: WorkerRecord) -> str:
-    """Names one life of a worker: its successor has another address."""
-    return f"{worker.worker_id}@{worker.address}"
+    """Names one life of a worker's process, which may have both roles: its successor has another name or address."""
+    return f"{worker.worker_id.removesuffix('.' + worker.role)}@{worker.address}"
 
 
 def is_death(error: grpc.aio.AioRpcError) -> bool:

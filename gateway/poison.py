@@ -1,8 +1,9 @@
 """Requests whose workers died while they had them: after the second death nobody is sent such a request any more.
 
 A worker's death strikes every request that it had, the guilty one and its neighbours. Whoever was struck is prefilled
-again with nobody beside it, so that the next death names the guilty one and a neighbour cannot be struck twice by two
-guilty ones. Progress in decode is proof of innocence. Knows no workers, only names of their lives.
+again with nobody beside it, and others wait until decode has gone on with it too: so the next death names the guilty
+one, and a neighbour is not struck twice. Progress in decode is proof of innocence. Knows no workers, only names of
+their lives.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import hashlib
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -33,7 +33,7 @@ class _Deaths:
 
 
 class _Company:
-    """Who of this gateway is being prefilled in one life of a worker."""
+    """Who of this gateway is in its first steps in one life of a worker."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -46,10 +46,29 @@ class _Company:
         self._inside += 1
         self.empty.clear()
 
+    def end_turn(self) -> None:
+        self.turn.release()
+
     def leave(self) -> None:
         self._inside -= 1
         if not self._inside:
             self.empty.set()
+
+
+class Entry:
+    """Leave to be with a worker, until `leave`."""
+
+    __slots__ = ("_leave", "alone")
+
+    def __init__(self, leave: Callable[[], None], *, alone: bool) -> None:
+        self._leave: Callable[[], None] | None = leave
+        self.alone = alone
+
+    def leave(self) -> None:
+        """Once or more often."""
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
 
 
 class PoisonList:
@@ -67,23 +86,23 @@ class PoisonList:
         elif deaths is not None and len(deaths.lives) >= MOST_DEATHS:
             raise Internal("the workers of this request died more than once; it is not tried again for a while")
 
-    @asynccontextmanager
-    async def entry(self, digest: bytes, life: str) -> AsyncGenerator[None, None]:
-        """Hold this while a request is prefilled in this life of a worker: alone if a death has struck it, else beside
-        all others that no death has struck. Internal as `check`."""
+    async def enter(self, digest: bytes, life: str) -> Entry:
+        """Wait until a request may be sent to this life of a worker: alone if a death has struck it, else beside all
+        others that no death has struck. Internal as `check`."""
         company = self._companies.setdefault(life, _Company())
-        async with company.turn:
+        await company.turn.acquire()
+        try:
             self.check(digest)
             if digest in self._deaths:
                 await company.empty.wait()
                 self.check(digest)
-                yield
-                return
-            company.enter()
-        try:
-            yield
-        finally:
-            company.leave()
+                return Entry(company.end_turn, alone=True)
+        except BaseException:
+            company.end_turn()
+            raise
+        company.enter()
+        company.end_turn()
+        return Entry(company.leave, alone=False)
 
     def died(self, digest: bytes, life: str) -> None:
         """The worker named by `life` ended while it had the request."""

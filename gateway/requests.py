@@ -34,6 +34,8 @@ from protos.v1 import prefill_pb2
 
 logger = logging.getLogger("requests")
 WAIT_FOR_WORKERS_S = 0.05
+PROBATION_S = 1.0
+"""Others wait no longer for the first step of decode with a request that a worker's death has struck."""
 
 
 class RequestRunner:
@@ -129,6 +131,8 @@ class RequestRunner:
             except WorkerLost as lost:
                 self._account_loss(life, lost)
                 given_back = lost.given_back
+            finally:
+                life.entry.leave()
             if given_back:
                 await self._come_back(life, place)
             else:
@@ -161,7 +165,7 @@ class RequestRunner:
         life.decoded_from = life.output_len
         try:
             async with asyncio.timeout(life.remaining_s()):
-                prefill = await self._pick_prefill(life)
+                prefill = await self._enter_prefill(life)
                 done = await self._prefill(life, prefill)
         except TimeoutError:
             raise too_late(life.request.timeout_s) from None
@@ -178,6 +182,16 @@ class RequestRunner:
         async with aclosing(self._decode.run(life, HandOver(prefill, done, first, going))) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def _enter_prefill(self, life: Life) -> WorkerRecord:
+        """A prefill worker that the request may be sent to now."""
+        worker = await self._pick_prefill(life)
+        life.entry = await self._poison.enter(life.digest, incarnation(worker))
+        if self._workers.failed(worker):  # while this waited for its turn
+            life.entry.leave()
+            worker = await self._pick_prefill(life)
+            life.entry = await self._poison.enter(life.digest, incarnation(worker))
+        return worker
 
     async def _pick_prefill(self, life: Life) -> WorkerRecord:
         """A prefill worker with a reachable partner; waits for one if workers were lost a moment ago."""
@@ -198,11 +212,14 @@ class RequestRunner:
         self._metrics.dispatched("prefill", worker.worker_id)
         began = time.monotonic()
         try:
-            entry = self._poison.entry(life.digest, incarnation(worker))
-            done = await self._workers.prefill(worker, message, life.remaining_s(), entry)
+            done = await self._workers.prefill(worker, message, life.remaining_s())
         except WorkerLost:
             life.took(prefill_ns=_since_ns(began))
             raise
+        if life.entry.alone:
+            asyncio.get_running_loop().call_later(PROBATION_S, life.entry.leave)
+        else:
+            life.entry.leave()
         life.took(queue_ns=done.timings.queue_ns, prefill_ns=done.timings.prefill_ns)
         if life.sources is None:
             life.sources = convert.sources_from_pb(done.sources)

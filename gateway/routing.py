@@ -98,6 +98,13 @@ class Router:
         if (state := self.workers.get(worker_id)) is not None:
             state.unreachable_until = now + UNREACHABLE_S
 
+    def failed(self, record: WorkerRecord, now: float) -> bool:
+        """Whether the worker is not there any more, or is passed over where there is a choice."""
+        state = self.workers.get(record.worker_id)
+        if state is None or state.record.address != record.address:
+            return True
+        return max(state.suspect_until, state.unreachable_until) > now
+
     def ready(self, usable: Callable[[WorkerRecord], bool]) -> bool:
         """Whether there is a prefill worker and a usable decode worker that can exchange tickets."""
         return any(usable(d.record) for p in self._of_role("prefill") for d in self._decodes_for(p.record))

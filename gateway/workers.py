@@ -9,7 +9,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 
 from common.types import WorkerLoad, WorkerRecord
 from gateway.admission import Place
@@ -113,22 +112,20 @@ class Workers:
             return None
         return state.record
 
+    def failed(self, worker: WorkerRecord) -> bool:
+        """Whether a worker that was picked has gone since then, or has failed others."""
+        return self._router.failed(worker, time.monotonic())
+
     async def prefill(
-        self,
-        worker: WorkerRecord,
-        request: prefill_pb2.PrefillRequest,
-        timeout_s: float,
-        entry: AbstractAsyncContextManager[None],
+        self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float
     ) -> prefill_pb2.PrefillDone:
-        """Prefill within `entry`, whose wait counts as the worker's load. Errors as `PrefillClient.prefill`; a worker
-        that failed is passed over for a while."""
+        """Errors as `PrefillClient.prefill`; a worker that failed is passed over for a while."""
         state = self._router.workers.get(worker.worker_id)
         num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
         if state is not None:
             state.dispatched_tokens += num_tokens
         try:
-            async with entry:
-                return await self._prefills.prefill(worker, request, timeout_s)
+            return await self._prefills.prefill(worker, request, timeout_s)
         except WorkerLost as lost:
             if lost.unreachable:
                 self._router.unreachable(worker.worker_id, time.monotonic())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from common.cores import usable_cores
 from common.errors import StartupError
 from looseleaf.device import resolve_device
 from looseleaf.model_source import REPOSITORY
@@ -38,17 +39,12 @@ def settled(settings: ServeSettings) -> ServeSettings:
 
 def is_small() -> bool:
     """Whether two roles at once would get less done here than one after the other with all cores."""
-    return num_cores() < SPLIT_FROM_CORES
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return usable_cores() < SPLIT_FROM_CORES
 
 
 def describe(asked: ServeSettings, settings: ServeSettings) -> str:
     """One line for the log: how the roles share the machine, and why; `settings` are `asked`, settled."""
-    cores, threads = num_cores(), threads_per_worker(settings)
+    cores, threads = usable_cores(), threads_per_worker(settings)
     if settings.roles == "both":
         how, other = "prefill and decode in one process", "split has them apart"
     else:
@@ -86,7 +82,7 @@ def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.env
     asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind commas: nested teams, which we have not
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
-    return max(1, num_cores() // len(worker_processes(settings)))
+    return max(1, usable_cores() // len(worker_processes(settings)))
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:

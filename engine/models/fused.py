@@ -55,9 +55,10 @@ class FusedDecoder:
         self._logits = torch.empty((0, config.vocab_size))
 
     def takes(self, batch: StepInput) -> bool:
-        """Whether wanted rows ascend, and kernels are those that it was made with."""
+        """Whether wanted rows are some of the batch's, ascending, and kernels are those that it was made with."""
         wanted = batch.logits_rows
-        return current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
+        inside = not len(wanted) or (wanted[0] >= 0 and wanted[-1] < len(batch.token_ids))
+        return inside and current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
 
     def run(self, batch: StepInput) -> torch.Tensor:
         """Logits fp32 [R, vocab], valid until the next run. Errors: ValueError for what is out of range."""
@@ -86,6 +87,7 @@ class FusedDecoder:
             return
         self._room_for = (num_tokens, num_rows)
         if (need := scratch_bytes(self._model, num_tokens, num_rows)) > len(self._scratch):
+            self._scratch = scratch(0)  # before there are two
             self._scratch = scratch(need)
             self._pass.scratch = self._scratch.data_ptr()
         if num_rows > len(self._logits):

@@ -40,6 +40,8 @@ def pack(weight: Tensor) -> Tensor:
 
 def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
     """x [rows, in], last dimension contiguous; bias [out] or None, all of one dtype -> [rows, out]."""
+    if x.dtype != packed.dtype:
+        raise ValueError(f"x is {x.dtype}, the weight {packed.dtype}")
     out = x.new_empty((x.shape[0], n_out))
     bias_at = None if bias is None else bias.data_ptr()
     is_bf16 = int(x.dtype == torch.bfloat16)

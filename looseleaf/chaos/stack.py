@@ -33,7 +33,7 @@ from looseleaf.testing import wait_for
 
 _CHECK_S = 0.1
 BACK_S = 180.0
-"""How long a service may take to come back; on a loaded machine an interpreter with torch takes ten seconds, beside a build a minute."""
+"""How long a service may take to come back: with torch ten seconds on a loaded machine, beside a build a minute."""
 EXIT_S = 30.0
 _SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

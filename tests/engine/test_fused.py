@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from engine.config import Family
+from engine.oracle import Oracle
+from engine.rows import DecodeRows
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sequence import Chunk, lay_out
 from engine.testing import Batch
@@ -71,3 +73,17 @@ def test_wanted_rows_in_another_order_are_computed_call_by_call(tmp_path: Path) 
     ascending = runner.step(step).clone()
     step.logits_rows = torch.arange(19, -1, -1).numpy()
     assert torch.equal(runner.step(step), ascending.flip(0))
+
+
+def test_chunks_of_the_oracle_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    oracle = Oracle(runner_of(tmp_path, "bfloat16", 1, eager=False))
+    assert torch.equal(oracle.logits(PROMPTS[4], chunk=16), oracle.logits(PROMPTS[4]))
+
+
+def test_a_sequence_without_a_block_for_its_next_position_is_not_computed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    batch = Batch.of(runner_of(tmp_path, "bfloat16", 1, eager=False), PROMPTS, 1)
+    batch.sequences[3].num_computed = len(batch.sequences[3].table) * 16
+    with pytest.raises(ValueError, match="no block"):
+        DecodeRows(16).lay_out(batch.sequences)

@@ -85,7 +85,8 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 
 def test_a_sampler_draws_step_after_step_what_rows_alone_draw() -> None:
     """Whoever joins, leaves or comes to its min_tokens changes what it has laid out."""
-    rows = [*mixed_rows(), row(SamplingParams(seed=(1 << 63) - 1, logprobs=2), [5], [6], sample_index=3)]
+    seeds = ((1 << 63) - 1, -1, -(1 << 63))
+    rows = [*mixed_rows(), *(row(SamplingParams(seed=seed, logprobs=2), [5], [6], sample_index=3) for seed in seeds)]
     sequences = [Sequence(list(r.prompt_ids), list(r.output_ids), r.params, r.stopping, r.sample_index) for r in rows]
     drawer, batches = Sampler(), [sequences, sequences, sequences, sequences[2:], sequences[::-1], sequences[:1]]
     for step, batch in enumerate(batches):

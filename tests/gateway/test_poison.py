@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from common.errors import Internal
+from gateway.lost import incarnation
 from gateway.poison import MOST_REMEMBERED, PoisonList, digest_of
+from gateway.testing import make_record
 
 DIGEST = digest_of([1, 2, 3], b"salt")
 
@@ -44,14 +46,16 @@ async def test_whoever_was_struck_is_prefilled_alone() -> None:
     company: dict[bytes, list[bytes]] = {}
 
     async def attempt(name: bytes, life: str = "w1") -> None:
-        async with poison.entry(name, life):
-            inside.append(name)
-            for _ in range(5):
-                company.setdefault(name, []).extend(inside)
-                await asyncio.sleep(0)
-            if name == b"guilty":
-                poison.died(name, life)
-            inside.remove(name)
+        entry = await poison.enter(name, life)
+        inside.append(name)
+        for _ in range(5):
+            company.setdefault(name, []).extend(inside)
+            await asyncio.sleep(0)
+        if name == b"guilty":
+            poison.died(name, life)
+        inside.remove(name)
+        entry.leave()
+        entry.leave()
 
     names = (b"unstruck", b"other", b"guilty", b"unstruck", b"neighbour", b"guilty", b"other")
     results = await asyncio.gather(*(attempt(name) for name in names), return_exceptions=True)
@@ -67,19 +71,33 @@ async def test_another_worker_need_not_wait() -> None:
     """The struck are alone in one life of one worker; a life that nobody waits for is forgotten."""
     poison = PoisonList()
     poison.died(DIGEST, "w0")
-    entries = [poison.entry(DIGEST, "w1"), poison.entry(b"other", "w2"), poison.entry(b"third", "w2")]
-    async with asyncio.timeout(1.0), entries[0], entries[1], entries[2]:
-        assert len(poison._companies) == 2
-    del entries
+    async with asyncio.timeout(1.0):
+        names = {DIGEST: "w1", b"other": "w2", b"third": "w2"}
+        entries = [await poison.enter(name, life) for name, life in names.items()]
+    assert [entry.alone for entry in entries] == [True, False, False] and len(poison._companies) == 2
+    for entry in entries:
+        entry.leave()
+    del entries, entry
     assert len(poison._companies) == 0
 
 
 async def test_who_gives_up_waiting_holds_nothing() -> None:
     poison = PoisonList()
     poison.died(DIGEST, "w0")
-    async with poison.entry(b"other", "w1"):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), poison.entry(DIGEST, "w1"):
-                raise AssertionError("not alone")
-        async with asyncio.timeout(1.0), poison.entry(b"third", "w1"):
-            pass
+    other = await poison.enter(b"other", "w1")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await poison.enter(DIGEST, "w1")
+    async with asyncio.timeout(1.0):
+        third = await poison.enter(b"third", "w1")
+    other.leave()
+    third.leave()
+    async with asyncio.timeout(1.0):
+        assert (await poison.enter(DIGEST, "w1")).alone
+
+
+def test_one_process_with_both_roles_has_one_life() -> None:
+    prefill, decode = (make_record(role, f"w.{role}", address="host:1") for role in ("prefill", "decode"))
+    assert (
+        incarnation(prefill) == incarnation(decode) != incarnation(make_record("decode", "w.decode", address="host:2"))
+    )
