@@ -81,7 +81,8 @@ class Pair:
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     directory = tmp_path_factory.mktemp("model")
     make_checkpoint(directory, "llama")
-    return ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=64, device="cpu"))
+    # Call by call, so that it can fail between two.
+    return ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=64, device="cpu", enforce_eager=True))
 
 
 @pytest.fixture
