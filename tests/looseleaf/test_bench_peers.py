@@ -20,6 +20,7 @@ from looseleaf.bench.peers_report import BOTH, SPLIT, Goal, absolute, disturbed,
 from looseleaf.bench.peers_rounds import Rounds
 from looseleaf.bench.peers_servers import Harness, Target, await_health, check, commands, end, peer_server
 from looseleaf.bench.startup import Served, memory, weights_bytes
+from looseleaf.testing import wait_for
 
 
 def row(peer: str, test: str = "decode8", model: str = "M-bfloat16", **values: float) -> dict[str, object]:
@@ -101,16 +102,21 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
+def await_stop(pid: int) -> None:
+    """SIGSTOP takes effect when the process is next scheduled."""
+    wait_for(lambda: state(pid), lambda now: now == "T", 5.0, "not stopped")
+
+
 def test_a_peer_runs_only_while_it_is_measured(harness: Harness, tmp_path: Path) -> None:
     assert set(commands(harness)) == {"vllm", "llamacpp"}
     with peer_server(harness, "vllm", tmp_path / "log") as target:
-        assert state(target.pid) == "T"
+        await_stop(target.pid)
         with target.awake():
             assert state(target.pid) != "T"
             process = target.process
             assert process is not None
             await_health(target.url, process, 5.0, tmp_path / "log")
-        assert state(target.pid) == "T"
+        await_stop(target.pid)
     assert process.returncode is not None
 
 
