@@ -74,9 +74,19 @@ async def test_served_cold_cached_and_with_decode_killed_midway(cases: list[Case
         assert_nothing_held(llm.addresses.block_store)
 
 
+async def answered_until(
+    server: WatchedServer, cases: list[Case], expected: list[Answer], preempted: Callable[[], bool]
+) -> None:
+    """All cases, again and again: the next time their prompts are cached, so that more of them decode at once."""
+    for _ in range(4):
+        check(cases, expected, await answers(server.addresses.grpc, cases))
+        if preempted():
+            return
+
+
 async def test_served_in_chunks_of_16_and_preempted_by_swap(cases: list[Case], expected: list[Answer]) -> None:
     with WatchedServer(None, TIGHT | {"max_num_batched_tokens": 16}, {"PREEMPTION": "swap"}) as server:
-        check(cases, expected, await answers(server.addresses.grpc, cases))
+        await answered_until(server, cases, expected, lambda: server.steps()[-1].preemption["swapped_groups"] > 0)
         counts = server.steps()[-1].preemption
         assert counts["swapped_groups"] == counts["resumed_groups"] > 0 and counts["given_back_groups"] == 0
         assert_nothing_held(server.addresses.block_store)
@@ -84,7 +94,8 @@ async def test_served_in_chunks_of_16_and_preempted_by_swap(cases: list[Case], e
 
 async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[Case], expected: list[Answer]) -> None:
     with WatchedServer(None, TIGHT | {"max_num_batched_tokens": 64}, {"PREEMPTION": "give-back"}) as server:
-        check(cases, expected, await answers(server.addresses.grpc, cases))
-        assert server.metric("looseleaf_requests_given_back_total") > 0
+        preempted = lambda: server.metric("looseleaf_requests_given_back_total") > 0  # noqa: E731
+        await answered_until(server, cases, expected, preempted)
+        assert preempted()
         assert server.steps()[-1].preemption["swapped_groups"] == 0
         assert_nothing_held(server.addresses.block_store)

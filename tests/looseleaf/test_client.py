@@ -179,7 +179,7 @@ def test_settings_of_llm() -> None:
 
 
 def test_an_interpreter_that_ends_takes_its_services_along(tmp_path: Path) -> None:
-    source = "from looseleaf import LLM; llm = LLM(num_blocks=512); print(*llm.pids.values())"
+    source = "from looseleaf import LLM; llm = LLM(num_blocks=512, roles='split'); print(*llm.pids.values())"
     done = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
