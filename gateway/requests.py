@@ -34,7 +34,7 @@ from protos.v1 import prefill_pb2
 
 logger = logging.getLogger("requests")
 WAIT_FOR_WORKERS_S = 0.05
-PROBATION_S = 1.0
+PROBATION_S = 0.5
 """Others wait no longer for the first step of decode with a request that a worker's death has struck."""
 
 
@@ -216,7 +216,7 @@ class RequestRunner:
         except WorkerLost:
             life.took(prefill_ns=_since_ns(began))
             raise
-        if life.entry.alone:
+        if life.entry.alone and not life.is_beam_search:  # nothing is heard of beams before their end
             asyncio.get_running_loop().call_later(PROBATION_S, life.entry.leave)
         else:
             life.entry.leave()
