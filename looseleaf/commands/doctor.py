@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from common.cores import usable_cores
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 from looseleaf.commands.health import state_of
@@ -84,7 +85,7 @@ def report(check: Check) -> bool:
 
 
 def python() -> str:
-    return f"{platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.python_version()} on {platform.machine()}, {usable_cores()} cores"
 
 
 def torch_build() -> str:
