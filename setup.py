@@ -1,7 +1,6 @@
 """Builds the C++ kernels, once per instruction set, and the block store's atomics. Metadata lives in pyproject.toml.
 
-No build links an OpenMP library: `kernels.cpu.loader` makes torch's visible before it loads one, so that both share
-one thread pool. Every extension is optional: without a compiler the torch references run, logged and counted.
+Every extension is optional: without a compiler the torch references run, logged and counted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # Bits must not depend on the optimiser: no -ffast-math, and multiply-adds fuse only where the source says fma.
-CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC"]
+CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread"]
 ISA_FLAGS = {
     "avx512": [
         "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
@@ -42,7 +41,6 @@ class BuildExt(build_ext):
 
 def kernel_extensions() -> list[Extension]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    openmp = ["-fopenmp"] if sys.platform == "linux" else []
     shared = sorted(set(glob("kernels/cpu/*.cpp")) - {AMX_SOURCE})
     builds = {isa: (shared, flags) for isa, flags in ISA_FLAGS.items() if is_x86 or isa == "portable"}
     if is_x86 and sys.platform == "linux":
@@ -52,8 +50,8 @@ def kernel_extensions() -> list[Extension]:
             f"kernels._cpu_{isa}",
             sources=sources,
             depends=sorted(glob("kernels/cpu/*.h")),
-            extra_compile_args=CXX_FLAGS + openmp + flags,
-            extra_link_args=["-Wl,-z,lazy"] if sys.platform == "linux" else ["-undefined", "dynamic_lookup"],
+            extra_compile_args=CXX_FLAGS + flags,
+            extra_link_args=["-pthread"],
             language="c++",
             optional=True,
         )

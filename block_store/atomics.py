@@ -30,7 +30,7 @@ def library_path() -> Path:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(library_path()))
+    library = ctypes.PyDLL(str(library_path()))  # keeps the interpreter lock: a call takes less than letting it go
     for name in ("looseleaf_raise_generations", "looseleaf_check_generations"):
         function = getattr(library, name)
         function.restype = ctypes.c_int64

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import amx_library, load_beside_torch
+from kernels.cpu.loader import amx_library, current
 
 DEPTH = 32
 """The number of inputs must be a multiple of this."""
@@ -26,12 +26,22 @@ def _entry() -> Callable[..., int] | None:
     path = amx_library()
     if path is None:
         return None
-    library = load_beside_torch(path)
-    if library.ll_amx_init() != 0:
+    library = ctypes.CDLL(str(path))
+    library.ll_amx_init.argtypes = [ctypes.c_void_p]
+    if library.ll_amx_init(_team()) != 0:
         return None
     function = library.ll_amx_linear
     function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6, ctypes.c_int
     return function
+
+
+def _team() -> int | None:
+    """The threads of the build in use, which the product shares; None: there is none."""
+    function = getattr(current().handle, "ll_team", None)
+    if function is None:
+        return None
+    function.argtypes, function.restype = [], ctypes.c_void_p
+    return function()  # type: ignore[no-any-return]
 
 
 def available() -> bool:

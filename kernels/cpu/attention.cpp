@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "piece.h"
+#include "team.h"
 
 namespace ll {
 namespace {
@@ -129,32 +130,33 @@ struct Attention {
     };
 
     void walk(const std::vector<Unit>& units, int tile, int threads) const {
-        // Neighbours together, for the prefetch across units; but every thread has its turn.
-        const int together = int(std::max<size_t>(1, std::min<size_t>(4, units.size() / (4 * threads))));
-#pragma omp parallel num_threads(threads) if (units.size() > 1 && threads > 1)
-        {
+        // Neighbours together, for the prefetch across units; but every thread has its turn. Long tiles first.
+        const int64_t count = units.size(), most = std::min<int64_t>(4, count / (4 * threads));
+        const int64_t together = std::max<int64_t>(1, most);
+        team(count > 1 ? threads : 1, [&](Claims& claims) {
             static thread_local Scratch scratch;
             Tile<T> t;
-#pragma omp for schedule(dynamic, together)
-            for (int64_t u = int64_t(units.size()) - 1; u >= 0; --u) {  // long tiles first
-                const Unit& w = units[u];
-                int64_t left = q_len(w.seq) - w.at;
-                int n = int(left < tile ? left : tile);
-                begin(t, scratch, w.seq, w.kv_head, w.at, n);
-                int64_t end = pieces_end(w.seq, w.at + n - 1);
-                for (int64_t p = pieces_begin(w.seq, w.at); p < end; ++p) {
-                    if (p + 1 < end)
-                        look_ahead(t, w.seq, w.kv_head, w.at + n - 1, (p + 1) * PIECE);
-                    else if (u > 0 && q_len(units[u - 1].seq) > 0)
-                        look_ahead(t, units[u - 1].seq, units[u - 1].kv_head, units[u - 1].at,
-                                   pieces_begin(units[u - 1].seq, units[u - 1].at) * PIECE);
-                    else
-                        t.num_ahead = 0;
-                    if (piece(t, w.seq, w.kv_head, w.at, p * PIECE)) merge(t);
-                }
-                finish(t, w.seq, w.kv_head, w.at);
-            }
+            for (int64_t last; (last = count - 1 - claims.next() * together) >= 0;)
+                for (int64_t u = last; u > last - together && u >= 0; --u) unit(t, scratch, units, u, tile);
+        });
+    }
+
+    void unit(Tile<T>& t, Scratch& scratch, const std::vector<Unit>& units, int64_t u, int tile) const {
+        const Unit& w = units[u];
+        const int n = int(std::min<int64_t>(q_len(w.seq) - w.at, tile));
+        begin(t, scratch, w.seq, w.kv_head, w.at, n);
+        const int64_t end = pieces_end(w.seq, w.at + n - 1);
+        for (int64_t p = pieces_begin(w.seq, w.at); p < end; ++p) {
+            if (p + 1 < end)
+                look_ahead(t, w.seq, w.kv_head, w.at + n - 1, (p + 1) * PIECE);
+            else if (u > 0 && q_len(units[u - 1].seq) > 0)
+                look_ahead(t, units[u - 1].seq, units[u - 1].kv_head, units[u - 1].at,
+                           pieces_begin(units[u - 1].seq, units[u - 1].at) * PIECE);
+            else
+                t.num_ahead = 0;
+            if (piece(t, w.seq, w.kv_head, w.at, p * PIECE)) merge(t);
         }
+        finish(t, w.seq, w.kv_head, w.at);
     }
 
     void prefill(int threads) const {
@@ -179,12 +181,10 @@ struct Attention {
         const int g = group(), dpad = int((d + W - 1) / W * W);
         const size_t width = size_t(g) * (dpad + 2);  // o [g, dpad], m [g], l [g]
         std::vector<float> partial(units.size() * width);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-        {
+        team(threads, [&](Claims& claims) {
             static thread_local Scratch scratch;
             Tile<T> t;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t u = 0; u < int64_t(units.size()); ++u) {
+            for (size_t u; (u = claims.next()) < units.size();) {
                 begin(t, scratch, units[u].seq, units[u].kv_head, 0, 1);
                 t.num_ahead = 0;
                 piece(t, units[u].seq, units[u].kv_head, 0, units[u].at * PIECE);
@@ -192,18 +192,19 @@ struct Attention {
                 std::memcpy(p, t.o, size_t(g) * dpad * 4);
                 std::memcpy(p + g * dpad, t.m, g * 4), std::memcpy(p + g * dpad + g, t.l, g * 4);
             }
-#pragma omp for schedule(static)
-            for (int64_t w = 0; w < num_seqs * kv_heads; ++w) {
-                begin(t, scratch, w / kv_heads, w % kv_heads, 0, 1);
-                for (size_t u = first[w]; u < first[w + 1]; ++u) {
-                    const float* p = partial.data() + u * width;
-                    for (int r = 0; r < g; ++r)
-                        merge_row(t.total_o + size_t(r) * dpad, t.total_m[r], t.total_l[r], p + r * dpad,
-                                  p[g * dpad + r], p[g * dpad + g + r], dpad);
-                }
-                finish(t, w / kv_heads, w % kv_heads, 0);
+        });
+        team_for(threads, num_seqs * kv_heads, [&](int64_t w) {
+            static thread_local Scratch scratch;
+            Tile<T> t;
+            begin(t, scratch, w / kv_heads, w % kv_heads, 0, 1);
+            for (size_t u = first[w]; u < first[w + 1]; ++u) {
+                const float* p = partial.data() + u * width;
+                for (int r = 0; r < g; ++r)
+                    merge_row(t.total_o + size_t(r) * dpad, t.total_m[r], t.total_l[r], p + r * dpad, p[g * dpad + r],
+                              p[g * dpad + g + r], dpad);
             }
-        }
+            finish(t, w / kv_heads, w % kv_heads, 0);
+        });
     }
 
     int run(int threads) const {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "simd.h"
+#include "team.h"
 
 namespace ll {
 namespace {
@@ -83,12 +84,11 @@ struct Forward {
 
     // Heads of every token by themselves, in place.
     void head_norms(const Layer& layer, char* qkv) const {
-#pragma omp parallel for num_threads(p.threads) schedule(static) if (p.threads > 1 && p.num_tokens >= 16)
-        for (int64_t t = 0; t < p.num_tokens; ++t) {
+        team_for(p.num_tokens >= 16 ? p.threads : 1, p.num_tokens, [&](int64_t t) {
             char *q = qkv + t * qkv_width * size, *k = q + q_width * size;
             ll_rms_norm(q, q, layer.q_norm, nullptr, nullptr, m.heads, m.d, m.d, 0, m.is_bf16, 1, m.eps);
             ll_rms_norm(k, k, layer.k_norm, nullptr, nullptr, m.kv_heads, m.d, m.d, 0, m.is_bf16, 1, m.eps);
-        }
+        });
     }
 
     // normed -> attended
@@ -127,12 +127,14 @@ struct Forward {
         if (int error = linear(m.lm_head, normed, shared, p.num_rows)) return error;
         const bf16* from = reinterpret_cast<const bf16*>(shared);
         const int64_t n = p.num_rows * m.vocab;
-#pragma omp parallel for num_threads(p.threads) schedule(static) if (p.threads > 1 && n >= (1 << 16))
-        for (int64_t i = 0; i < n; i += W) store_upto(p.logits + i, load_upto(from + i, n - i), n - i);
+        team_for(n >= (1 << 16) ? p.threads : 1, (n + W - 1) / W, [&](int64_t i) {
+            store_upto(p.logits + i * W, load_upto(from + i * W, n - i * W), n - i * W);
+        });
         return 0;
     }
 
     int run() {
+        const Awake awake;
         if (int error = embed()) return error;
         if (int error = norm(m.layers[0].input_norm, nullptr, p.num_tokens)) return error;
         char *qkv = shared, *attended = shared + (p.num_tokens * qkv_width * size + 63) / 64 * 64;

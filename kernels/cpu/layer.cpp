@@ -1,6 +1,7 @@
 // The rest of a layer: RMS norm, SwiGLU's elementwise half, RoPE with the write into slots, block copies. One row (or
 // token, or block) is always computed by one thread in an order fixed by its length.
 #include "simd.h"
+#include "team.h"
 
 namespace ll {
 namespace {
@@ -108,8 +109,7 @@ struct Write {
     int run(int threads) const {
         if (int error = check()) return error;
         const bool parallel = threads > 1 && tokens * (heads + 2 * kv_heads) * d >= PARALLEL_FROM;
-#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
-        for (int64_t t = 0; t < tokens; ++t) token(t);
+        team_for(parallel ? threads : 1, tokens, [&](int64_t t) { token(t); });
         return 0;
     }
 };
@@ -117,16 +117,16 @@ struct Write {
 template <class T>
 void rms_norm(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t rows, int64_t n,
               int64_t x_row, int64_t residual_row, int64_t threads, float eps) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * n >= PARALLEL_FROM)
-    for (int64_t r = 0; r < rows; ++r)
+    team_for(rows * n >= PARALLEL_FROM ? threads : 1, rows, [&](int64_t r) {
         rms_norm_row(out + r * n, x + r * x_row, weight, residual ? residual + r * residual_row : nullptr,
                      summed ? summed + r * n : nullptr, n, eps);
+    });
 }
 
 template <class T>
 void silu_mul(T* out, const T* x, int64_t rows, int64_t n, int64_t x_row, int64_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * n >= PARALLEL_FROM)
-    for (int64_t r = 0; r < rows; ++r) silu_mul_row(out + r * n, x + r * x_row, n);
+    team_for(rows * n >= PARALLEL_FROM ? threads : 1, rows,
+             [&](int64_t r) { silu_mul_row(out + r * n, x + r * x_row, n); });
 }
 
 }  // namespace
@@ -178,7 +178,7 @@ LL_EXPORT int ll_copy_blocks(const char* src, char* dst, const int64_t* src_ids,
                              int64_t n, int64_t threads) {
     for (int64_t i = 0; i < n; ++i)
         if (src_ids[i] < 0 || src_ids[i] >= src_blocks || dst_ids[i] < 0 || dst_ids[i] >= dst_blocks) return 4;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n > 1 && n * bytes >= (1 << 18))
-    for (int64_t i = 0; i < n; ++i) std::memcpy(dst + dst_ids[i] * dst_row, src + src_ids[i] * src_row, bytes);
+    ll::team_for(n * bytes >= (1 << 18) ? threads : 1, n,
+                 [&](int64_t i) { std::memcpy(dst + dst_ids[i] * dst_row, src + src_ids[i] * src_row, bytes); });
     return 0;
 }

@@ -4,7 +4,6 @@
 // Weights are packed by the caller (kernels/cpu/amx.py): panels of 32 outputs; in a panel, for every 32 inputs, two tiles
 // of 16 outputs; in a tile, element [r][c][e] belongs to input 2 r + e and output c (TDPBF16PS' second operand).
 #include <immintrin.h>
-#include <omp.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -12,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include "team.h"
 
 namespace {
 
@@ -82,12 +83,25 @@ void multiply(const Rows& a0, const Rows& a1, const uint16_t* panel, int64_t dep
     if (TWO) _tile_stored(3, sums + 3 * TILE * TILE, 64);
 }
 
+decltype(&ll::run_team) others = nullptr;
+
 }  // namespace
+
+// This build has no threads of its own, so that a pass that uses two builds does not keep two teams awake.
+void ll::run_team(int64_t threads, Work work, void* context) {
+    if (threads > 1 && others) return others(threads, work, context);
+    Claims claims;
+    work(context, claims);
+}
 
 extern "C" {
 
-// Asks the kernel for the tile registers; 0 if this process may use them.
-__attribute__((visibility("default"))) int ll_amx_init() { return int(syscall(SYS_arch_prctl, 0x1023, 18)); }
+// Asks the kernel for the tile registers; 0 if this process may use them. `team`: what ll_team() of the build that is
+// in use beside this one returns, or null: one thread.
+__attribute__((visibility("default"))) int ll_amx_init(void* team) {
+    others = reinterpret_cast<decltype(others)>(team);
+    return int(syscall(SYS_arch_prctl, 0x1023, 18));
+}
 
 // x [rows, n_in], out [rows, n_out], bias [n_out] or null; n_in a multiple of 32. Strides in elements.
 __attribute__((visibility("default"))) int ll_amx_linear(
@@ -105,17 +119,15 @@ __attribute__((visibility("default"))) int ll_amx_linear(
         if (tail && tile == tiles - 1) return Rows{padded.data(), n_in * 2, tail};
         return Rows{x + tile * TILE * x_stride, x_stride * 2, TILE};
     };
-    const int64_t group = std::max<int64_t>(1, GROUP_BYTES / (panel_elems * 2));
     const int64_t threads = std::max<int64_t>(1, std::min(num_threads, panels));
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    const int64_t most = std::min(GROUP_BYTES / (panel_elems * 2), panels / (4 * threads));  // some groups for everyone
+    const int64_t size = std::max<int64_t>(1, most), groups = (panels + size - 1) / size;
+    ll::team(threads, [&](ll::Claims& claims) {
         const TileConfig config;
         _tile_loadconfig(&config);
         alignas(64) float sums[4 * TILE * TILE];
-        const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
-        const int64_t end = panels * (me + 1) / all;
-        for (int64_t first = panels * me / all; first < end; first += group) {
-            const int64_t last = std::min(end, first + group);
+        for (int64_t group; (group = claims.next()) < groups;) {
+            const int64_t first = group * size, last = std::min(panels, first + size);
             for (int64_t tile = 0; tile < tiles; tile += 2) {
                 const bool two = tile + 1 < tiles;
                 const Rows a0 = rows_of(tile), a1 = rows_of(two ? tile + 1 : tile);
@@ -136,7 +148,7 @@ __attribute__((visibility("default"))) int ll_amx_linear(
             }
         }
         _tile_release();
-    }
+    });
     return 0;
 }
 

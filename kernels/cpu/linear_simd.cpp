@@ -5,14 +5,13 @@
 // Weights are packed by the caller (kernels/cpu/linear.py): panels of 16 outputs; in a panel, for every two inputs, bf16
 // as 16 words with the even input's weight in the low half, fp32 as 16 weights of the even input, then 16 of the odd
 // one. An odd number of inputs is padded with a weight of zero.
-#include <omp.h>
-
 #include <algorithm>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "simd.h"
+#include "team.h"
 
 namespace ll {
 namespace {
@@ -20,7 +19,8 @@ namespace {
 constexpr int64_t PANEL = 16;               // outputs that are computed together
 constexpr int64_t PAIR = 2 * PANEL;         // weights of two inputs in a panel
 constexpr int VECS = PANEL / W;             // accumulators of a row in a panel
-constexpr int64_t GROUP_BYTES = 1 << 18;    // weights that all rows pass before the next: half of a small L2 cache
+constexpr int64_t GROUP_BYTES = 1 << 17;    // weights that all rows pass before the next: a quarter of a small L2 cache
+constexpr int64_t SLAB_BYTES = 1 << 22;     // of rows that are held as inputs at once
 constexpr int64_t AHEAD = 32;               // pairs of inputs between a prefetch and its use
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; below, waking threads costs more than it saves
 
@@ -92,18 +92,29 @@ struct Linear {
     int64_t pairs = (n_in + 1) / 2, panels = (n_out + PANEL - 1) / PANEL, panel_elems = pairs * PAIR;
     // A little more than the inputs: rows a multiple of 4 KiB apart would share one set of the L1 cache.
     int64_t stride = pairs * 2 + PANEL;
+    static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T);
+
+    // One panel, or P, for R rows. `ahead` is where the next group's weights lie that are asked for meanwhile: `step`
+    // bytes of them for each line of weights that is used here, so that after all blocks of rows every one was.
+    struct Ahead {
+        const char* at;
+        int64_t step;
+    };
 
     template <int R, int P>
-    void pass(int64_t panel, int64_t row, const Input<T>* inputs) const {
+    void pass(int64_t panel, int64_t row, const Input<T>* inputs, Ahead& ahead) const {
         vf sums[R][P * VECS] = {};
         const T* w = packed + panel * panel_elems;
+        const char* next = ahead.at;
         for (int64_t pair = 0; pair < pairs; ++pair, w += PAIR) {
 #pragma GCC unroll 16
             for (int p = 0; p < P; ++p)
-                for (int64_t line = 0; line < PAIR * int64_t(sizeof(T)); line += 64)
+                for (int64_t line = 0; line < PAIR_BYTES; line += 64)
                     __builtin_prefetch((const char*)(w + p * panel_elems + AHEAD * PAIR) + line);
+            if constexpr (R > 2) __builtin_prefetch(next, 0, 2), next += ahead.step;
             add_pair<T, R, P>(sums, w, panel_elems, inputs + 2 * pair, stride);
         }
+        ahead.at = next;
 #pragma GCC unroll 16
         for (int v = 0; v < P * VECS; ++v) {
             const int64_t column = panel * PANEL + v * W, columns = n_out - column;
@@ -117,9 +128,9 @@ struct Linear {
     }
 
     template <int R>
-    void pass_all(int64_t panel, int64_t end, int64_t row, const Input<T>* inputs) const {
-        for (; panel + panels_of(R) <= end; panel += panels_of(R)) pass<R, panels_of(R)>(panel, row, inputs);
-        for (; panel < end; ++panel) pass<R, 1>(panel, row, inputs);
+    void pass_all(int64_t panel, int64_t end, int64_t row, const Input<T>* inputs, Ahead& ahead) const {
+        for (; panel + panels_of(R) <= end; panel += panels_of(R)) pass<R, panels_of(R)>(panel, row, inputs, ahead);
+        for (; panel < end; ++panel) pass<R, 1>(panel, row, inputs, ahead);
     }
 
     void copy_row(const T* from, Input<T>* to) const {
@@ -130,31 +141,46 @@ struct Linear {
         if (n_in % 2) to[n_in] = Input<T>{};
     }
 
-    // All rows pass the panels of a group, in blocks as equal as can be.
+    // Rows [from, to) pass the panels of a group, in blocks as equal as can be.
     template <int... R>
-    void group(int64_t panel, int64_t end, Input<T>* inputs, std::integer_sequence<int, R...>) const {
-        using Pass = void (Linear::*)(int64_t, int64_t, int64_t, const Input<T>*) const;
+    void group(int64_t panel, int64_t end, int64_t from, int64_t to, const Input<T>* inputs, int64_t next_panel,
+               std::integer_sequence<int, R...>) const {
+        using Pass = void (Linear::*)(int64_t, int64_t, int64_t, const Input<T>*, Ahead&) const;
         static constexpr Pass PASSES[] = {&Linear::pass_all<R + 1>...};
-        const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        const int64_t blocks = (to - from + MOST_ROWS - 1) / MOST_ROWS;
+        Ahead ahead{(const char*)(packed + next_panel * panel_elems), PAIR_BYTES / blocks};
         for (int64_t block = 0; block < blocks; ++block) {
-            const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
-            for (int64_t r = 0; r < count; ++r) copy_row(x + (first + r) * x_stride, inputs + r * stride);
-            (this->*PASSES[count - 1])(panel, end, first, inputs);
+            const int64_t first = (to - from) * block / blocks, count = (to - from) * (block + 1) / blocks - first;
+            (this->*PASSES[count - 1])(panel, end, from + first, inputs + first * stride, ahead);
         }
     }
 
     void run(int64_t num_threads) const {
+        static thread_local std::vector<Input<T>> inputs;
         const int64_t threads = panels * panel_elems < PARALLEL_FROM ? 1 : std::min(num_threads, panels);
-        const int64_t at_most = std::max<int64_t>(1, GROUP_BYTES / (panel_elems * int64_t(sizeof(T))));
-        const int64_t rounds = (panels + at_most * threads - 1) / (at_most * threads), groups = rounds * threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-        {
-            std::vector<Input<T>> inputs(MOST_ROWS * stride);
-#pragma omp for schedule(static)
-            for (int64_t g = 0; g < groups; ++g)
-                group(panels * g / groups, panels * (g + 1) / groups, inputs.data(),
-                      std::make_integer_sequence<int, MOST_ROWS>());
+        const int64_t slab = std::max<int64_t>(8 * MOST_ROWS, SLAB_BYTES / (stride * int64_t(sizeof(Input<T>))));
+        for (int64_t from = 0; from < rows; from += slab) {
+            const int64_t to = std::min(rows, from + slab);
+            inputs.resize(std::max<size_t>(inputs.size(), (to - from) * stride));
+            slab_of_rows(from, to, inputs.data(), threads);
         }
+    }
+
+    void slab_of_rows(int64_t from, int64_t to, Input<T>* inputs, int64_t threads) const {
+        const auto copy = [&](int64_t r) { copy_row(x + (from + r) * x_stride, inputs + r * stride); };
+        team_for((to - from) * n_in >= PARALLEL_FROM ? threads : 1, to - from, copy);
+        // Some groups for every thread, of whole passes of few rows.
+        const int64_t at_once = panels_of(int(std::min<int64_t>(to - from, MOST_ROWS)));
+        const int64_t most = std::min(GROUP_BYTES / (panel_elems * int64_t(sizeof(T))), panels / (4 * threads));
+        const int64_t size = std::max<int64_t>(1, most / at_once) * at_once, groups = (panels + size - 1) / size;
+        team(threads, [&](Claims& claims) {
+            for (int64_t g = claims.next(); g < groups;) {
+                const int64_t next = claims.next();
+                group(g * size, std::min(panels, (g + 1) * size), from, to, inputs, std::min(next, groups - 1) * size,
+                      std::make_integer_sequence<int, MOST_ROWS>());
+                g = next;
+            }
+        });
     }
 };
 

@@ -1,7 +1,6 @@
 """Finds, loads and selects a build of the C++ kernels; counts what had to run on the torch reference instead.
 
-The builds carry no OpenMP library of their own: torch's is made visible first, so that both share one thread pool
-(two pools would spin against each other). Knows nothing of what the kernels compute.
+Knows nothing of what the kernels compute.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import logging
-import os
 import platform
 from collections import Counter
 from collections.abc import Iterator
@@ -82,14 +80,6 @@ def _find(isa: str) -> Path | None:
     return next(iter(sorted(Path(__file__).parent.parent.glob(f"_cpu_{isa}.*so"))), None)
 
 
-def openmp_libraries() -> set[str]:
-    """Paths of the OpenMP runtimes mapped into this process; more than one means two thread pools."""
-    names = ("libgomp", "libiomp", "libomp")
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/") > 0}
-    return {p for p in paths if os.path.basename(p).startswith(names)}
-
-
 @functools.cache
 def _open(isa: Isa) -> CpuLibrary:
     """Loads one build. Errors: ValueError when this CPU or installation does not have it; OSError from the loader."""
@@ -98,21 +88,12 @@ def _open(isa: Isa) -> CpuLibrary:
     path = _find(isa)
     if isa not in supported_isas() or path is None:
         raise ValueError(f"kernels for {isa!r} are not built or not supported by this CPU; have {supported_isas()}")
-    return CpuLibrary(isa, load_beside_torch(path), "best of this CPU")
+    return CpuLibrary(isa, ctypes.CDLL(str(path)), "best of this CPU")
 
 
 def amx_library() -> Path | None:
     """The build for AMX tiles, if there is one and this CPU can run it."""
     return _find("amx") if _cpu_flags() >= _AMX_NEEDS else None
-
-
-def load_beside_torch(path: Path) -> ctypes.CDLL:
-    """Loads a build so that it finds torch's OpenMP runtime. Errors: OSError from the loader."""
-    import torch  # noqa: F401  its OpenMP runtime must be there first
-
-    for omp in openmp_libraries():
-        ctypes.CDLL(omp, mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(path))
 
 
 def load(isa: Isa | None = None) -> CpuLibrary:

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "team.h"
 
 namespace ll {
 namespace {
@@ -153,18 +154,16 @@ void top_row(const float* x, int64_t n, int64_t id, int64_t k, float* chosen, in
 LL_EXPORT int ll_sample(int64_t* out, const float* logits, const float* temperature, const float* top_p,
                         const float* min_p, const int64_t* top_k, const int64_t* seeds, const int64_t* samples,
                         const int64_t* positions, int64_t batch, int64_t n, int64_t row, int64_t threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1 && batch > 1 && batch * n >= (1 << 16))
-    {
+    ll::team(batch * n >= (1 << 16) ? std::min(threads, batch) : 1, [&](ll::Claims& rows) {
         static thread_local ll::Row scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t b; (b = rows.next()) < batch;) {
             const float* x = logits + b * row;
             out[b] = temperature[b] == 0.f
                          ? ll::argmax(x, n)
                          : scratch.pick(x, n, temperature[b], top_p[b], min_p[b], top_k[b],
                                         ll::uniform(uint64_t(seeds[b]), uint64_t(samples[b]), uint64_t(positions[b])));
         }
-    }
+    });
     return 0;
 }
 
@@ -173,8 +172,8 @@ LL_EXPORT int ll_log_softmax_top(float* chosen, int64_t* rank, int64_t* top_ids,
                                  int64_t threads) {
     for (int64_t b = 0; b < batch; ++b)
         if (ids[b] < 0 || ids[b] >= n) return 5;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && batch * n >= (1 << 16))
-    for (int64_t b = 0; b < batch; ++b)
+    ll::team_for(batch * n >= (1 << 16) ? threads : 1, batch, [&](int64_t b) {
         ll::top_row(logits + b * row, n, ids[b], k, chosen + b, rank + b, top_ids + b * k, top + b * k);
+    });
     return 0;
 }

@@ -1,4 +1,4 @@
-"""Loading: our package, one OpenMP runtime, a build for every instruction set, forced choices, counted fallbacks."""
+"""Loading: our package, a build for every instruction set, forced choices, counted fallbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 import kernels
 from kernels import cpu
-from kernels.cpu.loader import openmp_libraries
 from kernels.rms_norm import rms_norm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,12 +23,6 @@ def test_the_package_is_ours() -> None:
 
 def test_portable_is_always_built() -> None:
     assert "portable" in cpu.supported_isas()
-
-
-def test_one_openmp_runtime(native_isa: str) -> None:
-    big = torch.randn(2000, 100)
-    rms_norm(big, torch.ones(100), 1e-5)  # large enough to wake our threads
-    assert len({Path(p).resolve() for p in openmp_libraries()}) == 1
 
 
 def test_operators_are_registered(native_isa: str) -> None:

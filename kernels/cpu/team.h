@@ -1,0 +1,55 @@
+// The threads of this process's kernels: a loop's indices are handed out one by one to whoever is free, the caller among
+// them. So a thread that the system takes a core from, as it does on a small machine that also runs gateway and clients,
+// delays what it holds and nothing else, and one that still sleeps is not waited for.
+//
+// OpenMP's threads either spin after every loop, on cores that others need, or sleep, and then each of a pass's seventy
+// loops pays for waking them. These spin between the loops of a pass (`Awake`) and sleep outside of one. Knows no kernel.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+namespace ll {
+
+// Hands out 0, 1, ... once each; a number at or above the loop's count: nothing is left.
+class Claims {
+   public:
+    int64_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }
+    void restart() { next_.store(0, std::memory_order_relaxed); }
+
+   private:
+    std::atomic<int64_t> next_{0};
+};
+
+// Calls work(context, claims) on the caller and on up to threads - 1 others; returns when all have returned. At once
+// called by two threads, or from within work: the later one computes alone.
+using Work = void (*)(void* context, Claims& claims);
+void run_team(int64_t threads, Work work, void* context);
+
+template <class F>
+void team(int64_t threads, F&& work) {
+    run_team(threads, [](void* context, Claims& claims) { (*static_cast<std::remove_reference_t<F>*>(context))(claims); },
+             &work);
+}
+
+// work(i) for every i in [0, count), neighbours by one thread. The work on an index must not depend on the others'.
+template <class F>
+void team_for(int64_t threads, int64_t count, F&& work) {
+    const int64_t pieces = threads > 1 ? std::min(count, 4 * threads) : 1;
+    team(std::min(threads, pieces), [&](Claims& claims) {
+        for (int64_t p; (p = claims.next()) < pieces;)
+            for (int64_t i = count * p / pieces; i < count * (p + 1) / pieces; ++i) work(i);
+    });
+}
+
+// While one of these lives, threads that find nothing to do spin for a little before they sleep.
+struct Awake {
+    Awake();
+    ~Awake();
+    Awake(const Awake&) = delete;
+    Awake& operator=(const Awake&) = delete;
+};
+
+}  // namespace ll
