@@ -92,16 +92,6 @@ struct Attention {
         locate(t.keys + lo, t.values + lo, seq, kv_head, base + lo, base + hi);
     }
 
-    // Names the piece after this one for prefetching. Keys that query token i sees, no others.
-    void look_ahead(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i, int64_t base) const {
-        t.num_ahead = 0;
-        if (!prefetch) return;
-        int64_t pos = position(seq, i), from = std::max(first_key(pos), base), to = std::min(pos + 1, base + PIECE);
-        if (from >= to) return;
-        locate(t.ahead_keys, t.ahead_values, seq, kv_head, from, to);
-        t.num_ahead = int(to - from);
-    }
-
     T* out_row(int64_t seq, int64_t i, int64_t head) const {
         return out + (q_begin(seq) + i) * out_token + head * out_head;
     }
@@ -129,6 +119,56 @@ struct Attention {
         int64_t seq, kv_head, at;  // at: first query of the tile, or the piece
     };
 
+    // The keys a unit looks at, from the first piece on.
+    int64_t keys_begin(const Unit& w) const { return std::max<int64_t>(0, first_key(position(w.seq, w.at))); }
+    int64_t keys_end(const Unit& w, int n) const { return position(w.seq, w.at + n - 1) + 1; }
+
+    // A thread's units in the order it takes them: from a stretch of neighbours to the stretch that it takes next. Names
+    // what comes about a piece later for prefetching, at the pace at which keys are used, across units and stretches: a
+    // sequence's last piece may be short, and what follows it long.
+    struct Ahead {
+        const Attention& a;
+        const std::vector<Unit>& units;
+        const int tile;
+        const int64_t together;
+        int64_t stretch, next_stretch;  // that the thread is in, and the one after it
+        int64_t in = -1, unit = -1, key = 0, lead = 0;  // where this is; keys from the end of the thread's piece to here
+
+        int64_t first_of(int64_t stretch) const { return int64_t(units.size()) - 1 - stretch * together; }
+        int64_t last_of(int64_t stretch) const { return std::max<int64_t>(0, first_of(stretch) - together + 1); }
+
+        void enter(int64_t u) { unit = u, key = a.keys_begin(units[u]); }
+
+        // To the next unit that is known; false: there is none yet.
+        bool go_on() {
+            if (in >= 0 && unit > last_of(in)) return enter(unit - 1), true;
+            if (in == next_stretch || first_of(next_stretch) < 0) return false;
+            in = next_stretch;
+            return enter(first_of(in)), true;
+        }
+
+        // A piece of n keys that ends before `to` of `current` is about to be computed.
+        void fill(Tile<T>& t, int64_t current, int64_t to, int n) {
+            lead -= n;
+            if (in < 0 || lead < 0) in = stretch, unit = current, key = to, lead = 0;
+            const int want = int(std::min<int64_t>({PIECE, 2 * n, n + PIECE - lead}));
+            for (t.num_ahead = 0; t.num_ahead < want;) {
+                const Unit& w = units[unit];
+                const int64_t end = a.keys_end(w, a.queries(w, tile));
+                const int64_t upto = std::min(end, key + want - t.num_ahead);
+                if (key < upto) {
+                    a.locate(t.ahead_keys + t.num_ahead, t.ahead_values + t.num_ahead, w.seq, w.kv_head, key, upto);
+                    t.num_ahead += int(upto - key), key = upto;
+                } else if (!go_on()) {
+                    break;
+                }
+            }
+            lead += t.num_ahead;
+        }
+    };
+
+    int queries(const Unit& w, int tile) const { return int(std::min<int64_t>(q_len(w.seq) - w.at, tile)); }
+
     void walk(const std::vector<Unit>& units, int tile, int threads) const {
         // Neighbours together, for the prefetch across units; but every thread has its turn. Long tiles first.
         const int64_t count = units.size(), most = std::min<int64_t>(4, count / (4 * threads));
@@ -136,24 +176,24 @@ struct Attention {
         team(count > 1 ? threads : 1, [&](Claims& claims) {
             static thread_local Scratch scratch;
             Tile<T> t;
-            for (int64_t last; (last = count - 1 - claims.next() * together) >= 0;)
-                for (int64_t u = last; u > last - together && u >= 0; --u) unit(t, scratch, units, u, tile);
+            Ahead ahead{*this, units, tile, together, 0, claims.next()};
+            while (ahead.first_of(ahead.stretch = ahead.next_stretch) >= 0) {
+                ahead.next_stretch = claims.next();
+                for (int64_t u = ahead.first_of(ahead.stretch); u >= ahead.last_of(ahead.stretch); --u)
+                    compute(t, scratch, ahead, u);
+            }
         });
     }
 
-    void unit(Tile<T>& t, Scratch& scratch, const std::vector<Unit>& units, int64_t u, int tile) const {
-        const Unit& w = units[u];
-        const int n = int(std::min<int64_t>(q_len(w.seq) - w.at, tile));
+    void compute(Tile<T>& t, Scratch& scratch, Ahead& ahead, int64_t u) const {
+        const Unit& w = ahead.units[u];
+        const int n = queries(w, ahead.tile);
         begin(t, scratch, w.seq, w.kv_head, w.at, n);
-        const int64_t end = pieces_end(w.seq, w.at + n - 1);
-        for (int64_t p = pieces_begin(w.seq, w.at); p < end; ++p) {
-            if (p + 1 < end)
-                look_ahead(t, w.seq, w.kv_head, w.at + n - 1, (p + 1) * PIECE);
-            else if (u > 0 && q_len(units[u - 1].seq) > 0)
-                look_ahead(t, units[u - 1].seq, units[u - 1].kv_head, units[u - 1].at,
-                           pieces_begin(units[u - 1].seq, units[u - 1].at) * PIECE);
-            else
-                t.num_ahead = 0;
+        const int64_t begins = keys_begin(w), ends = keys_end(w, n);
+        for (int64_t p = begins / PIECE; p * PIECE < ends; ++p) {
+            const int64_t from = std::max(begins, p * PIECE), to = std::min(ends, (p + 1) * PIECE);
+            t.num_ahead = 0;
+            if (prefetch) ahead.fill(t, u, to, int(to - from));
             if (piece(t, w.seq, w.kv_head, w.at, p * PIECE)) merge(t);
         }
         finish(t, w.seq, w.kv_head, w.at);

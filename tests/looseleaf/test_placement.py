@@ -98,7 +98,9 @@ def test_what_services_are_told_of_threads() -> None:
     worker = child_environment({}, "decode-0", 5)
     assert (worker["OMP_NUM_THREADS"], worker["OPENBLAS_NUM_THREADS"]) == ("5", "1")
     assert worker["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert worker["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     for name in ("gateway", "block_store"):
-        assert child_environment({}, name, 5)["OMP_NUM_THREADS"] == "1"
-    own = {"OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "3"}
+        service = child_environment({}, name, 5)
+        assert service["OMP_NUM_THREADS"] == "1" and "GLIBC_TUNABLES" not in service
+    own = {"OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "3", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
     assert child_environment(own, "decode", 5).items() >= own.items()
