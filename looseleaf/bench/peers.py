@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,13 +26,13 @@ from common.settings import Settings, settings_config
 from looseleaf.bench import machine, peers_report
 from looseleaf.bench.peers_load import Failed, Load, transformers_rows
 from looseleaf.bench.peers_report import BOTH, PEERS, SERVERS, SPLIT
-from looseleaf.bench.peers_rounds import Rounds
+from looseleaf.bench.peers_rounds import GROUPS, Rounds
 from looseleaf.bench.peers_servers import Harness, Target, check, our_server, peer_server
 from looseleaf.bench.startup import memory, weights_bytes
 
 MOST_BEYOND_MIB, MOST_FIRST_TOKEN_S = 1024.0, 5.0
 APART_S = 330.0
-"""What transformers and the S model take, kept back from the rounds."""
+"""What transformers and the S model take; as much is kept back from the rounds."""
 
 
 class PeersSettings(Settings):
@@ -43,6 +43,10 @@ class PeersSettings(Settings):
     peers: Path = Field(description="folder of the peers' harness (run_peer.py, client.py)")
     root: Path = Field(description="what its README sets up: models, gguf, an environment for each peer")
     only: list[str] = Field([], description="peers to run, of those installed; default: all")
+    parts: list[Literal["prefill", "decode", "served", "prefix", "gap", "small", "transformers"]] = Field(
+        ["prefill", "decode", "served", "prefix", "gap", "small", "transformers"],
+        description="what to measure; small: the served workload on S against vLLM",
+    )
     rounds: int = Field(3, ge=1, description="repetitions of each test; their median is compared")
     minutes: float = Field(25.0, gt=0, description="no repetition begins that would end later")
     requests: int = Field(64, ge=1, description="requests of the served workloads")
@@ -85,7 +89,7 @@ def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, An
     """All tests; what is ours alone and the outputs' check are returned, the rest is in `rounds`."""
     with ExitStack() as stack:
         targets = start_all(rounds, ("both", "split"), wanted_peers(settings), stack, logs)
-        done = rounds.run(targets, settings.rounds)
+        done = rounds.run(targets, settings.rounds, [group for group in GROUPS if group in settings.parts])
         bytes_once = weights_bytes(str(rounds.harness.model))
         ours = [target for target in targets if target.name in (BOTH, SPLIT)]
         return {
@@ -103,7 +107,7 @@ def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
     with ExitStack() as stack:
         peers = [peer for peer in wanted_peers(settings) if peer == "vllm"]
         targets = start_all(small, ("both",), peers, stack, logs)
-        small.run(targets, settings.rounds, (("served",),))
+        small.run(targets, settings.rounds, ("served",))
 
 
 def same_in_float32(harness: Harness, rounds: Rounds, logs: Path) -> dict[str, int] | None:
@@ -131,7 +135,7 @@ def transformers(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
     apart.rows, apart.failures = rounds.rows, rounds.failures
     try:
         with peer_server(faster, "transformers", logs / "transformers.log") as target:
-            apart.run([target], 1, (("served",),))
+            apart.run([target], 1, ("served",))
     except StartupError as error:
         rounds.failures["transformers"] = str(error)
 
@@ -173,9 +177,10 @@ def main(settings: PeersSettings) -> int:
     with tempfile.TemporaryDirectory(prefix="looseleaf-peers-") as scratch:
         found = compare(rounds, settings, Path(scratch))
         found["same_chars"]["looseleaf-float32"] = exact = same_in_float32(harness, rounds, Path(scratch))
-        if not settings.quick:
+        if "small" in settings.parts and not settings.quick:
             compare_s(rounds, settings, Path(scratch))
-        transformers(rounds, settings, Path(scratch))
+        if "transformers" in settings.parts:
+            transformers(rounds, settings, Path(scratch))
     result = conclude(rounds, found, origin)
     result["minutes"] = round((time.monotonic() - started) / 60, 1)
     if settings.keep:

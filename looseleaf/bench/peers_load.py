@@ -68,7 +68,7 @@ def json_lines(command: Sequence[str], limit_s: float) -> list[Row]:
 def same_output(harness: Harness, url: str) -> dict[str, int]:
     """Characters of greedy output that agree with transformers in float32, of how many (`check_same.py`)."""
     reference = harness.root / "models" / f"{harness.size}-float32"
-    rows = json_lines([str(harness.python), str(harness.scripts / "check_same.py"), str(reference), url], 120.0)
+    rows = json_lines([str(harness.python), str(harness.scripts / "check_same.py"), str(reference), url], 300.0)
     return {name: sum(row[name] for row in rows) for name in ("same_chars", "of")}
 
 

@@ -135,18 +135,18 @@ def test_what_is_missing_is_named(harness: Harness, tmp_path: Path) -> None:
 def test_rounds_take_turns_and_drop_what_fails(harness: Harness) -> None:
     rounds = Rounds(harness, Load(), deadline=time.monotonic() + 60)
     targets = [Target("llamacpp", "http://x"), Target("transformers", "http://x"), Target("vllm", "http://x")]
-    assert rounds.run(targets, 2, (("decode1", "decode8"),)) == 2
+    assert rounds.run(targets, 2, ("prefill",)) == 2
     told = [(found["peer"], found["test"], found["tok_s"]) for found in rounds.rows]
     first, second = [(peer, test) for peer, test, _ in told[:4]], [(peer, test) for peer, test, _ in told[4:]]
-    assert first == [(p, t) for p in ("llamacpp", "transformers") for t in ("decode1", "decode8")]
-    assert second == [(p, t) for p in ("transformers", "llamacpp") for t in ("decode1", "decode8")]
+    assert first == [(p, t) for p in ("llamacpp", "transformers") for t in ("prefill1", "prefill8")]
+    assert second == [(p, t) for p in ("transformers", "llamacpp") for t in ("prefill1", "prefill8")]
     assert {seed for *_, seed in told[:4]} != {seed for *_, seed in told[4:]}  # prompts of its own each round
-    assert rounds.failures == {"vllm M decode1,decode8": "no such thing"}
+    assert rounds.failures == {"vllm M prefill1,prefill8": "no such thing"}
 
 
 def test_no_round_begins_that_would_end_late(harness: Harness) -> None:
     rounds = Rounds(harness, Load(), deadline=time.monotonic())
-    assert rounds.run([Target("llamacpp", "http://x")], 3, (("served",),)) == 1
+    assert rounds.run([Target("llamacpp", "http://x")], 3, ("served",)) == 1
 
 
 def test_end_reaches_a_stopped_group() -> None:
