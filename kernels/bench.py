@@ -94,11 +94,13 @@ def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
     return torch.randn(num_blocks, layers, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(BF16)
 
 
-def paged_attention_work(batch: int, context: int) -> Work:
-    """A step's layers in turn, so that keys and values come from memory and not from a cache."""
+def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
+    """A step's layers in turn, so that keys and values come from memory and not from a cache. The first `shared` keys
+    lie in the same blocks for all sequences."""
     per_seq = context // BLOCK_SIZE
     arena = _arena(batch * per_seq)
     table = torch.randperm(batch * per_seq).int().view(batch, per_seq)
+    table[:, : shared // BLOCK_SIZE] = table[0, : shared // BLOCK_SIZE]
     lens, q = torch.full((batch,), context, dtype=torch.int32), torch.randn(batch, HEADS, HEAD_DIM).to(BF16)
     layer = itertools.cycle(range(LAYERS))
 

@@ -1,5 +1,5 @@
-"""Ratios that `python -m kernels.bench` prints: what the prefetch of decode attention is worth, and the price of row
-invariance. Both sides run in turn in one process, and the best time of each counts, so that a busy machine tells little
+"""Ratios that `python -m kernels.bench` prints: what the prefetch of decode attention and shared blocks are worth, and
+the price of row invariance. Both sides run in turn in one process, and the best time of each counts, so that a busy machine tells little
 lies. The price is ours, of fixed order, over a kernel of torch that may add in any order: below 1 it is free.
 """
 
@@ -53,8 +53,17 @@ def _prefetch(seconds: float) -> Iterator[Ratio]:
         yield Ratio(f"prefetch on/off: time of {work.name}", ratio_of(work.call, without, seconds))
 
 
+def _sharing(seconds: float) -> Iterator[Ratio]:
+    """Blocks that samples and beams of a prompt share are read once for all of them."""
+    for batch in (4, 16):
+        shared, apart = paged_attention_work(batch, 1024, shared=768), paged_attention_work(batch, 1024)
+        name = f"768 keys of 1,024 shared, over none: time of {apart.name}"
+        yield Ratio(name, ratio_of(shared.call, apart.call, seconds))
+
+
 def _decode(seconds: float) -> Iterator[Ratio]:
     yield from _prefetch(seconds)
+    yield from _sharing(seconds)
     batch, context = 8, 576
     work = paged_attention_work(batch, context)
     q = torch.randn(batch, HEADS, 1, HEAD_DIM).to(BF16)

@@ -23,6 +23,9 @@ struct Attention {
     int64_t num_blocks, max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window;
     float scale;
     bool prefetch;
+    // Of sequences that share their first pieces with others, after `share`: how many these are, and what came of them.
+    std::vector<int64_t> shared_pieces = {};  // [num_seqs], or empty
+    std::vector<float> shared_totals = {};    // [num_seqs, kv_heads, group * (dpad + 2)]: o, m, l
 
     int group() const { return int(heads / kv_heads); }
     int64_t q_begin(int64_t seq) const { return cu ? cu[seq] : seq; }
@@ -54,6 +57,12 @@ struct Attention {
             const T* row = q + (q_begin(seq) + i0 + r / g) * q_token + (kv_head * g + r % g) * q_head;
             Dot<T>::pack_q(t.q_row(r), row, int(d));
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f;
+        }
+        if (!shared_pieces.empty() && shared_pieces[seq]) {
+            const float* from = totals_of(seq, kv_head);
+            std::memcpy(t.total_o, from, size_t(rows) * t.dpad * 4);
+            std::memcpy(t.total_m, from + rows * t.dpad, rows * 4);
+            std::memcpy(t.total_l, from + rows * (t.dpad + 1), rows * 4);
         }
     }
 
@@ -120,7 +129,10 @@ struct Attention {
     };
 
     // The keys a unit looks at, from the first piece on.
-    int64_t keys_begin(const Unit& w) const { return std::max<int64_t>(0, first_key(position(w.seq, w.at))); }
+    int64_t keys_begin(const Unit& w) const {
+        const int64_t first = std::max<int64_t>(0, first_key(position(w.seq, w.at)));
+        return shared_pieces.empty() ? first : std::max(first, shared_pieces[w.seq] * PIECE);
+    }
     int64_t keys_end(const Unit& w, int n) const { return position(w.seq, w.at + n - 1) + 1; }
 
     // A thread's units in the order it takes them: from a stretch of neighbours to the stretch that it takes next. Names
@@ -199,6 +211,104 @@ struct Attention {
         finish(t, w.seq, w.kv_head, w.at);
     }
 
+    // --- decode: pieces that several sequences share
+
+    size_t totals_width() const { return size_t(group()) * ((d + W - 1) / W * W + 2); }
+    const float* totals_of(int64_t seq, int64_t kv_head) const {
+        return shared_totals.data() + (seq * kv_heads + kv_head) * totals_width();
+    }
+
+    struct Sharers {
+        std::vector<int64_t> seqs;
+        int64_t pieces;  // that lie in the same blocks for all of them, from the first on
+    };
+
+    // Whole pieces from the first on whose blocks two sequences share.
+    int64_t common_pieces(int64_t a, int64_t b) const {
+        const int64_t most = std::min(context_lens[a], context_lens[b]) / PIECE, blocks = PIECE / block_size;
+        const int32_t *x = block_table + a * table_row, *y = block_table + b * table_row;
+        int64_t pieces = 0;
+        while (pieces < most && !std::memcmp(x + pieces * blocks, y + pieces * blocks, blocks * 4)) ++pieces;
+        return pieces;
+    }
+
+    std::vector<Sharers> sharers() const {
+        std::vector<Sharers> found;
+        for (int64_t s = 0; s < num_seqs; ++s) {
+            const auto joins = [&](const Sharers& with) {
+                const int64_t common = common_pieces(with.seqs[0], s);
+                return common > 0 && (with.seqs.size() == 1 || common >= with.pieces);
+            };
+            auto with = std::find_if(found.begin(), found.end(), joins);
+            if (with == found.end()) {
+                found.push_back({{s}, 0});
+            } else {
+                if (with->seqs.size() == 1) with->pieces = common_pieces(with->seqs[0], s);
+                with->seqs.push_back(s);
+            }
+        }
+        return found;
+    }
+
+    // Reads what sequences share once, for the rows of all of them: samples and beams of a prompt, requests with one
+    // prefix. A row's bits do not depend on the tile it sits in, so they are those that it has alone.
+    void share(int threads) {
+        if (window || PIECE % block_size || num_seqs < 2) return;
+        struct Together {
+            const int64_t* seqs;
+            int n;
+            int64_t pieces;
+        };
+        const std::vector<Sharers> found = sharers();
+        // Tiles that fill the registers; smaller ones where threads would be without.
+        const int64_t most = std::max<int64_t>(2, std::min<int64_t>(TILE_ROWS / group(), num_seqs * kv_heads / threads));
+        std::vector<Together> tiles;
+        std::vector<int64_t> pieces(num_seqs);
+        for (const Sharers& with : found) {
+            const int64_t count = with.seqs.size(), parts = (count + most - 1) / most;
+            for (int64_t part = 0; count > 1 && part < parts; ++part) {
+                const int64_t from = count * part / parts, to = count * (part + 1) / parts;
+                if (to - from < 2) continue;
+                tiles.push_back({with.seqs.data() + from, int(to - from), with.pieces});
+                for (int64_t i = from; i < to; ++i) pieces[with.seqs[i]] = with.pieces;
+            }
+        }
+        if (tiles.empty()) return;
+        shared_totals.resize(num_seqs * kv_heads * totals_width());
+        team(threads, [&](Claims& claims) {
+            static thread_local Scratch scratch;
+            Tile<T> t;
+            for (int64_t u; (u = claims.next()) < int64_t(tiles.size()) * kv_heads;) {
+                const Together& tile = tiles[u / kv_heads];
+                together(t, scratch, tile.seqs, tile.n, tile.pieces, u % kv_heads);
+            }
+        });
+        shared_pieces = std::move(pieces);
+    }
+
+    void together(Tile<T>& t, Scratch& scratch, const int64_t* seqs, int n, int64_t pieces, int64_t kv_head) {
+        const int g = group(), rows = n * g;
+        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale);
+        for (int r = 0; r < rows; ++r) {
+            Dot<T>::pack_q(t.q_row(r), q + q_begin(seqs[r / g]) * q_token + (kv_head * g + r % g) * q_head, int(d));
+            t.total_m[r] = NEG_INF, t.total_l[r] = 0.f, t.lo[r] = 0, t.hi[r] = PIECE;
+        }
+        for (int64_t p = 0; p < pieces; ++p) {
+            locate(t.keys, t.values, seqs[0], kv_head, p * PIECE, (p + 1) * PIECE);
+            t.num_ahead = prefetch && p + 1 < pieces ? PIECE : 0;
+            if (t.num_ahead)
+                locate(t.ahead_keys, t.ahead_values, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
+            attend(t, 0, PIECE);
+            merge(t);
+        }
+        for (int i = 0; i < n; ++i) {
+            float* to = shared_totals.data() + (seqs[i] * kv_heads + kv_head) * totals_width();
+            std::memcpy(to, t.total_o + size_t(i) * g * t.dpad, size_t(g) * t.dpad * 4);
+            std::memcpy(to + g * t.dpad, t.total_m + i * g, g * 4);
+            std::memcpy(to + g * (t.dpad + 1), t.total_l + i * g, g * 4);
+        }
+    }
+
     void prefill(int threads) const {
         const int tile = TILE_ROWS / group() > 0 ? TILE_ROWS / group() : 1;
         std::vector<Unit> units;
@@ -247,14 +357,14 @@ struct Attention {
         });
     }
 
-    int run(int threads) const {
+    int run(int threads) {
         if (int error = check()) return error;
         bool one_each = total_q == num_seqs;
         for (int64_t s = 0; one_each && s < num_seqs; ++s) one_each = q_len(s) == 1;
         if (one_each && threads > 1 && num_seqs * kv_heads < 2 * threads)
-            split_decode(threads);
-        else
-            prefill(threads);
+            return split_decode(threads), 0;
+        if (one_each) share(threads);
+        prefill(threads);
         return 0;
     }
 };

@@ -126,3 +126,27 @@ def test_writes_into_out_and_takes_strided_q(native_isa: str, scatter: Any) -> N
     where = (case.key_cache, case.value_cache, case.block_table, case.context_lens)
     assert paged_attention(q, *where, softmax_scale=0.25, out=out) is out
     assert torch.equal(out, paged_attention(q.contiguous(), *where, softmax_scale=0.25))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_sequences_with_a_common_prefix_have_the_bits_they_have_alone(
+    native_isa: str, dtype: Any, threads: int, group: int
+) -> None:
+    """Their common blocks are read once for all; ends lie before, at and behind the piece of 256 keys."""
+    kv_heads, d, block_size, num_blocks, width = 2, 64, 16, 400, 50
+    torch.set_num_threads(threads)
+    arena = torch.randn(num_blocks, 2, kv_heads, block_size, d).to(dtype)
+    lens = [255, 256, 257, 512, 513, 600, 0, 800, 800, 700, 1] * 2
+    table = torch.randint(0, num_blocks, (len(lens), width)).int()
+    for row, common in enumerate([0, 16, 16, 31, 32, 32, 32, 32, 50, 17, 1] * 2):
+        table[row, :common] = table[row % 3, :common]  # three families, which share little or much
+    q, sizes = torch.randn(len(lens), kv_heads * group, d).to(dtype), torch.tensor(lens, dtype=torch.int32)
+
+    def attend(rows: slice) -> torch.Tensor:
+        return paged_attention(q[rows], arena[:, 0], arena[:, 1], table[rows], sizes[rows], softmax_scale=0.125)
+
+    together = attend(slice(None))
+    for row in range(len(lens)):
+        assert torch.equal(attend(slice(row, row + 1))[0], together[row]), f"row {row} of {lens[row]} keys"
