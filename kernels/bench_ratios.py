@@ -1,6 +1,7 @@
 """Ratios that `python -m kernels.bench` prints: what the prefetch of decode attention and shared blocks are worth, and
-the price of row invariance. Both sides run in turn in one process, and the best time of each counts, so that a busy machine tells little
-lies. The price is ours, of fixed order, over a kernel of torch that may add in any order: below 1 it is free.
+the price of row invariance. Both sides run in turn in one process, and the best time of each counts, so that a busy
+machine tells little lies. The price is ours, of fixed order, over a kernel of torch that may add in any order: below 1
+it is free.
 """
 
 from __future__ import annotations

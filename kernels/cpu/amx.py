@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import amx_library, current
+from kernels.cpu.loader import CpuLibrary, amx_library, current
 
 DEPTH = 32
 """The number of inputs must be a multiple of this."""
@@ -21,27 +21,29 @@ _PANEL, _TILE = 32, 16
 
 
 @functools.cache
-def _entry() -> Callable[..., int] | None:
-    """The C function, or None where this CPU, system or installation has none."""
-    path = amx_library()
-    if path is None:
+def _library() -> ctypes.CDLL | None:
+    """None where this CPU or installation has none."""
+    if (path := amx_library()) is None:
         return None
     library = ctypes.CDLL(str(path))
     library.ll_amx_init.argtypes = [ctypes.c_void_p]
-    if library.ll_amx_init(_team()) != 0:
-        return None
-    function = library.ll_amx_linear
-    function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6, ctypes.c_int
-    return function
+    library.ll_amx_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6
+    return library
 
 
-def _team() -> int | None:
-    """The threads of the build in use, which the product shares; None: there is none."""
-    function = getattr(current().handle, "ll_team", None)
-    if function is None:
-        return None
-    function.argtypes, function.restype = [], ctypes.c_void_p
-    return function()  # type: ignore[no-any-return]
+def _entry() -> Callable[..., int] | None:
+    """The C function, or None where this CPU, system or installation has none."""
+    library = _library()
+    return library.ll_amx_linear if library is not None and _is_allowed(library, current()) else None
+
+
+@functools.lru_cache(maxsize=1)  # anew when another build is chosen
+def _is_allowed(library: ctypes.CDLL, beside: CpuLibrary) -> bool:
+    """Asks the system for the tiles. The product shares the threads of the build `beside`, if it has any."""
+    team = getattr(beside.handle, "ll_team", None)
+    if team is not None:
+        team.argtypes, team.restype = [], ctypes.c_void_p
+    return library.ll_amx_init(team() if team is not None else None) == 0  # type: ignore[no-any-return]
 
 
 def available() -> bool:

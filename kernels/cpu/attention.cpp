@@ -1,6 +1,6 @@
 // Attention over block tables: which tiles and pieces there are, who computes them, where keys lie. Decode splits the
-// key axis over threads and merges after; prefill lets one thread walk a tile's pieces. Both use piece.h, so the bits
-// are the same.
+// key axis over threads and merges after, or reads pieces that sequences share once for all of them; prefill lets one
+// thread walk a tile's pieces. All use piece.h, so the bits are the same.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -232,14 +232,28 @@ struct Attention {
         return pieces;
     }
 
+    // Those that share any piece share the first one: they are sorted by its blocks, and only neighbours are compared.
     std::vector<Sharers> sharers() const {
+        std::vector<int64_t> order;
+        for (int64_t s = 0; s < num_seqs; ++s)
+            if (context_lens[s] >= PIECE) order.push_back(s);
+        const auto first_piece = [&](int64_t s) { return block_table + s * table_row; };
+        const auto compare = [&](int64_t a, int64_t b) {
+            return std::memcmp(first_piece(a), first_piece(b), PIECE / block_size * 4);
+        };
+        std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+            const int difference = compare(a, b);
+            return difference ? difference < 0 : a < b;
+        });
         std::vector<Sharers> found;
-        for (int64_t s = 0; s < num_seqs; ++s) {
+        size_t family = 0;  // where those begin that share the first piece
+        for (size_t i = 0; i < order.size(); ++i) {
+            const int64_t s = order[i];
+            if (i && compare(order[i - 1], s)) family = found.size();
             const auto joins = [&](const Sharers& with) {
-                const int64_t common = common_pieces(with.seqs[0], s);
-                return common > 0 && (with.seqs.size() == 1 || common >= with.pieces);
+                return with.seqs.size() == 1 || common_pieces(with.seqs[0], s) >= with.pieces;
             };
-            auto with = std::find_if(found.begin(), found.end(), joins);
+            auto with = std::find_if(found.begin() + family, found.end(), joins);
             if (with == found.end()) {
                 found.push_back({{s}, 0});
             } else {
@@ -260,8 +274,10 @@ struct Attention {
             int64_t pieces;
         };
         const std::vector<Sharers> found = sharers();
+        int64_t sharing = 0;
+        for (const Sharers& with : found) sharing += with.seqs.size() > 1 ? with.seqs.size() : 0;
         // Tiles that fill the registers; smaller ones where threads would be without.
-        const int64_t most = std::max<int64_t>(2, std::min<int64_t>(TILE_ROWS / group(), num_seqs * kv_heads / threads));
+        const int64_t most = std::max<int64_t>(2, std::min<int64_t>(TILE_ROWS / group(), sharing * kv_heads / threads));
         std::vector<Together> tiles;
         std::vector<int64_t> pieces(num_seqs);
         for (const Sharers& with : found) {

@@ -88,7 +88,7 @@ decltype(&ll::run_team) others = nullptr;
 }  // namespace
 
 // This build has no threads of its own, so that a pass that uses two builds does not keep two teams awake.
-void ll::run_team(int64_t threads, Work work, void* context) {
+void ll::run_team(int64_t threads, Work work, void* context) noexcept {
     if (threads > 1 && others) return others(threads, work, context);
     Claims claims;
     work(context, claims);

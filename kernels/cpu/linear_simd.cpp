@@ -94,12 +94,14 @@ struct Linear {
     int64_t stride = pairs * 2 + PANEL;
     static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T);
 
-    // One panel, or P, for R rows. `ahead` is where the next group's weights lie that are asked for meanwhile: `step`
-    // bytes of them for each line of weights that is used here, so that after all blocks of rows every one was.
+    // Where the next group's weights lie that are asked for meanwhile: `step` bytes of them for each line of weights that
+    // is used here, so that after all blocks of rows (64 at most) every one was.
     struct Ahead {
         const char* at;
         int64_t step;
     };
+
+    // One panel, or P, for R rows.
 
     template <int R, int P>
     void pass(int64_t panel, int64_t row, const Input<T>* inputs, Ahead& ahead) const {
@@ -109,9 +111,10 @@ struct Linear {
         for (int64_t pair = 0; pair < pairs; ++pair, w += PAIR) {
 #pragma GCC unroll 16
             for (int p = 0; p < P; ++p)
-                for (int64_t line = 0; line < PAIR_BYTES; line += 64)
+                for (int64_t line = 0; line < PAIR_BYTES; line += 64) {
                     __builtin_prefetch((const char*)(w + p * panel_elems + AHEAD * PAIR) + line);
-            if constexpr (R > 2) __builtin_prefetch(next, 0, 2), next += ahead.step;
+                    if constexpr (R > 2) __builtin_prefetch(next, 0, 2), next += ahead.step;
+                }
             add_pair<T, R, P>(sums, w, panel_elems, inputs + 2 * pair, stride);
         }
         ahead.at = next;
@@ -148,7 +151,7 @@ struct Linear {
         using Pass = void (Linear::*)(int64_t, int64_t, int64_t, const Input<T>*, Ahead&) const;
         static constexpr Pass PASSES[] = {&Linear::pass_all<R + 1>...};
         const int64_t blocks = (to - from + MOST_ROWS - 1) / MOST_ROWS;
-        Ahead ahead{(const char*)(packed + next_panel * panel_elems), PAIR_BYTES / blocks};
+        Ahead ahead{(const char*)(packed + next_panel * panel_elems), 64 / blocks};
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t first = (to - from) * block / blocks, count = (to - from) * (block + 1) / blocks - first;
             (this->*PASSES[count - 1])(panel, end, from + first, inputs + first * stride, ahead);

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "entries.h"
@@ -51,7 +52,7 @@ class Team {
 
    private:
     void together(int64_t threads, Work work, void* context) {
-        while (started_ < threads - 1) start();
+        while (started_ < threads - 1 && start()) continue;
         work_ = work, context_ = context, claims_.restart();
         seats_.store(threads - 1, std::memory_order_relaxed);
         epoch_.fetch_add(1);
@@ -69,9 +70,15 @@ class Team {
         is_waited_for_.store(false);
     }
 
-    void start() {
-        std::thread([this] { serve(); }).detach();
+    // False: the system gives no more threads; those that there are do the work.
+    bool start() {
+        try {
+            std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+            return false;
+        }
         ++started_;
+        return true;
     }
 
     [[noreturn]] void serve() {
@@ -117,7 +124,7 @@ Team*& shared() {
 
 }  // namespace
 
-void run_team(int64_t threads, Work work, void* context) {
+void run_team(int64_t threads, Work work, void* context) noexcept {
     threads > 1 ? shared()->run(threads, work, context) : Team::alone(work, context);
 }
 

@@ -24,9 +24,9 @@ class Claims {
 };
 
 // Calls work(context, claims) on the caller and on up to threads - 1 others; returns when all have returned. At once
-// called by two threads, or from within work: the later one computes alone.
+// called by two threads, or from within work: the later one computes alone. An exception out of work ends the process.
 using Work = void (*)(void* context, Claims& claims);
-void run_team(int64_t threads, Work work, void* context);
+void run_team(int64_t threads, Work work, void* context) noexcept;
 
 template <class F>
 void team(int64_t threads, F&& work) {
