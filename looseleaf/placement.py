@@ -76,13 +76,16 @@ def numbered(name: str, count: int) -> list[str]:
 
 
 def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
-    """`--threads`, else the user's OMP_NUM_THREADS, else an even share of the cores this process may use."""
+    """`--threads`, else the user's OMP_NUM_THREADS, else an even share of the cores this process may use; on few cores
+    each role may take them all, since one often waits while the other has much to do."""
     if settings.threads:
         return settings.threads
     asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind commas: nested teams, which we have not
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
-    return max(1, usable_cores() // len(worker_processes(settings)))
+    apart = settings.roles == "split" and is_small()
+    sharing = max(settings.prefill, settings.decode) if apart else len(worker_processes(settings))
+    return max(1, usable_cores() // sharing)
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:

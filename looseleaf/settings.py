@@ -31,7 +31,10 @@ class ServeSettings(Settings):
     decode: int = Field(1, ge=1, le=64, description="decode workers; with roles both as many as prefill")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch can use a GPU")
     threads: int = Field(
-        0, ge=0, le=1024, description="threads of each worker; 0: OMP_NUM_THREADS, else an even share of the cores"
+        0,
+        ge=0,
+        le=1024,
+        description="threads of each worker; 0: OMP_NUM_THREADS, else an even share of the cores, below 8 of each role",
     )
     host: str = Field("127.0.0.1", description="where the gateway listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
