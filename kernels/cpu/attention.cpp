@@ -118,12 +118,6 @@ struct Attention {
                       t.l[r], t.dpad);
     }
 
-    int64_t pieces_begin(int64_t seq, int64_t i) const {
-        int64_t pos = position(seq, i);
-        return pos < 0 ? 0 : first_key(pos) / PIECE;
-    }
-    int64_t pieces_end(int64_t seq, int64_t i) const { return (position(seq, i) + PIECE) / PIECE; }
-
     struct Unit {
         int64_t seq, kv_head, at;  // at: first query of the tile, or the piece
     };
@@ -341,11 +335,12 @@ struct Attention {
         for (int64_t s = 0; s < num_seqs; ++s)
             for (int64_t h = 0; h < kv_heads; ++h) {
                 first[s * kv_heads + h] = units.size();
-                for (int64_t p = pieces_begin(s, 0); p < pieces_end(s, 0); ++p) units.push_back({s, h, p});
+                const int64_t begins = keys_begin({s, h, 0}), ends = keys_end({s, h, 0}, 1);
+                for (int64_t p = begins / PIECE; p * PIECE < ends; ++p) units.push_back({s, h, p});
             }
         first[num_seqs * kv_heads] = units.size();
         const int g = group(), dpad = int((d + W - 1) / W * W);
-        const size_t width = size_t(g) * (dpad + 2);  // o [g, dpad], m [g], l [g]
+        const size_t width = totals_width();
         std::vector<float> partial(units.size() * width);
         team(threads, [&](Claims& claims) {
             static thread_local Scratch scratch;

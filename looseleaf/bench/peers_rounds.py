@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "gap": ("gap",),
 }
 """Tests of one run of the client, whose start costs some seconds, for OpenVINO more; "gap" is not the client's."""
-SPLIT_GROUPS = ("served", "prefix", "gap")
+SPLIT_GROUPS = ("served", "prefix")
 """What the split server is compared in; alone at work its two workers have half the cores each."""
 GAP_PEERS = (BOTH, SPLIT, "vllm")
 STREAMS = 16
