@@ -95,6 +95,17 @@ struct Attention {
         }
     }
 
+    // Where keys and values of positions [from, to) lie, to be asked for.
+    void locate(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
+        const bool in_one = k_slot == d && v_slot == d;  // the slots of a block, one after the other
+        for (int64_t at = from, n; at < to; at += n) {
+            const int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
+            n = in_one ? std::min(to - at, block_size - slot) : 1;
+            ahead.add(k + id * k_block + kv_head * k_head + slot * k_slot, n * d);
+            ahead.add(v + id * v_block + kv_head * v_head + slot * v_slot, n * d);
+        }
+    }
+
     // The piece's pointers; zeros outside [lo, hi): those slots and blocks may hold anything.
     void locate_piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
         std::fill(t.keys, t.keys + lo, t.zeros), std::fill(t.keys + hi, t.keys + PIECE, t.zeros);
@@ -132,7 +143,7 @@ struct Attention {
     // A thread's units in the order it takes them: from a stretch of neighbours to the stretch that it takes next. Names
     // what comes about a piece later for prefetching, at the pace at which keys are used, across units and stretches: a
     // sequence's last piece may be short, and what follows it long.
-    struct Ahead {
+    struct Following {
         const Attention& a;
         const std::vector<Unit>& units;
         const int tile;
@@ -158,18 +169,19 @@ struct Attention {
             lead -= n;
             if (in < 0 || lead < 0) in = stretch, unit = current, key = to, lead = 0;
             const int want = int(std::min<int64_t>({PIECE, 2 * n, n + PIECE - lead}));
-            for (t.num_ahead = 0; t.num_ahead < want;) {
+            int found = 0;
+            while (found < want) {
                 const Unit& w = units[unit];
-                const int64_t end = a.keys_end(w, a.queries(w, tile));
-                const int64_t upto = std::min(end, key + want - t.num_ahead);
+                const int64_t end = a.keys_end(w, a.queries(w, tile)), upto = std::min(end, key + want - found);
                 if (key < upto) {
-                    a.locate(t.ahead_keys + t.num_ahead, t.ahead_values + t.num_ahead, w.seq, w.kv_head, key, upto);
-                    t.num_ahead += int(upto - key), key = upto;
+                    a.locate(t.ahead, w.seq, w.kv_head, key, upto);
+                    found += int(upto - key), key = upto;
                 } else if (!go_on()) {
                     break;
                 }
             }
-            lead += t.num_ahead;
+            lead += found;
+            t.ahead.begin((found + n - 1) / n);
         }
     };
 
@@ -182,24 +194,24 @@ struct Attention {
         team(count > 1 ? threads : 1, [&](Claims& claims) {
             static thread_local Scratch scratch;
             Tile<T> t;
-            Ahead ahead{*this, units, tile, together, 0, claims.next()};
-            while (ahead.first_of(ahead.stretch = ahead.next_stretch) >= 0) {
-                ahead.next_stretch = claims.next();
-                for (int64_t u = ahead.first_of(ahead.stretch); u >= ahead.last_of(ahead.stretch); --u)
-                    compute(t, scratch, ahead, u);
+            Following next{*this, units, tile, together, 0, claims.next()};
+            while (next.first_of(next.stretch = next.next_stretch) >= 0) {
+                next.next_stretch = claims.next();
+                for (int64_t u = next.first_of(next.stretch); u >= next.last_of(next.stretch); --u)
+                    compute(t, scratch, next, u);
             }
         });
     }
 
-    void compute(Tile<T>& t, Scratch& scratch, Ahead& ahead, int64_t u) const {
-        const Unit& w = ahead.units[u];
-        const int n = queries(w, ahead.tile);
+    void compute(Tile<T>& t, Scratch& scratch, Following& next, int64_t u) const {
+        const Unit& w = next.units[u];
+        const int n = queries(w, next.tile);
         begin(t, scratch, w.seq, w.kv_head, w.at, n);
         const int64_t begins = keys_begin(w), ends = keys_end(w, n);
         for (int64_t p = begins / PIECE; p * PIECE < ends; ++p) {
             const int64_t from = std::max(begins, p * PIECE), to = std::min(ends, (p + 1) * PIECE);
-            t.num_ahead = 0;
-            if (prefetch) ahead.fill(t, u, to, int(to - from));
+            t.ahead.count = 0;
+            if (prefetch) next.fill(t, u, to, int(to - from));
             if (piece(t, w.seq, w.kv_head, w.at, p * PIECE)) merge(t);
         }
         finish(t, w.seq, w.kv_head, w.at);
@@ -305,9 +317,9 @@ struct Attention {
         }
         for (int64_t p = 0; p < pieces; ++p) {
             locate(t.keys, t.values, seqs[0], kv_head, p * PIECE, (p + 1) * PIECE);
-            t.num_ahead = prefetch && p + 1 < pieces ? PIECE : 0;
-            if (t.num_ahead)
-                locate(t.ahead_keys, t.ahead_values, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
+            t.ahead.count = 0;
+            if (prefetch && p + 1 < pieces) locate(t.ahead, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
+            t.ahead.begin(1);
             attend(t, 0, PIECE);
             merge(t);
         }
@@ -347,7 +359,7 @@ struct Attention {
             Tile<T> t;
             for (size_t u; (u = claims.next()) < units.size();) {
                 begin(t, scratch, units[u].seq, units[u].kv_head, 0, 1);
-                t.num_ahead = 0;
+                t.ahead.count = 0;
                 piece(t, units[u].seq, units[u].kv_head, 0, units[u].at * PIECE);
                 float* p = partial.data() + u * width;
                 std::memcpy(p, t.o, size_t(g) * dpad * 4);

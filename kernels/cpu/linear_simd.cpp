@@ -22,6 +22,7 @@ constexpr int VECS = PANEL / W;             // accumulators of a row in a panel
 constexpr int64_t GROUP_BYTES = 1 << 17;    // weights that all rows pass before the next: a quarter of a small L2 cache
 constexpr int64_t SLAB_BYTES = 1 << 22;     // of rows that are held as inputs at once
 constexpr int64_t AHEAD = 32;               // pairs of inputs between a prefetch and its use
+constexpr int64_t STRETCH = 16;             // pairs of inputs between prefetches of what comes later
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; below, waking threads costs more than it saves
 
 #if defined(LL_AVX512)
@@ -94,11 +95,14 @@ struct Linear {
     int64_t stride = pairs * 2 + PANEL;
     static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T);
 
-    // Where the next group's weights lie that are asked for meanwhile: `step` bytes of them for each line of weights that
-    // is used here, so that after all blocks of rows (64 at most) every one was.
+    // The next group's weights, asked for meanwhile: `step` bytes more for every stretch of pairs that is computed here,
+    // so that after all blocks of rows every one was.
     struct Ahead {
-        const char* at;
+        const char *asked, *upto;
         int64_t step;
+        LL_INLINE void ask() {
+            for (upto += step; asked < upto; asked += 64) __builtin_prefetch(asked, 0, 2);
+        }
     };
 
     // One panel, or P, for R rows.
@@ -107,17 +111,17 @@ struct Linear {
     void pass(int64_t panel, int64_t row, const Input<T>* inputs, Ahead& ahead) const {
         vf sums[R][P * VECS] = {};
         const T* w = packed + panel * panel_elems;
-        const char* next = ahead.at;
-        for (int64_t pair = 0; pair < pairs; ++pair, w += PAIR) {
+        for (int64_t pair = 0, end; pair < pairs; pair = end) {
+            end = std::min(pairs, pair + STRETCH);
+            if constexpr (R > 2) ahead.ask();  // not in the inner loop: what it holds would push sums out of registers
+            for (int64_t i = pair; i < end; ++i, w += PAIR) {
 #pragma GCC unroll 16
-            for (int p = 0; p < P; ++p)
-                for (int64_t line = 0; line < PAIR_BYTES; line += 64) {
-                    __builtin_prefetch((const char*)(w + p * panel_elems + AHEAD * PAIR) + line);
-                    if constexpr (R > 2) __builtin_prefetch(next, 0, 2), next += ahead.step;
-                }
-            add_pair<T, R, P>(sums, w, panel_elems, inputs + 2 * pair, stride);
+                for (int p = 0; p < P; ++p)
+                    for (int64_t line = 0; line < PAIR_BYTES; line += 64)
+                        __builtin_prefetch((const char*)(w + p * panel_elems + AHEAD * PAIR) + line);
+                add_pair<T, R, P>(sums, w, panel_elems, inputs + 2 * i, stride);
+            }
         }
-        ahead.at = next;
 #pragma GCC unroll 16
         for (int v = 0; v < P * VECS; ++v) {
             const int64_t column = panel * PANEL + v * W, columns = n_out - column;
@@ -151,7 +155,8 @@ struct Linear {
         using Pass = void (Linear::*)(int64_t, int64_t, int64_t, const Input<T>*, Ahead&) const;
         static constexpr Pass PASSES[] = {&Linear::pass_all<R + 1>...};
         const int64_t blocks = (to - from + MOST_ROWS - 1) / MOST_ROWS;
-        Ahead ahead{(const char*)(packed + next_panel * panel_elems), 64 / blocks};
+        const char* next = (const char*)(packed + next_panel * panel_elems);
+        Ahead ahead{next, next, STRETCH * PAIR_BYTES / blocks};
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t first = (to - from) * block / blocks, count = (to - from) * (block + 1) / blocks - first;
             (this->*PASSES[count - 1])(panel, end, from + first, inputs + first * stride, ahead);

@@ -48,6 +48,30 @@ struct Scratch {
     }
 };
 
+// What a thread will probably want next, in runs of memory. Asked for a few lines at a time, spread over the arithmetic of
+// what is here: a burst would wait for memory, and a core that asks for nothing leaves memory idle.
+struct Ahead {
+    struct Run {
+        const char *from, *to;
+    };
+    Run runs[2 * PIECE + 1];  // keys and values of as many tokens; one more is read, not used
+    int count = 0, at, rate;  // rate: lines to ask for where one would do if this piece were as long as that
+    const char* line;
+
+    template <class T>
+    void add(const T* from, int64_t elems) {
+        runs[count++] = {reinterpret_cast<const char*>(from), reinterpret_cast<const char*>(from + elems)};
+    }
+    void begin(int rate_) { at = 0, rate = rate_, line = runs[0].from; }
+    LL_INLINE void ask(int lines) {
+        for (lines *= rate; lines > 0 && at < count; --lines) {
+            __builtin_prefetch(line, 0, 2);
+            line += 64;
+            if (line >= runs[at].to) line = runs[++at].from;
+        }
+    }
+};
+
 // A tile of query rows and everything computed about it. Rows are (query token, head of the KV head's group).
 template <class T>
 struct Tile {
@@ -67,11 +91,7 @@ struct Tile {
     int* hi;                   // [rows] one past the last
     const T* keys[PIECE];      // [d] each, `zeros` where no row of the tile looks
     const T* values[PIECE];
-    const T* ahead_keys[PIECE];  // what this thread will probably want next, from index 0
-    const T* ahead_values[PIECE];
-    const T* const* next_key;    // the first of them that was not asked for
-    const T* const* next_value;
-    int num_ahead, each_ahead;   // each_ahead: for every key of this piece
+    Ahead ahead;
 
     static size_t bytes(int rows, int d) {
         size_t dpad = (d + W - 1) / W * W;
@@ -93,22 +113,14 @@ struct Tile {
     float* q_row(int row) const { return qpack + size_t(row) * words * Dot<T>::TERMS; }
 };
 
-// Asks for the next `each_ahead` of the rows from `next` on, if any are left: spreads the reads of what comes next over
-// the arithmetic of what is here. A burst of them would wait for memory.
-template <class T>
-LL_INLINE void prefetch_ahead(const Tile<T>& t, const T* const*& next, const T* const* end) {
-    for (int i = 0; i < t.each_ahead && next < end; ++i, ++next)
-        for (size_t b = 0; b < t.d * sizeof(T); b += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(*next) + b, 0, 2);
-}
-
 // Keys of vector g of the piece -> place `at` of the panel, transposed so that a vector holds one word of W keys.
-template <class T>
+template <class T, bool AHEAD>
 void pack_keys(Tile<T>& t, int g, int at) {
     float* dst = t.kpack + at * W;
     vf block[W];
     int s = 0;
     for (; s + W <= t.words; s += W, dst += PANEL * W * W) {
+        if constexpr (AHEAD) t.ahead.ask(W * W * 3 / 64);
         const char* from[W];
 #pragma GCC unroll 16
         for (int j = 0; j < W; ++j) from[j] = reinterpret_cast<const char*>(t.keys[g * W + j]) + s * sizeof(float);
@@ -143,10 +155,13 @@ void score_block(Tile<T>& t, int row, int at, int g) {
     vf acc[R][C] = {};
     const int q_width = t.words * D::TERMS;
     const float *k = t.kpack + at * W, *q = t.q_row(row);
-    for (int s = 0; s < t.words; ++s, k += PANEL * W, q += D::TERMS) {
-        if constexpr (AHEAD) prefetch_ahead(t, t.next_key, t.ahead_keys + t.num_ahead);
-        score_term<T, R, C, 0>(k, q, q_width, acc);
-        if constexpr (D::TERMS == 2) score_term<T, R, C, 1>(k, q, q_width, acc);
+    for (int s = 0, end; s < t.words; s = end) {
+        end = std::min(t.words, s + 8);
+        if constexpr (AHEAD) t.ahead.ask(std::max(1, C * W / 6));
+        for (int i = s; i < end; ++i, k += PANEL * W, q += D::TERMS) {
+            score_term<T, R, C, 0>(k, q, q_width, acc);
+            if constexpr (D::TERMS == 2) score_term<T, R, C, 1>(k, q, q_width, acc);
+        }
     }
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) store(t.scores + size_t(row + r) * PIECE + (g + at + c) * W, acc[r][c]);
@@ -201,21 +216,21 @@ void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) acc[r][c] = from == lo ? vf{} : load(o + size_t(r) * t.dpad + c * W);
     const float* p = t.scores + size_t(row) * PIECE;
-    const int passes = t.d / (C * W), pass = col / (C * W);  // every key is the turn of one pass over the columns
-    int turn = from + pass;
-    for (int k = from; k < to; ++k) {
-        if constexpr (AHEAD)
-            if (k == turn) prefetch_ahead(t, t.next_value, t.ahead_values + t.num_ahead), turn += passes;
-        vf v[C];
-        if constexpr (C > 1)
-            Columns<T>::load_block(t.values[k] + col, v);
-        else
-            v[0] = load_upto(t.values[k] + col, t.d - col);
+    for (int k = from, end; k < to; k = end) {
+        end = std::min(to, k + 8);
+        if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(T) / 8);
+        for (int i = k; i < end; ++i) {
+            vf v[C];
+            if constexpr (C > 1)
+                Columns<T>::load_block(t.values[i] + col, v);
+            else
+                v[0] = load_upto(t.values[i] + col, t.d - col);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            vf weight = splat(p[size_t(r) * PIECE + k]);
+            for (int r = 0; r < R; ++r) {
+                vf weight = splat(p[size_t(r) * PIECE + i]);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) acc[r][c] = fma(weight, v[c], acc[r][c]);
+                for (int c = 0; c < C; ++c) acc[r][c] = fma(weight, v[c], acc[r][c]);
+            }
         }
     }
     for (int r = 0; r < R; ++r)
@@ -244,12 +259,12 @@ LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
 template <class T>
 void attend(Tile<T>& t, int lo, int hi) {
     const int end = (hi + W - 1) / W;
-    t.each_ahead = (t.num_ahead + hi - lo - 1) / (hi - lo), t.next_key = t.ahead_keys, t.next_value = t.ahead_values;
+    const bool asks = t.ahead.count > 0;
     for (int g = lo / W; g < end; g += PANEL) {
         const int n = end - g < PANEL ? end - g : PANEL;
-        for (int i = 0; i < n; ++i) pack_keys(t, g + i, i);
+        for (int i = 0; i < n; ++i) asks ? pack_keys<T, true>(t, g + i, i) : pack_keys<T, false>(t, g + i, i);
         for_row_blocks(0, t.rows, [&](int row, auto r) {
-            row == 0 && t.num_ahead ? score_rows<T, r.value, true>(t, row, g, n)
+            row == 0 && asks ? score_rows<T, r.value, true>(t, row, g, n)
                                     : score_rows<T, r.value, false>(t, row, g, n);
         });
     }
@@ -257,7 +272,7 @@ void attend(Tile<T>& t, int lo, int hi) {
     for (int from = lo; from < hi; from += STRETCH) {
         const int to = hi - from < STRETCH ? hi : from + STRETCH;
         for_row_blocks(0, t.rows, [&](int row, auto r) {
-            row == 0 && t.num_ahead ? value_rows<T, r.value, true>(t, row, from, to, lo)
+            row == 0 && asks ? value_rows<T, r.value, true>(t, row, from, to, lo)
                                     : value_rows<T, r.value, false>(t, row, from, to, lo);
         });
     }
