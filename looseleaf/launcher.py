@@ -20,7 +20,14 @@ from typing import Self
 from common.errors import StartupError
 from looseleaf.children import Child, ChildDied, Echo, ServiceSpec, end, wait_ready
 from looseleaf.model_source import ModelSource, resolve
-from looseleaf.placement import child_environment, describe, settled, threads_per_worker, worker_processes
+from looseleaf.placement import (
+    child_environment,
+    describe,
+    niceness,
+    settled,
+    threads_per_worker,
+    worker_processes,
+)
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT, SharedDirectory
 
@@ -107,7 +114,8 @@ class Launcher:
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
         assert self._shared is not None
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
-        child = self._child(ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd))
+        nice = niceness(self._settings, package)
+        child = self._child(ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd, nice))
         self._children.append(child)
         return child
 

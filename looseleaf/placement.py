@@ -17,6 +17,8 @@ from looseleaf.settings import ServeSettings
 SPLIT_FROM_CORES = 8
 """From so many cores on prefill and decode have processes, and halves of the cores, of their own. On two cores one
 process by turns did more on every kind of load; larger machines have not been measured."""
+DECODE_NICENESS = 10
+"""A ninth of the cores for decode while prefill has work (Linux: 110 of 110 + 1,024)."""
 _TORCHLESS = ("block_store", "gateway")
 
 
@@ -83,9 +85,19 @@ def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.env
     asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind commas: nested teams, which we have not
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
-    apart = settings.roles == "split" and is_small()
-    sharing = max(settings.prefill, settings.decode) if apart else len(worker_processes(settings))
+    sharing = max(settings.prefill, settings.decode) if shares_cores(settings) else len(worker_processes(settings))
     return max(1, usable_cores() // sharing)
+
+
+def shares_cores(settings: ServeSettings) -> bool:
+    """Whether prefill and decode are apart but compute on the same cores."""
+    return settings.roles == "split" and settings.device == "cpu" and is_small()
+
+
+def niceness(settings: ServeSettings, package: str) -> int:
+    """Of a service of that package. Decode gives way to prefill on cores they share: with half of them each, the first
+    token waits for seconds, and decode spends its half on batches of few sequences."""
+    return DECODE_NICENESS if package == "decode_svc" and shares_cores(settings) else 0
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:

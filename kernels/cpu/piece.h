@@ -169,7 +169,7 @@ void score_block(Tile<T>& t, int row, int at, int g) {
 
 template <class T, int R, bool AHEAD>
 void score_rows(Tile<T>& t, int row, int g, int n) {
-    constexpr int C = columns_beside(R) == 2 && R <= 4 ? 3 : columns_beside(R);
+    constexpr int C = columns_beside(R) == 2 && R + Dot<T>::TERMS <= 5 ? 3 : columns_beside(R);  // 4 x 3 of bf16 spills
     int at = 0;
     for (; at + C <= n; at += C) score_block<T, R, C, AHEAD>(t, row, at, g);
     for (; at + 2 <= n; at += 2) score_block<T, R, 2, AHEAD>(t, row, at, g);

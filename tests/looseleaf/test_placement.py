@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import StartupError
 from looseleaf import device
-from looseleaf.placement import child_environment, describe, settled, threads_per_worker, worker_processes
+from looseleaf.placement import child_environment, describe, niceness, settled, threads_per_worker, worker_processes
 from looseleaf.settings import ServeSettings
 
 
@@ -92,6 +92,16 @@ def test_a_users_own_threads_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_per_worker(settings, {"OMP_NUM_THREADS": "3,2"}) == 3
     assert threads_per_worker(settings, {"OMP_NUM_THREADS": "many"}) == 4
     assert threads_per_worker(settled(ServeSettings(threads=1)), {"OMP_NUM_THREADS": "3"}) == 1
+
+
+def test_decode_gives_way_to_prefill_where_they_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cores(monkeypatch, 2)
+    apart = settled(ServeSettings(roles="split"))
+    assert niceness(apart, "decode_svc") > 0
+    assert niceness(apart, "prefill_svc") == niceness(apart, "gateway") == 0
+    assert niceness(settled(ServeSettings()), "looseleaf.worker") == 0
+    on_cores(monkeypatch, 8)
+    assert niceness(settled(ServeSettings()), "decode_svc") == 0
 
 
 def test_what_services_are_told_of_threads() -> None:
