@@ -168,4 +168,4 @@ thread.start(), thread.join()
     child = start(READY + report + SLEEP, niceness=3)
     expected = f"{os.getpriority(os.PRIO_PROCESS, 0) + 3} {os.getsid(0)}"
     wait_for(lambda: logged, lambda lines: any(expected in line for line in lines), 20, f"no line with {expected}")
-    end([child])
+    end([child], 5.0)
