@@ -29,6 +29,7 @@ class MemoryAhead:
         self._thread.start()
 
     def _take(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # this thread's: loading a model comes first
         while not self._known.is_set() and self.num_bytes < self._most_bytes:
             size = min(_PIECE_BYTES, self._most_bytes - self.num_bytes)
             try:
