@@ -20,7 +20,8 @@ constexpr int64_t PANEL = 16;               // outputs that are computed togethe
 constexpr int64_t PAIR = 2 * PANEL;         // weights of two inputs in a panel
 constexpr int VECS = PANEL / W;             // accumulators of a row in a panel
 constexpr int64_t GROUP_BYTES = 1 << 17;    // weights that all rows pass before the next: a quarter of a small L2 cache
-constexpr int64_t SLAB_BYTES = 1 << 22;     // of rows that are held as inputs at once
+constexpr int64_t SLAB_BYTES = 1 << 19;     // of rows that a thread holds as inputs at once: an L2 cache
+constexpr int64_t PARTS = 16;               // that a thread takes, about
 constexpr int64_t AHEAD = 32;               // pairs of inputs between a prefetch and its use
 constexpr int64_t STRETCH = 16;             // pairs of inputs between prefetches of what comes later
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; below, waking threads costs more than it saves
@@ -163,30 +164,34 @@ struct Linear {
         }
     }
 
-    void run(int64_t num_threads) const {
-        static thread_local std::vector<Input<T>> inputs;
-        const int64_t threads = panels * panel_elems < PARALLEL_FROM ? 1 : std::min(num_threads, panels);
-        const int64_t slab = std::max<int64_t>(8 * MOST_ROWS, SLAB_BYTES / (stride * int64_t(sizeof(Input<T>))));
-        for (int64_t from = 0; from < rows; from += slab) {
-            const int64_t to = std::min(rows, from + slab);
-            inputs.resize(std::max<size_t>(inputs.size(), (to - from) * stride));
-            slab_of_rows(from, to, inputs.data(), threads);
-        }
+    void widen(int64_t from, int64_t to, std::vector<Input<T>>& inputs) const {
+        inputs.resize(std::max<size_t>(inputs.size(), (to - from) * stride));
+        for (int64_t r = from; r < to; ++r) copy_row(x + r * x_stride, inputs.data() + (r - from) * stride);
     }
 
-    void slab_of_rows(int64_t from, int64_t to, Input<T>* inputs, int64_t threads) const {
-        const auto copy = [&](int64_t r) { copy_row(x + (from + r) * x_stride, inputs + r * stride); };
-        team_for((to - from) * n_in >= PARALLEL_FROM ? threads : 1, to - from, copy);
-        // Some groups for every thread, of whole passes of few rows.
-        const int64_t at_once = panels_of(int(std::min<int64_t>(to - from, MOST_ROWS)));
+    // A thread takes some groups of panels for a slab of rows at a time. It widens a slab itself and keeps it in its L2
+    // cache: threads that widen the same one need not wait for each other.
+    void run(int64_t num_threads) const {
+        const int64_t threads = panels * panel_elems < PARALLEL_FROM ? 1 : std::min(num_threads, panels);
+        const int64_t fit = SLAB_BYTES / (stride * int64_t(sizeof(Input<T>))) / MOST_ROWS * MOST_ROWS;
+        const int64_t slab = rows <= 2 * fit ? rows : std::max<int64_t>(MOST_ROWS, fit), slabs = (rows + slab - 1) / slab;
+        const int64_t at_once = panels_of(int(std::min<int64_t>(slab, MOST_ROWS)));  // few rows: whole passes
         const int64_t most = std::min(GROUP_BYTES / (panel_elems * int64_t(sizeof(T))), panels / (4 * threads));
         const int64_t size = std::max<int64_t>(1, most / at_once) * at_once, groups = (panels + size - 1) / size;
+        const int64_t each = std::max<int64_t>(1, slabs * groups / (PARTS * threads)), parts = (groups + each - 1) / each;
         team(threads, [&](Claims& claims) {
-            for (int64_t g = claims.next(); g < groups;) {
-                const int64_t next = claims.next();
-                group(g * size, std::min(panels, (g + 1) * size), from, to, inputs, std::min(next, groups - 1) * size,
-                      std::make_integer_sequence<int, MOST_ROWS>());
-                g = next;
+            static thread_local std::vector<Input<T>> inputs;
+            int64_t held = -1;
+            for (int64_t claim = claims.next(), next; claim < slabs * parts; claim = next) {
+                next = claims.next();
+                const int64_t from = claim / parts * slab, to = std::min(rows, from + slab);
+                if (from != held) widen(from, to, inputs), held = from;
+                const int64_t begin = claim % parts * each, end = std::min(groups, begin + each);
+                for (int64_t g = begin; g < end; ++g) {
+                    const int64_t then = g + 1 < end ? g + 1 : next < slabs * parts ? next % parts * each : g;
+                    group(g * size, std::min(panels, (g + 1) * size), from, to, inputs.data(), then * size,
+                          std::make_integer_sequence<int, MOST_ROWS>());
+                }
             }
         });
     }
