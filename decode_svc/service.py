@@ -21,6 +21,7 @@ from protos.v1 import decode_pb2_grpc
 Step = tuple[list[Output], WorkerLoad]
 """What a session hears of a step."""
 HEARTBEAT: Step = ([], WorkerLoad())
+_NOTHING_MORE = Output(0, 0)[5:]
 logger = logging.getLogger("decode")
 _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     None: pb.REJECTION_UNSPECIFIED,
@@ -111,21 +112,27 @@ def _response(step: Step, queue: asyncio.Queue[Step | None]) -> pb.SessionRespon
 
 
 def _add(response: pb.SessionResponse, outputs: list[Output]) -> None:
-    """Field by field: half the price of a message for each output, of which `outputs` would then keep a copy."""
-    add = response.outputs.add
+    """A sample's other outputs than plain tokens come after its last plain one, so their order is not needed."""
+    plain: list[Output] = []
     for item in outputs:
-        message = add()
-        message.handle = item.handle
-        message.attempt = item.attempt
-        message.sample_index = item.sample_index
-        message.first_index = item.first_index
-        message.token_ids.extend(item.token_ids)
-        if item.logprobs or item.finish_reason is not None or item.rejection is not None:
-            _add_rare(message, item)
+        if item[5:] == _NOTHING_MORE and len(item.token_ids) == 1:
+            plain.append(item)
+        else:
+            _add_message(response.outputs.add(), item)
+    if plain:
+        handles, attempts, samples, first_indices, token_ids, *_ = zip(*plain, strict=True)
+        to = response.plain_tokens
+        to.handles.extend(handles)
+        to.attempts.extend(attempts)
+        to.sample_indices.extend(samples)
+        to.output_indices.extend(first_indices)
+        to.token_ids.extend([token_id for (token_id,) in token_ids])
 
 
-def _add_rare(message: pb.SequenceOutput, item: Output) -> None:
-    """What most outputs lack."""
+def _add_message(message: pb.SequenceOutput, item: Output) -> None:
+    message.handle, message.attempt = item.handle, item.attempt
+    message.sample_index, message.first_index = item.sample_index, item.first_index
+    message.token_ids.extend(item.token_ids)
     if item.logprobs:
         message.logprobs.extend(convert.logprob_to_pb(p) for p in item.logprobs)
     if item.finish_reason is not None:

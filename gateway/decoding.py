@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from common.errors import LooseleafError
@@ -17,9 +17,9 @@ from gateway.assemble import Piece, Sample
 from gateway.life import Life, Pieces, tokens_of
 from gateway.lost import WorkerLost, rejected, too_late
 from gateway.metrics import Metrics
-from gateway.sessions import DecodeSession, OutputStream
+from gateway.sessions import DecodeSession, OutputStream, TakeToken
 from gateway.workers import Workers
-from protos.v1 import decode_pb2, prefill_pb2
+from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 MESSAGE_COST_S = 0.00025
@@ -108,25 +108,25 @@ class DecodeHalf:
         self._metrics.handed_over(life.handed_over)
         self._metrics.dispatched("decode", session.record.worker_id)
 
-    def _short_way(self, life: Life) -> Callable[[decode_pb2.SequenceOutput], bool] | None:
+    def _short_way(self, life: Life) -> TakeToken | None:
         """Puts out a sample's next token where nothing else has to be decided: what most outputs are."""
         samples, direct, next_token = life.samples, life.direct, self._metrics.next_token
         if direct is None:
             return None
 
-        def take(output: decode_pb2.SequenceOutput) -> bool:
-            now, token_ids = time.monotonic(), output.token_ids
-            if len(token_ids) != 1 or output.finish_reason or output.rejection or output.sample_index >= len(samples):
+        def take(index: int, output_index: int, token_id: int) -> bool:
+            now = time.monotonic()
+            if index >= len(samples):
                 return False
-            sample = samples[output.sample_index]
+            sample = samples[index]
             if not direct.ready or not sample.emitted_at or self._pause_s(sample.emitted_at, now) > 0.001:
                 return False
-            text = sample.accept_one(output.first_index, token_ids[0])
+            text = sample.accept_one(output_index, token_id)
             if text is None:
                 return False
             next_token(now - sample.emitted_at)
             life.emitted_at = sample.emitted_at = now
-            direct.send(sample.index, token_ids[0], text)
+            direct.send(index, token_id, text)
             return True
 
         return take

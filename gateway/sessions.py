@@ -27,6 +27,8 @@ logger = logging.getLogger("sessions")
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 0.5
 OnLoad = Callable[[str, WorkerLoad], None]
+TakeToken = Callable[[int, int, int], bool]
+"""Takes a sample's index, the token's among its outputs, and the token; or refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ class OutputStream:
         self.attempt = attempt
         self.running = set(samples)
         """Samples, or returned beams, that the worker has not ended and that were not cancelled."""
-        self.direct: Callable[[pb.SequenceOutput], bool] | None = None
-        """Asked first while the reader waits and nothing is left to read: True if it took the output."""
+        self.direct: TakeToken | None = None
+        """Asked first while the reader waits and nothing is left to read: True if it took the token."""
         self._outputs: deque[pb.SequenceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._closed: Exception | None = None
@@ -62,8 +64,6 @@ class OutputStream:
         """Take an output; one of another attempt is late and dropped. Whether the worker is done with the group."""
         if output.attempt != self.attempt:
             return False
-        if self.direct is not None and self._waiter is not None and not self._waiter.done() and self._passed_on(output):
-            return False
         self._outputs.append(output)
         self._wake()
         if output.finish_reason:
@@ -71,14 +71,20 @@ class OutputStream:
             return not self.running
         return output.rejection != pb.REJECTION_UNSPECIFIED
 
-    def _passed_on(self, output: pb.SequenceOutput) -> bool:
-        """Whether `direct` took it. If it fails, that is the end of this stream, not of the session."""
-        assert self.direct is not None
-        try:
-            return self.direct(output)
-        except Exception as error:
-            self.fail(error)
-            return True
+    def put_token(self, attempt: int, sample: int, output_index: int, token_id: int) -> None:
+        """`put` of one token and nothing else. If `direct` fails, this stream is over, the session goes on."""
+        if attempt != self.attempt:
+            return
+        if self.direct is not None and self._waiter is not None and not self._waiter.done():
+            try:
+                if self.direct(sample, output_index, token_id):
+                    return
+            except Exception as error:
+                return self.fail(error)
+        self._outputs.append(
+            pb.SequenceOutput(attempt=attempt, sample_index=sample, first_index=output_index, token_ids=[token_id])
+        )
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """No more outputs will come; what is there is still read."""
@@ -212,8 +218,14 @@ class DecodeSession:
         if not response.HasField("load"):
             return  # a heartbeat
         self._stepped_at = time.monotonic()
+        plain, stream_of = response.plain_tokens, self._streams.get
+        for handle, attempt, sample, index, token_id in zip(
+            plain.handles, plain.attempts, plain.sample_indices, plain.output_indices, plain.token_ids, strict=True
+        ):
+            if (stream := stream_of(handle)) is not None:
+                stream.put_token(attempt, sample, index, token_id)
         for output in response.outputs:
-            stream = self._streams.get(output.handle)
+            stream = stream_of(output.handle)
             if stream is not None and stream.put(output):
                 del self._streams[output.handle]
         self._on_load(self.record.worker_id, convert.load_from_pb(response.load))

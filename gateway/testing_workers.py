@@ -119,12 +119,13 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                 if not outputs:
                     yield decode_pb2.SessionResponse()
                     continue
-                response = decode_pb2.SessionResponse(outputs=outputs, load=self._script.load)
+                response = decode_pb2.SessionResponse(load=self._script.load)
+                _add(response, outputs)
                 response.load.num_running = sum(len(group.live) for group in running.values())
                 more: list[decode_pb2.SequenceOutput] | None = []
                 while self._script.burst and more is not None and not steps.empty():
                     more = steps.get_nowait()
-                    response.outputs.extend(more or [])
+                    _add(response, more or [])
                 yield response
                 if more is None:
                     break
@@ -142,6 +143,20 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
             group.live.clear()
             assert group.task is not None
             group.task.cancel()
+
+
+def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.SequenceOutput]) -> None:
+    """As decode workers do: one token and nothing else goes into the columns."""
+    plain = response.plain_tokens
+    for output in outputs:
+        if len(output.token_ids) != 1 or output.logprobs or output.finish_reason or output.rejection:
+            response.outputs.append(output)
+        else:
+            plain.handles.append(output.handle)
+            plain.attempts.append(output.attempt)
+            plain.sample_indices.append(output.sample_index)
+            plain.output_indices.append(output.first_index)
+            plain.token_ids.append(output.token_ids[0])
 
 
 class _Group:

@@ -42,8 +42,10 @@ class ChildDied(StartupError):
 
 
 class Child:
-    """A running service, in a process group of its own so that a terminal's Ctrl-C reaches the launcher only. It stays in
-    the launcher's session: between sessions Linux shares the cores evenly, whatever their niceness (autogroups)."""
+    """A running service, in a process group of its own so that a terminal's Ctrl-C reaches the launcher only.
+
+    It stays in the launcher's session: between sessions Linux shares the cores evenly, whatever their niceness.
+    """
 
     def __init__(self, spec: ServiceSpec, directory: Path, echo: Echo) -> None:
         """Start it. `directory` takes its ready file."""

@@ -72,12 +72,28 @@ class Cancel(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("outputs", "load")
+    __slots__ = ("outputs", "load", "plain_tokens")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     load: _types_pb2.WorkerLoad
-    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    plain_tokens: PlainTokens
+    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ..., plain_tokens: _Optional[_Union[PlainTokens, _Mapping]] = ...) -> None: ...
+
+class PlainTokens(_message.Message):
+    __slots__ = ("handles", "attempts", "sample_indices", "output_indices", "token_ids")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDICES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    sample_indices: _containers.RepeatedScalarFieldContainer[int]
+    output_indices: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., sample_indices: _Optional[_Iterable[int]] = ..., output_indices: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("handle", "attempt", "sample_index", "first_index", "token_ids", "logprobs", "finish_reason", "rejection", "timings", "beam_score")

@@ -12,7 +12,7 @@ from decode_svc.outputs import Output, Rejection
 from decode_svc.service import Step, _response
 from protos.v1 import decode_pb2 as pb
 
-PLAIN = Output(300, 1, 2, 1000, (7, 8))
+PLAIN = Output(300, 1, 2, 1000, (7,))
 LOAD = WorkerLoad(1, 2, 3, 4, 5, 6)
 
 
@@ -28,11 +28,20 @@ def heard(*steps: Step | None) -> pb.SessionResponse:
     return pb.SessionResponse.FromString(response.SerializeToString())
 
 
+def plain(response: pb.SessionResponse) -> list[tuple[int, ...]]:
+    of = response.plain_tokens
+    columns = (of.handles, of.attempts, of.sample_indices, of.output_indices, of.token_ids)
+    return list(zip(*columns, strict=True))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"logprobs": (TokenLogprob(7, -0.5, 1, ((7, -0.5),)), TokenLogprob(8, -1.5, 2, ((9, -0.25),)))},
+        {"token_ids": (7, 8)},
+        {
+            "token_ids": (7, 8),
+            "logprobs": (TokenLogprob(7, -0.5, 1, ((7, -0.5),)), TokenLogprob(8, -1.5, 2, ((9, -0.25),))),
+        },
         {"finish_reason": FinishReason.LENGTH, "timings": Timings(hand_over_ns=5, decode_ns=6)},
         {"finish_reason": FinishReason.STOP, "beam_score": -2.5, "timings": Timings(decode_ns=6)},
         {"token_ids": (), "rejection": Rejection.GIVEN_BACK},
@@ -52,9 +61,16 @@ def test_an_output_arrives_with_all_its_fields(fields: dict[str, object]) -> Non
     assert (message.beam_score if message.HasField("beam_score") else None) == output.beam_score
 
 
+def test_a_plain_token_is_a_row_of_columns_and_nothing_else_is() -> None:
+    others = [PLAIN._replace(handle=5, finish_reason=FinishReason.STOP), PLAIN._replace(handle=6, beam_score=0.5)]
+    response = heard(([PLAIN, others[0], PLAIN._replace(handle=301, token_ids=(9,)), others[1]], LOAD))
+    assert plain(response) == [(300, 1, 2, 1000, 7), (301, 1, 2, 1000, 9)]
+    assert [output.handle for output in response.outputs] == [5, 6]
+
+
 @pytest.mark.parametrize("end", [[], [None]])
 def test_missed_steps_come_as_one_message_with_the_last_load(end: list[None]) -> None:
     steps: list[Step] = [([PLAIN._replace(first_index=i)], WorkerLoad(num_running=i)) for i in range(3)]
     response = heard(*steps, *end)
-    assert [output.first_index for output in response.outputs] == [0, 1, 2]
+    assert list(response.plain_tokens.output_indices) == [0, 1, 2]
     assert convert.load_from_pb(response.load) == WorkerLoad(num_running=2)

@@ -37,6 +37,9 @@ def decode(llm: LLM, submit: decode_pb2.Submit) -> Iterator[decode_pb2.SequenceO
         commands: queue.SimpleQueue[decode_pb2.SessionRequest | None] = queue.SimpleQueue()
         commands.put(decode_pb2.SessionRequest(submit=submit))
         for response in stub.Session(iter(commands.get, None), timeout=20):
+            plain = response.plain_tokens
+            for index, token_id in zip(plain.output_indices, plain.token_ids, strict=True):
+                yield decode_pb2.SequenceOutput(first_index=index, token_ids=[token_id])
             yield from response.outputs
             if any(output.rejection or output.finish_reason for output in response.outputs):
                 commands.put(None)  # half-closes the session, which ends it

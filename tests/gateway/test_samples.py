@@ -136,11 +136,13 @@ async def test_only_samples_that_have_not_ended_go_again(make_rig: MakeRig, name
         assert text_of(mine) == rig.assets.tokenizer.decode(kept)
     again, summary = rig.script.prefilled[1], pieces[-1].summary
     assert summary is not None and summary.attempts == 2 and summary.completion_tokens == 42
-    if fault.after:
+    # Plain tokens of several steps stand before what else these brought, so a gap among them comes before an end.
+    end_is_known = fault.after and not (burst and fault.action == "gap")
+    if end_is_known:
         assert [b.sample_index for b in again.branches] == [0, 2], "the one that ended does not go again"
     for branch in again.branches:
         assert list(branch.output_token_ids) == whole[branch.sample_index][: len(branch.output_token_ids)]
-        assert len(branch.output_token_ids) == 1 + fault.after
+        assert len(branch.output_token_ids) == 1 + (fault.after if branch.sample_index != 1 else 0)
     assert nothing_is_held(rig)
 
 
