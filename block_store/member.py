@@ -14,7 +14,7 @@ from block_store.attach import Attached, Needs
 from block_store.hashing import hash_domain
 from common.settings import WorkerSettings
 from common.step_thread import StepThread
-from common.turns import Turns
+from common.turns import AnyTurns
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
 
 
@@ -67,7 +67,7 @@ class Member:
         record: WorkerRecord,
         step: Callable[[], float | None],
         load: Callable[[], WorkerLoad],
-        turns: Turns | None,
+        turns: AnyTurns | None,
     ) -> None:
         """`turns`: those of the roles of a process that step one at a time; None: in its own time."""
         self.thread = StepThread(step, turns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NoReturn, Self
 
 from pydantic import Field, ValidationError
@@ -96,6 +97,10 @@ class WorkerSettings(ServerSettings):
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
     max_queue: int = Field(1024, ge=0, description="most sequences that wait")
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: one per core")
+    turns_file: Path | None = Field(
+        None,
+        description="workers on the same cores that name the same file step one at a time; both roles do in any case",
+    )
     attention_backend: AttentionBackend = Field("auto", description="auto: fa3 where it can be had, else triton")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
     deterministic: bool = Field(False, description="bits of a row do not depend on its batch; always so on the CPU")

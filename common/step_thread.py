@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from common.turns import Turns
+from common.turns import AnyTurns
 
 Command = Callable[[], None]
 logger = logging.getLogger("step")
@@ -22,8 +22,8 @@ class StepThread:
     `step()` returns how long the thread may sleep before the next one: 0 to go on at once, None to wait for a command.
     """
 
-    def __init__(self, step: Callable[[], float | None], turns: Turns | None = None) -> None:
-        """With `turns`, shared with other threads, one of them steps at a time; commands run at any time."""
+    def __init__(self, step: Callable[[], float | None], turns: AnyTurns | None = None) -> None:
+        """With `turns`, shared with other threads or processes, one of them steps at a time; commands run always."""
         self._step = step
         self._turns = turns or nullcontext()
         self._on_failure: Callable[[], object] = lambda: None

@@ -1,9 +1,19 @@
-"""Threads that share the cores by turns: one steps at a time, in the order in which they asked."""
+"""Threads and processes that share the cores by turns: one steps at a time."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import threading
+import time
+from pathlib import Path
 from types import TracebackType
+
+logger = logging.getLogger("turns")
+_POLL_S = 0.001
+_TURN, _NEXT = 0, 1
+"""Bytes of the file. Who has the second waits for the first, so that who has just stepped does not get it again."""
 
 
 class Turns:
@@ -34,3 +44,52 @@ class Turns:
         with self._changed:
             self._served += 1
             self._changed.notify_all()
+
+
+class SharedTurns:
+    """Turns of processes on the same cores, one thread of each, through locks on two bytes of a file.
+
+    Who has waited comes before who has just stepped. The kernel takes a dead process' turn from it. A frozen one, or
+    one whose step is long, is waited for `patience_s` and then passed by until it has given its turn back: nothing but
+    speed depends on turns.
+    """
+
+    def __init__(self, path: Path, patience_s: float = 2.0) -> None:
+        """`path` is made if it is not there. OSError: it cannot be. The file must not be opened again in this process:
+        closing it would end our locks."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._patience_s = patience_s
+        self._is_late = False
+        self.num_passed_by = 0
+        """Steps that were taken out of turn."""
+
+    def __enter__(self) -> None:
+        deadline = time.monotonic() + (0.0 if self._is_late else self._patience_s)
+        has_turn = self._lock(_NEXT, deadline) and self._lock(_TURN, deadline)
+        self._unlock(_NEXT)
+        if not has_turn:
+            self.num_passed_by += 1
+            if not self._is_late:
+                logger.warning("another process has had the cores for %.1f s: going on beside it", self._patience_s)
+        self._is_late = not has_turn
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._unlock(_TURN)  # no harm if it is another's
+
+    def _lock(self, byte: int, deadline: float) -> bool:
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+                return True
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_S)
+
+    def _unlock(self, byte: int) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
+
+
+AnyTurns = Turns | SharedTurns

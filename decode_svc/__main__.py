@@ -7,6 +7,7 @@ import asyncio
 from block_store.attach import attach
 from common.rpc import RpcServer
 from common.service_main import run_service, serve_roles, worker_name
+from common.turns import SharedTurns
 from decode_svc.role import DecodeRole, needs_of
 from decode_svc.settings import DecodeSettings
 from engine.runner import ModelRunner, RunnerSettings
@@ -17,7 +18,8 @@ def build(settings: DecodeSettings) -> DecodeRole:
     runner = ModelRunner(RunnerSettings.of(settings))
     needs = needs_of(runner, settings, worker_name("decode", settings.worker_id))
     [attached] = attach(settings.block_store, [needs])
-    return DecodeRole(runner, needs, attached, settings)
+    turns = SharedTurns(settings.turns_file) if settings.turns_file is not None else None
+    return DecodeRole(runner, needs, attached, settings, turns)
 
 
 async def main(settings: DecodeSettings) -> None:

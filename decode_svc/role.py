@@ -8,7 +8,7 @@ from block_store.attach import Attached, Needs
 from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle
-from common.turns import Turns
+from common.turns import AnyTurns
 from decode_svc.outputs import Rejection
 from decode_svc.preemption import Preemption
 from decode_svc.scheduler import DecodeScheduler
@@ -44,7 +44,7 @@ class DecodeRole(Member):
         needs: Needs,
         attached: Attached,
         settings: DecodeSettings,
-        turns: Turns | None = None,
+        turns: AnyTurns | None = None,
     ) -> None:
         runner.bind(attached.arena.data)
         runner.capture(settings.max_num_seqs)

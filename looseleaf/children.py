@@ -33,8 +33,6 @@ class ServiceSpec:
     environment: Mapping[str, str]
     inherited_fd: int
     """A descriptor it keeps open until it ends (the launcher's lock)."""
-    niceness: int = 0
-    """Added to the launcher's own, 0 to 19."""
 
 
 class ChildDied(StartupError):
@@ -42,10 +40,7 @@ class ChildDied(StartupError):
 
 
 class Child:
-    """A running service, in a process group of its own so that a terminal's Ctrl-C reaches the launcher only.
-
-    It stays in the launcher's session: between sessions Linux shares the cores evenly, whatever their niceness.
-    """
+    """A running service, in a session of its own so that a terminal's Ctrl-C reaches the launcher only."""
 
     def __init__(self, spec: ServiceSpec, directory: Path, echo: Echo) -> None:
         """Start it. `directory` takes its ready file."""
@@ -61,11 +56,9 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(spec.environment),
-            process_group=0,
+            start_new_session=True,
             pass_fds=(spec.inherited_fd,),
         )
-        if spec.niceness:
-            os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + spec.niceness)
         self._reader = threading.Thread(target=self._forward, args=(echo,), name=f"log-{spec.name}", daemon=True)
         self._reader.start()
 

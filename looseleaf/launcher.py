@@ -20,14 +20,7 @@ from typing import Self
 from common.errors import StartupError
 from looseleaf.children import Child, ChildDied, Echo, ServiceSpec, end, wait_ready
 from looseleaf.model_source import ModelSource, resolve
-from looseleaf.placement import (
-    child_environment,
-    describe,
-    niceness,
-    settled,
-    threads_per_worker,
-    worker_processes,
-)
+from looseleaf.placement import by_turns, child_environment, describe, settled, threads_per_worker, worker_processes
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT, SharedDirectory
 
@@ -96,7 +89,10 @@ class Launcher:
         # All at once: who needs the store's address, or Redis', waits for it itself.
         store = self._spawn("block_store", "block_store", store_flags(settings, self._shared.path, source))
         store_address, redis_url = store.later(0), store.later(1)
+        assert self._run_directory is not None
         flags = worker_flags(settings, source, store_address)
+        if by_turns(settings):
+            flags += flags_of({"turns_file": self._run_directory / "turns"})
         for name, package in worker_processes(settings):
             by_role = [] if package == "prefill_svc" else decode_flags(settings)
             self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
@@ -114,8 +110,7 @@ class Launcher:
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
         assert self._shared is not None
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
-        nice = niceness(self._settings, package)
-        child = self._child(ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd, nice))
+        child = self._child(ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd))
         self._children.append(child)
         return child
 

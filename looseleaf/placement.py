@@ -17,8 +17,6 @@ from looseleaf.settings import ServeSettings
 SPLIT_FROM_CORES = 8
 """From so many cores on prefill and decode have processes, and halves of the cores, of their own. On two cores one
 process by turns did more on every kind of load; larger machines have not been measured."""
-DECODE_NICENESS = 10
-"""A ninth of the cores for decode while prefill has work (Linux: 110 of 110 + 1,024)."""
 _TORCHLESS = ("block_store", "gateway")
 
 
@@ -52,7 +50,7 @@ def describe(asked: ServeSettings, settings: ServeSettings) -> str:
     else:
         how, other = "prefill and decode apart", "both puts them into one process"
     if settings.device == "cpu":
-        turns = ", by turns" if settings.roles == "both" else ""
+        turns = ", by turns" if settings.roles == "both" or by_turns(settings) else ""
         how += f"{turns}, {threads} thread{'s' * (threads != 1)} each"
     if asked.roles != "auto":
         why = f"--roles {asked.roles}"
@@ -85,19 +83,19 @@ def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.env
     asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind commas: nested teams, which we have not
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
-    sharing = max(settings.prefill, settings.decode) if shares_cores(settings) else len(worker_processes(settings))
+    sharing = max(settings.prefill, settings.decode) if _apart_on_few(settings) else len(worker_processes(settings))
     return max(1, usable_cores() // sharing)
 
 
-def shares_cores(settings: ServeSettings) -> bool:
-    """Whether prefill and decode are apart but compute on the same cores."""
+def by_turns(settings: ServeSettings) -> bool:
+    """Whether prefill and decode, apart, each compute with all cores, one at a time. At once, their threads would wait
+    for each other at the end of every loop, and decode would have half of the machine for batches of few sequences
+    while first tokens wait."""
+    return _apart_on_few(settings) and threads_per_worker(settings) >= usable_cores()
+
+
+def _apart_on_few(settings: ServeSettings) -> bool:
     return settings.roles == "split" and settings.device == "cpu" and is_small()
-
-
-def niceness(settings: ServeSettings, package: str) -> int:
-    """Of a service of that package. Decode gives way to prefill on cores they share: with half of them each, the first
-    token waits for seconds, and decode spends its half on batches of few sequences."""
-    return DECODE_NICENESS if package == "decode_svc" and shares_cores(settings) else 0
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:

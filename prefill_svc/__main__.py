@@ -7,6 +7,7 @@ import asyncio
 from block_store.attach import attach
 from common.rpc import RpcServer
 from common.service_main import run_service, serve_roles, worker_name
+from common.turns import SharedTurns
 from engine.runner import ModelRunner, RunnerSettings
 from prefill_svc.role import PrefillRole, needs_of
 from prefill_svc.settings import PrefillSettings
@@ -17,7 +18,8 @@ def build(settings: PrefillSettings) -> PrefillRole:
     runner = ModelRunner(RunnerSettings.of(settings))
     needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
     [attached] = attach(settings.block_store, [needs])
-    return PrefillRole(runner, needs, attached, settings)
+    turns = SharedTurns(settings.turns_file) if settings.turns_file is not None else None
+    return PrefillRole(runner, needs, attached, settings, turns)
 
 
 async def main(settings: PrefillSettings) -> None:

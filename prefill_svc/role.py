@@ -7,7 +7,7 @@ from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle
 from common.settings import WorkerSettings
-from common.turns import Turns
+from common.turns import AnyTurns
 from engine.runner import ModelRunner
 from prefill_svc.requests import Limits
 from prefill_svc.scheduler import PrefillScheduler
@@ -39,7 +39,7 @@ class PrefillRole(Member):
         needs: Needs,
         attached: Attached,
         settings: WorkerSettings,
-        turns: Turns | None = None,
+        turns: AnyTurns | None = None,
     ) -> None:
         runner.bind(attached.arena.data)
         scheduler = PrefillScheduler(

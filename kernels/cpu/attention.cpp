@@ -181,7 +181,7 @@ struct Attention {
                 }
             }
             lead += found;
-            t.ahead.begin((found + n - 1) / n);
+            if (found) t.ahead.begin((found + n - 1) / n);
         }
     };
 
@@ -318,8 +318,10 @@ struct Attention {
         for (int64_t p = 0; p < pieces; ++p) {
             locate(t.keys, t.values, seqs[0], kv_head, p * PIECE, (p + 1) * PIECE);
             t.ahead.count = 0;
-            if (prefetch && p + 1 < pieces) locate(t.ahead, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
-            t.ahead.begin(1);
+            if (prefetch && p + 1 < pieces) {
+                locate(t.ahead, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
+                t.ahead.begin(1);
+            }
             attend(t, 0, PIECE);
             merge(t);
         }

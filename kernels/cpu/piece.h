@@ -49,7 +49,8 @@ struct Scratch {
 };
 
 // What a thread will probably want next, in runs of memory. Asked for a few lines at a time, spread over the arithmetic of
-// what is here: a burst would wait for memory, and a core that asks for nothing leaves memory idle.
+// what is here: a burst would wait for memory, and a core that asks for nothing leaves memory idle. For every line that
+// they read, packing asks for 3/4 of one, scores for 1/3, sums of values for one: a little more than a piece has.
 struct Ahead {
     struct Run {
         const char *from, *to;

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 
-from common.turns import Turns
+import pytest
+
+from common.turns import SharedTurns, Turns
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_one_at_a_time() -> None:
@@ -60,3 +71,87 @@ def test_an_error_gives_the_turn_back() -> None:
             pass
     with turns:
         assert turns.num_waiting == 0
+
+
+STEPPING = """
+import sys, time
+from pathlib import Path
+from common.turns import SharedTurns
+turns = SharedTurns(Path(sys.argv[1]))
+while True:
+    with turns:
+        print(time.monotonic(), flush=True)
+        time.sleep(0.02)
+        print(time.monotonic(), flush=True)
+"""
+
+
+@pytest.fixture
+def stepping(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts processes that step as often as they may, 20 ms each, and say when a step began and ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", STEPPING, str(tmp_path / "turns")]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_processes_step_one_at_a_time_and_by_turns(stepping: Callable[[], subprocess.Popen[str]]) -> None:
+    processes = [stepping(), stepping()]
+    time.sleep(1.0)
+    steps: list[tuple[float, float, int]] = []
+    for which, process in enumerate(processes):
+        process.kill()
+        times = [float(line) for line in process.communicate()[0].splitlines()][1:]  # begun with the first step's end
+        steps += [(begin, end, which) for begin, end in zip(times[::2], times[1::2], strict=False)]
+    steps.sort()
+    both = [step for step in steps if step[0] > steps[-1][0] - 0.7]
+    assert len(both) > 20
+    assert all(one[1] <= other[0] for one, other in pairwise(both))
+    assert all(one[2] != other[2] for one, other in pairwise(both))
+
+
+def test_the_turn_of_a_dead_process_is_free(stepping: Callable[[], subprocess.Popen[str]], tmp_path: Path) -> None:
+    other, turns = stepping(), SharedTurns(tmp_path / "turns")
+    other.kill()
+    began = time.monotonic()
+    with turns:
+        assert time.monotonic() - began < 1.0 and turns.num_passed_by == 0
+
+
+def test_a_frozen_process_is_waited_for_once(stepping: Callable[[], subprocess.Popen[str]], tmp_path: Path) -> None:
+    other, turns = stepping(), SharedTurns(tmp_path / "turns", patience_s=0.3)
+    while True:
+        os.kill(other.pid, signal.SIGSTOP)
+        if holds(tmp_path / "turns", other.pid):
+            break
+        os.kill(other.pid, signal.SIGCONT)
+    waits = []
+    for _ in range(3):
+        began = time.monotonic()
+        with turns:
+            waits.append(time.monotonic() - began)
+    assert waits[0] >= 0.3 > 0.1 > waits[1] and turns.num_passed_by == 3
+    os.kill(other.pid, signal.SIGCONT)
+    deadline, passed_by = time.monotonic() + 10, -1
+    while turns.num_passed_by != passed_by:  # until it has had its turn again
+        assert time.monotonic() < deadline
+        passed_by = turns.num_passed_by
+        with turns:
+            time.sleep(0.001)
+
+
+def holds(path: Path, pid: int) -> bool:
+    """Whether the process has the file's first byte locked."""
+    inode, locks = path.stat().st_ino, Path("/proc/locks").read_text().splitlines()
+    found = [line.split() for line in locks if line.split()[5].endswith(f":{inode}")]
+    return any(fields[4] == str(pid) and fields[6] == "0" for fields in found)

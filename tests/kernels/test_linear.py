@@ -78,7 +78,7 @@ def test_rows_of_a_strided_input() -> None:
 def test_vectors_of_every_build(native_isa: cpu.Isa, dtype: torch.dtype, n_in: int, n_out: int) -> None:
     """Odd shapes and strided rows, against float64; and the same bits alone, in company, at 1 and 2 threads."""
     weight, b = (torch.randn(n_out, n_in) / n_in**0.5).to(dtype), torch.randn(n_out).to(dtype)
-    x = torch.randn(67, n_in + 3).to(dtype)[:, 2 : n_in + 2]
+    x = torch.randn(140, n_in + 3).to(dtype)[:, 2 : n_in + 2]  # more than one slab of the longest rows
     for bias in (None, b):
         linear = PackedLinear(weight, bias, provider="simd")
         whole = linear(x)

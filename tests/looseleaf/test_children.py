@@ -26,7 +26,7 @@ print("hello from", sys.argv[1], flush=True)
 open(path, "w").write("127.0.0.1:1\\nsecond\\n")
 """
 SLEEP = "time.sleep(60)\n"
-Start = Callable[..., Child]
+Start = Callable[[str], Child]
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def logged() -> list[str]:
 def start(tmp_path: Path, logged: list[str]) -> Start:
     """Starts a service whose `__main__` is the given source."""
 
-    def start_one(source: str, niceness: int = 0) -> Child:
+    def start_one(source: str) -> Child:
         package = tmp_path / "packages" / "a_service"
         package.mkdir(parents=True)
         (package / "__main__.py").write_text(source)
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{package.parent}"}
         with open(os.devnull) as null:
-            spec = ServiceSpec("svc", "a_service", ("--flag",), environment, null.fileno(), niceness)
+            spec = ServiceSpec("svc", "a_service", ("--flag",), environment, null.fileno())
             return Child(spec, tmp_path, logged.append)
 
     return start_one
@@ -156,16 +156,3 @@ time.sleep(60)
     parent.kill()
     parent.wait()
     assert wait_gone(pid, 5.0)
-
-
-def test_a_nice_service_and_its_threads_have_that_priority_in_our_session(start: Start, logged: list[str]) -> None:
-    report = """
-import os, threading
-say = lambda: print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.getsid(0), flush=True)
-thread = threading.Thread(target=say)
-thread.start(), thread.join()
-"""
-    child = start(READY + report + SLEEP, niceness=3)
-    expected = f"{os.getpriority(os.PRIO_PROCESS, 0) + 3} {os.getsid(0)}"
-    wait_for(lambda: logged, lambda lines: any(expected in line for line in lines), 20, f"no line with {expected}")
-    end([child], 5.0)

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import StartupError
 from looseleaf import device
-from looseleaf.placement import child_environment, describe, niceness, settled, threads_per_worker, worker_processes
+from looseleaf.placement import by_turns, child_environment, describe, settled, threads_per_worker, worker_processes
 from looseleaf.settings import ServeSettings
 
 
@@ -72,7 +72,11 @@ def test_unequal_counts_cannot_be_paired(monkeypatch: pytest.MonkeyPatch) -> Non
             "2 cores: prefill and decode in one process, by turns, 2 threads each (fewer than 8 cores; --roles split",
         ),
         (8, {}, "8 cores: prefill and decode apart, 4 threads each (at least 8 cores; --roles both"),
-        (2, {"roles": "split"}, "2 cores: prefill and decode apart, 2 threads each (--roles split; --roles both"),
+        (
+            2,
+            {"roles": "split"},
+            "2 cores: prefill and decode apart, by turns, 2 threads each (--roles split; --roles both",
+        ),
         (2, {"decode": 2}, "apart, 1 thread each (more than one worker of a role; "),
     ],
 )
@@ -94,14 +98,23 @@ def test_a_users_own_threads_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_per_worker(settled(ServeSettings(threads=1)), {"OMP_NUM_THREADS": "3"}) == 1
 
 
-def test_decode_gives_way_to_prefill_where_they_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cores(monkeypatch, 2)
-    apart = settled(ServeSettings(roles="split"))
-    assert niceness(apart, "decode_svc") > 0
-    assert niceness(apart, "prefill_svc") == niceness(apart, "gateway") == 0
-    assert niceness(settled(ServeSettings()), "looseleaf.worker") == 0
-    on_cores(monkeypatch, 8)
-    assert niceness(settled(ServeSettings()), "decode_svc") == 0
+@pytest.mark.parametrize(
+    "cores,given,expected",
+    [
+        (1, {"roles": "split"}, True),
+        (2, {"roles": "split"}, True),
+        (2, {"roles": "split", "threads": 1}, False),
+        (2, {"prefill": 1, "decode": 2}, False),
+        (2, {}, False),
+        (8, {"roles": "split"}, False),
+    ],
+)
+def test_prefill_and_decode_take_turns_where_each_has_all_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, given: dict[str, object], expected: bool
+) -> None:
+    on_cores(monkeypatch, cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert by_turns(settled(ServeSettings(**given))) is expected  # type: ignore[arg-type]
 
 
 def test_what_services_are_told_of_threads() -> None:
