@@ -23,7 +23,7 @@ class StepThread:
     """
 
     def __init__(self, step: Callable[[], float | None], turns: AnyTurns | None = None) -> None:
-        """With `turns`, shared with other threads or processes, one of them steps at a time; commands run always."""
+        """With `turns`, shared with other threads or processes, one of them steps at a time; commands do not wait."""
         self._step = step
         self._turns = turns or nullcontext()
         self._on_failure: Callable[[], object] = lambda: None

@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Tests of one run of the client, whose start costs some seconds, for OpenVINO more; "gap" is not the client's."""
 SPLIT_GROUPS = ("served", "prefix")
-"""What the split server is compared in; alone at work its two workers have half the cores each."""
+"""What the split server is compared in; where only one of its roles has work it does what the colocated one does."""
 GAP_PEERS = (BOTH, SPLIT, "vllm")
 STREAMS = 16
 
