@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
 """Taken in one call; a store that is told the size waits for one of them at most."""
 
 
@@ -29,7 +29,10 @@ class MemoryAhead:
         self._thread.start()
 
     def _take(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # this thread's: loading a model comes first
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread's: loading a model comes first
+        except OSError as error:
+            _LOG.info("shared memory is taken beside what loads, not after it: %s", error.strerror)
         while not self._known.is_set() and self.num_bytes < self._most_bytes:
             size = min(_PIECE_BYTES, self._most_bytes - self.num_bytes)
             try:

@@ -6,6 +6,7 @@ Knows workers only as `Role`s: a process serves one, or prefill and decode besid
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -79,7 +80,10 @@ async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
 
 
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:
-    """Run `main(settings)`; expected failures end the process with status 1 and one sentence on stderr."""
+    """Run `main(settings)`; expected failures end the process with status 1 and one sentence on stderr.
+
+    What was imported until now stays to the end, and is nothing for the garbage collector to walk while tokens wait."""
+    gc.freeze()
     settings = settings_type.load(sys.argv[1:])
     configure_logging(settings.log_level, json_lines=settings.json_logs)
 

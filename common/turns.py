@@ -13,7 +13,9 @@ from types import TracebackType
 logger = logging.getLogger("turns")
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
-"""Bytes of the file. Who has the second waits for the first, so that who has just stepped does not get it again."""
+"""Bytes of the file that are locked. Who has the second waits for the first, so that who has just stepped does not get
+it again."""
+_COUNT_BYTES = 8
 
 
 class Turns:
@@ -50,8 +52,8 @@ class SharedTurns:
     """Turns of processes on the same cores, one thread of each, through locks on two bytes of a file.
 
     Who has waited comes before who has just stepped. The kernel takes a dead process' turn from it. A frozen one, or
-    one whose step is long, is waited for `patience_s` and then passed by until it has given its turn back: nothing but
-    speed depends on turns.
+    one whose step is long, is waited for `patience_s` and then passed by until a turn is given back: nothing but speed
+    depends on turns.
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:
@@ -59,24 +61,35 @@ class SharedTurns:
         closing it would end our locks."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._patience_s = patience_s
-        self._is_late = False
+        self._has_turn = False
+        self._passed_by_at: int | None = None
+        """Turns given back by all when this one last stepped out of turn; None: it has had its turn since."""
         self.num_passed_by = 0
         """Steps that were taken out of turn."""
 
     def __enter__(self) -> None:
-        deadline = time.monotonic() + (0.0 if self._is_late else self._patience_s)
-        has_turn = self._lock(_NEXT, deadline) and self._lock(_TURN, deadline)
+        stuck = self._passed_by_at == self._num_given_back()
+        deadline = time.monotonic() + (0.0 if stuck else self._patience_s)
+        self._has_turn = self._lock(_NEXT, deadline) and self._lock(_TURN, deadline)
         self._unlock(_NEXT)
-        if not has_turn:
-            self.num_passed_by += 1
-            if not self._is_late:
-                logger.warning("another process has had the cores for %.1f s: going on beside it", self._patience_s)
-        self._is_late = not has_turn
+        if self._has_turn:
+            self._passed_by_at = None
+            return
+        if self._passed_by_at is None:
+            logger.warning("another process has had the cores for %.1f s: going on beside it", self._patience_s)
+        self._passed_by_at = self._num_given_back()
+        self.num_passed_by += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._unlock(_TURN)  # no harm if it is another's
+        if self._has_turn:
+            os.pwrite(self._fd, (self._num_given_back() + 1).to_bytes(_COUNT_BYTES, "little"), 0)
+            self._unlock(_TURN)
+
+    def _num_given_back(self) -> int:
+        """Turns that any process has given back: the file's content, which only who has the turn writes."""
+        return int.from_bytes(os.pread(self._fd, _COUNT_BYTES, 0), "little")
 
     def _lock(self, byte: int, deadline: float) -> bool:
         while True:

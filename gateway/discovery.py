@@ -29,6 +29,8 @@ T = TypeVar("T")
 LOOKUP_BUDGET_S = 0.05
 MAX_UNANSWERED = 3
 """So many lookups in a row without an answer, and the breaker opens. One alone may have met a busy Redis."""
+FIRST_POLL_S = 0.05
+"""Between polls while nobody is there: a start ends with the first worker's coming."""
 GRACE_S = 5.0
 """For so long after Redis was silent, or forgot, missing workers are not taken for gone. They publish every second."""
 
@@ -77,7 +79,7 @@ class Discovery:
                 self.fallbacks.note("registry", f"{error}; going on with the workers known")
             except Exception:
                 logger.exception("a poll of the registry failed")
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self._poll_s if self._known else min(self._poll_s, FIRST_POLL_S))
 
     async def check(self) -> None:
         """One call to the registry. LedgerUnavailable if Redis cannot be reached."""

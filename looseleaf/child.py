@@ -1,7 +1,8 @@
 """`python -m looseleaf.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
 
 A flag `@ready:FILE:LINE` stands for that line of another service's ready file. What the service imports is imported
-before the file is waited for, so that services start beside each other though one needs another's address.
+before the file is waited for, so that services start beside each other though one needs another's address; and with
+Python's garbage collector off, which would walk what torch has made again and again, a fifth of a worker's imports.
 
 PR_SET_PDEATHSIG would do it in the kernel, but it fires when the *thread* that started the child ends, and `LLM` may be
 made in any thread. So a thread watches the parent's pid instead.
@@ -9,6 +10,7 @@ made in any thread. So a thread watches the parent's pid instead.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -40,10 +42,8 @@ def later(ready_file: Path, line: int) -> str:
     return f"{_READY}{ready_file}:{line}"
 
 
-def _filled(flags: Sequence[str], package: str) -> list[str]:
+def _filled(flags: Sequence[str]) -> list[str]:
     """`flags` with the lines that they stand for; waits until the files are there."""
-    if any(flag.startswith(_READY) for flag in flags):
-        _import_for(package)
     return [_line(flag) if flag.startswith(_READY) else flag for flag in flags]
 
 
@@ -59,7 +59,11 @@ def _import_for(package: str) -> None:
     spec = importlib.util.find_spec(package)
     is_package = spec is not None and spec.submodule_search_locations is not None
     name = f"{package}.__main__" if is_package else package
-    importlib.import_module(name)
+    gc.disable()
+    try:
+        importlib.import_module(name)
+    finally:
+        gc.enable()
     del sys.modules[name]
 
 
@@ -67,7 +71,8 @@ def main() -> None:
     """Start the watch, then become the service."""
     parent, package = int(sys.argv[1]), sys.argv[2]
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()
-    sys.argv[1:] = _filled(sys.argv[3:], package)
+    _import_for(package)
+    sys.argv[1:] = _filled(sys.argv[3:])
     runpy.run_module(package, run_name="__main__", alter_sys=True)
 
 

@@ -96,6 +96,8 @@ class Launcher:
         for name, package in worker_processes(settings):
             by_role = [] if package == "prefill_svc" else decode_flags(settings)
             self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
+        # Workers take longest to start, so the gateway leaves them the cores while the store starts.
+        wait_ready([store], self._children, settings.startup_timeout_s)
         self._spawn("gateway", "gateway", gateway_flags(settings, source, store_address, redis_url), api_key(settings))
         ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
         return self._addresses(ready, source.notice)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.turns import SharedTurns, Turns
+from looseleaf.testing import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -144,12 +145,15 @@ def test_a_frozen_process_is_waited_for_once(stepping: Callable[[], subprocess.P
             waits.append(time.monotonic() - began)
     assert waits[0] >= 0.3 > 0.1 > waits[1] and turns.num_passed_by == 3
     os.kill(other.pid, signal.SIGCONT)
-    deadline, passed_by = time.monotonic() + 10, -1
-    while turns.num_passed_by != passed_by:  # until it has had its turn again
-        assert time.monotonic() < deadline
-        passed_by = turns.num_passed_by
-        with turns:
-            time.sleep(0.001)
+    wait_for(lambda: is_in_turn(turns), bool, 10.0, "it has no turn any more")
+    for _ in range(20):  # the other steps on and on, and is waited for each time
+        assert is_in_turn(turns)
+
+
+def is_in_turn(turns: SharedTurns) -> bool:
+    before = turns.num_passed_by
+    with turns:
+        return turns.num_passed_by == before
 
 
 def holds(path: Path, pid: int) -> bool:

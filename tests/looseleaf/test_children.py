@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -41,7 +42,7 @@ def start(tmp_path: Path, logged: list[str]) -> Start:
     def start_one(source: str) -> Child:
         package = tmp_path / "packages" / "a_service"
         package.mkdir(parents=True)
-        (package / "__main__.py").write_text(source)
+        (package / "__main__.py").write_text('if __name__ == "__main__":\n' + indent(source, "    "))
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{package.parent}"}
         with open(os.devnull) as null:
             spec = ServiceSpec("svc", "a_service", ("--flag",), environment, null.fileno())
