@@ -31,8 +31,10 @@ from looseleaf.bench.peers_servers import Harness, Target, check, our_server, pe
 from looseleaf.bench.startup import memory, weights_bytes
 
 MOST_BEYOND_MIB, MOST_FIRST_TOKEN_S = 1024.0, 5.0
-APART_S = 330.0
+APART_S = 900.0
 """What transformers and the S model take; as much is kept back from the rounds."""
+TRANSFORMERS_LIMIT_S = 600.0
+"""For one of transformers' ways without a server: static batches compute up to the longest output of each."""
 
 
 class PeersSettings(Settings):
@@ -48,7 +50,7 @@ class PeersSettings(Settings):
         description="what to measure; small: the served workload on S against vLLM",
     )
     rounds: int = Field(3, ge=1, description="repetitions of each test; their median is compared")
-    minutes: float = Field(25.0, gt=0, description="no repetition begins that would end later")
+    minutes: float = Field(60.0, gt=0, description="no repetition begins that would end later")
     requests: int = Field(64, ge=1, description="requests of the served workloads")
     transformers_requests: int = Field(32, ge=16, le=64, description="how many of them transformers serves")
     quiet: float = Field(10.0, ge=0, description="longest wait for an idle machine before a measurement, s")
@@ -128,7 +130,7 @@ def transformers(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
         return
     for way, requests in (("alone", settings.transformers_requests // 4), ("static", settings.transformers_requests)):
         try:
-            for row in transformers_rows(harness, way, requests, rounds.load.limit_s):
+            for row in transformers_rows(harness, way, requests, TRANSFORMERS_LIMIT_S):
                 rounds.add(row)
                 dtype = row["model"].split("-")[1]
         except Failed as error:

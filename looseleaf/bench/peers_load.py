@@ -38,7 +38,7 @@ class Failed(Exception):
 
 def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int, load: Load) -> list[Row]:
     """A row for each test. Every seed has prompts of its own, so that nothing is cached from the last repetition."""
-    python, where = harness.python, ["--url", target.url, "--model", "m", "--pid", str(target.pid)]
+    python, where = harness.python, ["--url", target.url, "--model", target.model, "--pid", str(target.pid)]
     if not target.url:
         python = harness.root / "ov/bin/python"
         model = harness.root / f"ovm/{harness.size}-fp16"

@@ -81,6 +81,8 @@ class Target:
     name: str
     url: str = ""
     pid: int = 0
+    model: str = "m"
+    """What requests call the model."""
     startup_s: float = 0.0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     """Of a peer, which may be stopped while others are measured."""
@@ -105,11 +107,11 @@ def peer_server(harness: Harness, name: str, log: Path, ready_s: float = 240.0) 
     [port] = free_ports(1)
     options = Namespace(root=harness.root, size=harness.size, dtype=harness.dtype, port=port, kv_gib=2)
     environment = dict(os.environ, OMP_NUM_THREADS="2", TOKENIZERS_PARALLELISM="false")
-    command, _ = commands(harness)[name](options, environment)
+    command, model = commands(harness)[name](options, environment)
     started = time.perf_counter()
     with open(log, "w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    target = Target(name, f"http://127.0.0.1:{port}", process.pid, process=process)
+    target = Target(name, f"http://127.0.0.1:{port}", process.pid, model, process=process)
     try:
         await_health(target.url, process, ready_s, log)
         target.startup_s = time.perf_counter() - started
@@ -143,4 +145,4 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = ()) -> Iterator[Target]:
     """`looseleaf serve` with these roles."""
     with Served(str(model), ["--roles", roles, *flags], log) as served:
-        yield Target(f"looseleaf-{roles}", served.url, served.pid, served.first_token_s)
+        yield Target(f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)
