@@ -12,6 +12,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 BUF_VERSION := 1.75.0
 BUF ?= $(VENV)/buf/node_modules/.bin/buf
@@ -21,7 +22,7 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-preemption model-check chaos load test-compose gpu-carry gpu-check gpu-bench install clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,25 +30,25 @@ help:
 serve: install ## serve a model on this machine (ARGS="MODEL --prefill 2 ...")
 	@exec $(PY) -m looseleaf serve $(ARGS)
 
-test: install ## run the tests that need no container engine
+test: dev ## run the tests that need no container engine
 	@exec $(PY) -m pytest -m "not compose" $(ARGS)
 
-check: install lint types imports proto-check buf-lint ## linter, types, import rules, protos
+check: dev lint types imports proto-check buf-lint ## linter, types, import rules, protos
 
-lint: install
+lint: dev
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: install
+types: dev
 	@$(PY) -m mypy
 
-imports: install
+imports: dev
 	@$(VENV)/bin/lint-imports
 
-proto: install ## generate the Python code of the protos
+proto: dev ## generate the Python code of the protos
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-proto-check: install
+proto-check: dev
 	@fresh=$$(mktemp -d)
 	trap 'rm -rf "$$fresh"' EXIT
 	$(PY) -m grpc_tools.protoc -I. --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS)
@@ -87,24 +88,24 @@ bench-frontend: install ## CPU time of gateway and decode front end for each str
 bench-preemption: install ## swapping and giving back against an arena with room, by block size
 	@exec $(PY) -m looseleaf.bench.preemption $(ARGS)
 
-model-check: install ## the ledger's model, at length (its small tier is part of the tests)
+model-check: dev ## the ledger's model, at length (its small tier is part of the tests)
 	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99
 	tests="$$(printf 'machine.py::test_random_operations_keep_the_invariants[%s]\n' 0 1 2 3 4 5 6 7)"
 	printf '%s\n' "$$tests" 'machine.py -k bug' actors.py small_world.py |
 		xargs -P 2 -I{} sh -c '$(PY) -m pytest --timeout 7200 -q tests/block_store/test_{}'
 
-chaos: install ## services killed, frozen and robbed of Redis, answers compared (ARGS="--trials 5 --scenario decode-kill")
+chaos: dev ## services killed, frozen and robbed of Redis, answers compared (ARGS="--trials 5 --scenario decode-kill")
 	@exec $(PY) -m looseleaf.chaos $(or $(ARGS),--scenario all)
 
-load: install ## locust against a running server, else one it starts (USERS=32 RUN_TIME=60s)
+load: dev ## locust against a running server, else one it starts (USERS=32 RUN_TIME=60s)
 	@exec $(PY) -m loadtest --users $(USERS) --run-time $(RUN_TIME) $(ARGS)
 
-test-compose: install ## bring docker-compose.yml up for real and test it (needs a container engine)
+test-compose: dev ## bring docker-compose.yml up for real and test it (needs a container engine)
 	@exec $(PY) -m pytest -m compose tests/compose $(ARGS)
 
 # --- on a GPU host: gpu-carry here, the others there (they install nothing; see tools/gpu/host.sh) ---
 
-gpu-carry: install ## collect in .carry what a GPU host without a network lacks
+gpu-carry: dev ## collect in .carry what a GPU host without a network lacks
 	@exec $(PY) tools/gpu/carry.py $(ARGS)
 
 gpu-check: ## every kernel, provider and test of token equality on this GPU
@@ -118,23 +119,36 @@ gpu-bench: ## kernels, decode steps and served runs on this GPU, transformers be
 clean: ## remove .venv and what was built
 	@rm -rf $(VENV) build *.egg-info kernels/*.so block_store/*.so
 
-# --- installation: three stamps, so that a warm start costs nothing and a changed kernel is rebuilt ---
+# --- installation: stamps, so that a warm start costs nothing and a changed kernel is rebuilt ---
 
-install: $(VENV)/.built
+install: # what serving and measuring need: packages, and beside pip the compiler
+	@$(MAKE) --silent --jobs=2 $(VENV)/.installed $(VENV)/.compiled
+
+dev: install $(VENV)/.developing
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
 		echo "Python 3.11 or later is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
-	echo "making $(VENV) (once, some minutes) ..."
+	echo "making $(VENV) (once; the first line of text comes in some minutes) ..."
 	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install --quiet --disable-pip-version-check 'setuptools>=77'
+	$(PIP) 'setuptools>=77'
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
-	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[engine,redis,dev,loadtest]'
-	touch $@ $(VENV)/.built
+	@if ! $(PY) -c 'import torch' 2>/dev/null; then
+		echo "installing $(TORCH) ..."
+		$(PIP) '$(TORCH)'
+	fi
+	echo "installing Looseleaf and what it serves with ..."
+	NO_EXTENSIONS=1 $(PIP) --no-build-isolation -e '.[engine,redis]'
+	touch $@
 
-$(VENV)/.built: $(VENV)/.installed $(NATIVE)
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+$(VENV)/.compiled: $(VENV)/.created $(NATIVE)
+	@echo "compiling the kernels for each instruction set ..."
+	$(PY) setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/.developing: $(VENV)/.installed
+	@echo "installing what tests and checks need ..."
+	NO_EXTENSIONS=1 $(PIP) --no-build-isolation -e '.[engine,redis,dev,loadtest]'
 	touch $@

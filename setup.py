@@ -1,6 +1,7 @@
 """Builds the C++ kernels, once per instruction set, and the block store's atomics. Metadata lives in pyproject.toml.
 
-Every extension is optional: without a compiler the torch references run, logged and counted.
+Every extension is optional: without a compiler the torch references run, logged and counted. NO_EXTENSIONS=1 in the
+environment leaves them out: the Makefile compiles them while pip is still downloading.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ AMX_SOURCE = "kernels/cpu/linear_amx.cpp"
 
 
 class BuildExt(build_ext):
-    """Gives every extension its own object folder: the same sources are compiled several times. Several extensions at
-    once with `--parallel N`."""
+    """Gives every extension its own object folder, as the same sources are compiled several times; on all cores."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.parallel = os.cpu_count()
 
     def build_extension(self, ext: Extension) -> None:
         alone = copy.copy(self)
@@ -65,4 +69,5 @@ def atomics_extension() -> list[Extension]:
     return [Extension("block_store._atomics", [source], extra_compile_args=flags)] if os.path.exists(source) else []
 
 
-setup(ext_modules=kernel_extensions() + atomics_extension(), cmdclass={"build_ext": BuildExt})
+extensions = [] if os.environ.get("NO_EXTENSIONS") else kernel_extensions() + atomics_extension()
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildExt})

@@ -32,6 +32,7 @@ from block_store.registry import WorkerRegistry
 from common import convert
 from common.errors import StartupError
 from common.rpc import error_of
+from common.telemetry import fallback_counts
 from common.types import KvLayout, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
@@ -169,7 +170,8 @@ class Attached:
         self._announcer.start()
 
     def _as_of_now(self, record: WorkerRecord, load: WorkerLoad) -> WorkerRecord:
-        return replace(record, load=load, epoch=self.held.holder.epoch, max_group_blocks=self.floor_blocks)
+        epoch, floor, fallbacks = self.held.holder.epoch, self.floor_blocks, fallback_counts()
+        return replace(record, load=load, epoch=epoch, max_group_blocks=floor, fallbacks=fallbacks)
 
     def withdraw(self) -> None:
         """Take the worker out of the registry: gateways send it nothing new."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+_LOCK = threading.Lock()
+_COUNTS: Counter[str] = Counter()
+_SOURCES: list[Callable[[], Mapping[str, int]]] = []
 
 
 class _JsonFormatter(logging.Formatter):
@@ -52,5 +59,21 @@ class Fallbacks:
 
     def note(self, name: str, reason: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
+        with _LOCK:
+            _COUNTS[name] += 1
         if self.counts[name] == 1:
             self._logger.warning("fallback %s: %s (further ones are only counted)", name, reason)
+
+
+def fallback_counts() -> dict[str, int]:
+    """How often this process has done something another way than it should, by name; for /metrics."""
+    with _LOCK:
+        total = Counter(_COUNTS)
+    for source in _SOURCES:
+        total.update(source())
+    return dict(total)
+
+
+def count_fallbacks_of(source: Callable[[], Mapping[str, int]]) -> None:
+    """Add what a layer counts that knows nothing of this module."""
+    _SOURCES.append(source)

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from common.telemetry import Fallbacks
+
 logger = logging.getLogger("turns")
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
@@ -64,8 +66,8 @@ class SharedTurns:
         self._has_turn = False
         self._passed_by_at: int | None = None
         """Turns given back by all when this one last stepped out of turn; None: it has had its turn since."""
-        self.num_passed_by = 0
-        """Steps that were taken out of turn."""
+        self.fallbacks = Fallbacks(logger)
+        """Steps that were taken out of turn, as "turn"."""
 
     def __enter__(self) -> None:
         stuck = self._passed_by_at == self._num_given_back()
@@ -75,10 +77,8 @@ class SharedTurns:
         if self._has_turn:
             self._passed_by_at = None
             return
-        if self._passed_by_at is None:
-            logger.warning("another process has had the cores for %.1f s: going on beside it", self._patience_s)
         self._passed_by_at = self._num_given_back()
-        self.num_passed_by += 1
+        self.fallbacks.note("turn", f"another process has had the cores for {self._patience_s} s; going on beside it")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, NewType
@@ -238,3 +239,5 @@ class WorkerRecord:
     epoch: int = 0
     draining: bool = False
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    fallbacks: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of its process, which may have other roles (`common.telemetry.fallback_counts`)."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.settings import AttentionBackend, WorkerSettings
+from common.telemetry import count_fallbacks_of
 from common.types import DType, KvLayout
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
@@ -35,7 +36,7 @@ from engine.numerics import numerics
 from engine.step import StepInput
 from kernels import cpu
 from kernels.copy_blocks import copy_blocks
-from kernels.cpu.loader import count_fallback, on_triton
+from kernels.cpu.loader import count_fallback, fallbacks, on_triton
 from kernels.providers.base import (
     SPLIT_QUERIES,
     AttentionBatch,
@@ -48,6 +49,7 @@ from kernels.providers.choice import choose
 from kernels.sampling import log_softmax_top, sample
 
 logger = logging.getLogger("engine")
+count_fallbacks_of(fallbacks)
 
 PROFILE_MAX_KEYS = 1 << 21
 """Key positions that one profiling pass reads at most over all its sequences, to bound its time."""

@@ -132,6 +132,12 @@ class Metrics:
         self._queued = Gauge(
             "looseleaf_worker_waiting", "Sequences queued by a worker", worker_labels, registry=self._registry
         )
+        self._fallbacks = Gauge(
+            "looseleaf_fallbacks",
+            "Times that a process did something another way than it should, since its start",
+            [*labels, "service", "fallback"],
+            registry=self._registry,
+        )
 
     def first_token(self, latency_s: float, summary: Summary) -> None:
         """The first token leaves; `summary` has the prompt's sources."""
@@ -201,6 +207,13 @@ class Metrics:
         for worker, role, running, waiting in loads:
             self._batch.labels(self._model, worker, role).set(running)
             self._queued.labels(self._model, worker, role).set(waiting)
+
+    def set_fallbacks(self, by_service: Mapping[str, Mapping[str, int]]) -> None:
+        """Counts by name, of the gateway and of every worker process there is; the others' series go."""
+        self._fallbacks.clear()
+        for service, counts in by_service.items():
+            for name, count in counts.items():
+                self._fallbacks.labels(self._model, service, name).set(count)
 
     def render(self) -> bytes:
         """The text of /metrics."""

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from common.errors import StartupError
 from common.rpc import RpcServer, open_channel
+from common.telemetry import fallback_counts
 from gateway.metrics import Metrics
 from gateway.workers import Workers
 from protos.v1 import block_store_pb2, block_store_pb2_grpc
@@ -116,7 +117,7 @@ async def watch_readiness(
 
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics) -> None:
-    """Keep the gauges of blocks and workers fresh for /metrics."""
+    """Keep the gauges of blocks, workers and fallbacks fresh for /metrics."""
     channel = None if address is None else open_channel(address)
     try:
         while True:
@@ -124,6 +125,8 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics) 
                 (s.record.worker_id, s.record.role, s.load.num_running, s.load.num_waiting)
                 for s in workers.states.values()
             )
+            by_address = {s.record.address: s.record.fallbacks for s in workers.states.values()}
+            metrics.set_fallbacks({"gateway": fallback_counts(), **by_address})
             if channel is not None:
                 await _inspect(channel, metrics)
             await asyncio.sleep(INSPECT_POLL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from block_store.registry import WorkerRegistry
 from block_store.sizing import granted_floor
 from block_store.testing import LAYOUT, StoreProcess, wait_until
 from common.settings import WorkerSettings
+from common.telemetry import Fallbacks
 from common.types import WorkerLoad
 
 NUM_BLOCKS = 64
@@ -80,6 +82,8 @@ def test_workers_register_with_what_they_are_granted_and_say_so(
     decode.announce(record, WorkerLoad)
     wait_until(registry.list)
     assert [worker.max_group_blocks for worker in registry.list()] == [granted]
+    Fallbacks(logging.getLogger("test")).note("a test's", "so that it is published")
+    wait_until(lambda: registry.list()[0].fallbacks.get("a test's") == 1)
     decode.withdraw()
     for worker in (prefill, decode):
         worker.close()

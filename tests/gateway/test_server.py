@@ -1,12 +1,16 @@
-"""Sockets of a gateway: taken by one, or shared by two that both say so."""
+"""Sockets of a gateway: taken by one, or shared by two that both say so. And what it tells of other processes."""
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
 
 import pytest
 
 from common.errors import StartupError
 from common.rpc import RpcServer
-from gateway.server import bind_http
+from gateway.server import bind_http, watch_blocks
+from tests.gateway.conftest import MakeRig
 
 
 def test_a_port_is_shared_only_by_those_who_say_so() -> None:
@@ -28,3 +32,24 @@ async def test_so_is_the_port_of_grpc() -> None:
         alone.bind()
     for server in (*servers, alone):
         await server.stop(0)
+
+
+async def test_fallbacks_of_workers_are_metrics_while_they_are_there(make_rig: MakeRig) -> None:
+    rig = await make_rig(num_decode=2)
+
+    def noted(service: str = "") -> float:
+        return rig.metric(f'looseleaf_fallbacks{{fallback="turn",model_name="tiny",service="{service}')
+
+    async def becomes(count: float) -> None:
+        async with asyncio.timeout(5):
+            while noted() != count:
+                await asyncio.sleep(0.05)
+
+    for index, count in ((0, 3), (1, 4)):
+        rig.records[index] = replace(rig.records[index], fallbacks={"turn": count})
+    watching = asyncio.create_task(watch_blocks(None, rig.workers, rig.metrics))
+    await becomes(7)
+    assert noted(rig.records[1].address) == 4
+    del rig.records[1]
+    await becomes(3)
+    watching.cancel()
