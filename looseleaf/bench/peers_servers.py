@@ -11,6 +11,7 @@ import ast
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import time
 import urllib.request
@@ -139,6 +140,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
+
+
+def first_token_s(model: Path, starts: int = 3) -> float:
+    """Median over starts of `looseleaf serve`, each alone; the first of them finds what it reads on disk."""
+    seconds = []
+    for _ in range(starts):
+        with Served(str(model), ["--roles", "both"]) as served:
+            seconds.append(served.first_token_s)
+    return statistics.median(seconds)
 
 
 @contextmanager
