@@ -38,7 +38,7 @@ async def test_fallbacks_of_workers_are_metrics_while_they_are_there(make_rig: M
     rig = await make_rig(num_decode=2)
 
     def noted(service: str = "") -> float:
-        return rig.metric(f'looseleaf_fallbacks{{fallback="a worker's",model_name="tiny",service="{service}')
+        return rig.metric(f'looseleaf_fallbacks{{fallback="elsewhere",model_name="tiny",service="{service}')
 
     async def becomes(count: float) -> None:
         async with asyncio.timeout(5):
@@ -46,7 +46,7 @@ async def test_fallbacks_of_workers_are_metrics_while_they_are_there(make_rig: M
                 await asyncio.sleep(0.05)
 
     for index, count in ((0, 3), (1, 4)):
-        rig.records[index] = replace(rig.records[index], fallbacks={"a worker's": count})
+        rig.records[index] = replace(rig.records[index], fallbacks={"elsewhere": count})
     watching = asyncio.create_task(watch_blocks(None, rig.workers, rig.metrics))
     await becomes(7)
     assert noted(rig.records[1].address) == 4
