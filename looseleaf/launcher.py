@@ -86,7 +86,7 @@ class Launcher:
         self._shared = SharedDirectory(Path(settings.directory) if settings.directory else ROOT)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
         self._echo(describe(asked, settings))
-        # All at once: who needs the store's address, or Redis', waits for it itself.
+        # Workers beside the store: who needs its address, or Redis', waits for it itself.
         store = self._spawn("block_store", "block_store", store_flags(settings, self._shared.path, source))
         store_address, redis_url = store.later(0), store.later(1)
         assert self._run_directory is not None
