@@ -6,36 +6,34 @@
 namespace ll {
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 1 << 15;  // elements; below, waking threads costs more than it saves
+constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements; below, waking threads costs more than it saves
 
-template <class T>
-LL_INLINE vf sum_to(T* summed, const T* x, const T* residual, int64_t i, int64_t n) {
-    vf v = load_upto(x + i, n - i);
-    if (!residual) return v;
-    v = rounded_to(v + load_upto(residual + i, n - i), x);
-    store_upto(summed + i, v, n - i);
-    return v;
-}
-
-template <class T>
+// Four sums, vectors to them in turn. With ADD `summed` = x + residual, and the norm is of that.
+template <bool ADD, class T>
 void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t n, float eps) {
     vf acc[4] = {};
-    for (int64_t i = 0; i < n; i += 4 * W) {
-#pragma GCC unroll 4
-        for (int lane = 0; lane < 4; ++lane) {
-            const int64_t at = i + lane * W;
-            if (at >= n) break;
-            vf v = sum_to(summed, x, residual, at, n);
-            acc[lane] = fma(v, v, acc[lane]);
+    const auto add = [&](vf& sum, int64_t i, auto count) __attribute__((always_inline)) {
+        vf v = load_upto(x + i, count);
+        if constexpr (ADD) {
+            v = rounded_to(v + load_upto(residual + i, count), x);
+            store_upto(summed + i, v, count);
         }
-    }
+        sum = fma(v, v, sum);
+    };
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) add(acc[k], i + k * W, std::integral_constant<int64_t, W>{});
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k)
+        if (i + k * W < n) add(acc[k], i + k * W, n - i - k * W);
     const float mean = hsum((acc[0] + acc[1]) + (acc[2] + acc[3])) / float(n);
     const vf inverse = splat(1.f / std::sqrt(mean + eps));
-    const T* from = residual ? summed : x;
-    for (int64_t i = 0; i < n; i += W) {
-        vf normed = rounded_to(load_upto(from + i, n - i) * inverse, x);
-        store_upto(out + i, normed * load_upto(weight + i, n - i), n - i);
-    }
+    const T* from = ADD ? summed : x;
+    for_vectors(n, [&](int64_t at, auto count) {
+        vf normed = rounded_to(load_upto(from + at, count) * inverse, x);
+        store_upto(out + at, normed * load_upto(weight + at, count), count);
+    });
 }
 
 // exp(-g) for any g; infinity from 2^127 on, so that silu of a very negative gate is -0.
@@ -46,24 +44,23 @@ LL_INLINE vf exp_minus(vf g) {
 
 template <class T>
 void silu_mul_row(T* out, const T* x, int64_t n) {
-    for (int64_t i = 0; i < n; i += W) {
-        vf gate = load_upto(x + i, n - i), up = load_upto(x + n + i, n - i);
+    for_vectors(n, [&](int64_t i, auto count) {
+        vf gate = load_upto(x + i, count), up = load_upto(x + n + i, count);
         vf silu = rounded_to(gate / (splat(1.f) + exp_minus(gate)), x);
-        store_upto(out + i, silu * up, n - i);
-    }
+        store_upto(out + i, silu * up, count);
+    });
 }
 
 // dst may be src. Dimensions from `rotary` on are copied.
 template <class T>
 void rotate(T* dst, const T* src, const float* cos_sin, int64_t rotary, int64_t d) {
     const int64_t half = rotary / 2;
-    for (int64_t i = 0; i < half; i += W) {
-        int64_t n = half - i;
+    for_vectors(half, [&](int64_t i, auto n) {
         vf cos = load_upto(cos_sin + i, n), sin = load_upto(cos_sin + half + i, n);
         vf a = load_upto(src + i, n), b = load_upto(src + half + i, n);
         store_upto(dst + i, a * cos - b * sin, n);
         store_upto(dst + half + i, b * cos + a * sin, n);
-    }
+    });
     if (dst != src) std::memcpy(dst + 2 * half, src + 2 * half, (d - 2 * half) * sizeof(T));
 }
 
@@ -118,8 +115,9 @@ template <class T>
 void rms_norm(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t rows, int64_t n,
               int64_t x_row, int64_t residual_row, int64_t threads, float eps) {
     team_for(rows * n >= PARALLEL_FROM ? threads : 1, rows, [&](int64_t r) {
-        rms_norm_row(out + r * n, x + r * x_row, weight, residual ? residual + r * residual_row : nullptr,
-                     summed ? summed + r * n : nullptr, n, eps);
+        const T* row = x + r * x_row;
+        residual ? rms_norm_row<true>(out + r * n, row, weight, residual + r * residual_row, summed + r * n, n, eps)
+                 : rms_norm_row<false, T>(out + r * n, row, weight, nullptr, nullptr, n, eps);
     });
 }
 
