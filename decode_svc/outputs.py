@@ -29,8 +29,21 @@ class Rejection(Enum):
     INTERNAL = "internal"
 
 
+class PlainToken(NamedTuple):
+    """One token of a sequence that goes on, and nothing else: what most steps bring most sequences."""
+
+    handle: int
+    attempt: int
+    sample_index: int
+    output_index: int
+    token_id: int
+
+    def as_output(self) -> Output:
+        return Output(self.handle, self.attempt, self.sample_index, self.output_index, (self.token_id,))
+
+
 class Output(NamedTuple):
-    """What one step brought one sequence."""
+    """Whatever else one step brought one sequence."""
 
     handle: int
     attempt: int
@@ -44,7 +57,8 @@ class Output(NamedTuple):
     beam_score: float | None = None
 
 
-Send = Callable[[list[Output], WorkerLoad], None]
+AnyOutput = Output | PlainToken
+Send = Callable[[list[AnyOutput], WorkerLoad], None]
 
 
 class Session:
@@ -55,7 +69,7 @@ class Session:
     def __init__(self, send: Send) -> None:
         self.send = send
         self.groups: dict[int, Group] = {}
-        self.outputs: list[Output] = []
+        self.outputs: list[AnyOutput] = []
 
 
 def timings_of(group: Group) -> Timings:
@@ -64,13 +78,16 @@ def timings_of(group: Group) -> Timings:
     return Timings(hand_over_ns=group.claimed_ns - group.arrived_ns, decode_ns=now - group.claimed_ns)
 
 
-def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishReason | None) -> Output:
+def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishReason | None) -> AnyOutput:
     """The newest token of a sample, which `sequence` has already."""
+    index = len(sequence.output_ids) - 1
+    if reason is None and sample.logprob is None:
+        return PlainToken(group.handle, group.attempt, sequence.sample_index, index, sample.token_id)
     return Output(
         group.handle,
         group.attempt,
         sequence.sample_index,
-        len(sequence.output_ids) - 1,
+        index,
         (sample.token_id,),
         () if sample.logprob is None else (sample.logprob,),
         reason,
@@ -117,7 +134,7 @@ class Outbox:
         session = self._sessions.pop(group)
         session.groups.pop(group.handle, None)
 
-    def emit(self, group: Group, output: Output) -> None:
+    def emit(self, group: Group, output: AnyOutput) -> None:
         """Tell the group's session at the end of the step."""
         session = self._sessions[group]
         session.outputs.append(output)

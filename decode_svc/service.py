@@ -11,17 +11,15 @@ from common.errors import LooseleafError
 from common.rpc import HEARTBEAT_S, Context
 from common.step_thread import StepThread
 from common.types import WorkerLoad
-from decode_svc.outputs import Output, Rejection
+from decode_svc.outputs import AnyOutput, Output, PlainToken, Rejection
 from decode_svc.outputs import Session as WorkerSession
 from decode_svc.submits import read_submit
 from decode_svc.worker import DecodeWorker
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
 
-Step = tuple[list[Output], WorkerLoad]
+Step = tuple[list[AnyOutput], WorkerLoad]
 """What a session hears of a step."""
-HEARTBEAT: Step = ([], WorkerLoad())
-_NOTHING_MORE = Output(0, 0)[5:]
 logger = logging.getLogger("decode")
 _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     None: pb.REJECTION_UNSPECIFIED,
@@ -43,22 +41,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._thread = thread
         self._vocab_size = vocab_size
 
-    async def Session(
-        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
-    ) -> AsyncIterator[pb.SessionResponse]:
-        loop = asyncio.get_running_loop()
-        steps: asyncio.Queue[Step | None] = asyncio.Queue()
+    async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+        loop, steps = asyncio.get_running_loop(), _Steps()
 
-        def send(outputs: list[Output], load: WorkerLoad) -> None:  # called in the step thread, which then computes on
-            loop.call_soon_threadsafe(steps.put_nowait, (outputs, load))
+        def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread, which computes on
+            loop.call_soon_threadsafe(steps.put, (outputs, load))
 
         session = WorkerSession(send)
         reader = asyncio.create_task(self._read(request_iterator, session))
-        reader.add_done_callback(lambda _: steps.put_nowait(None))
+        reader.add_done_callback(lambda _: steps.end())
+        heart = asyncio.create_task(steps.beat())
         try:
-            while (step := await _within(HEARTBEAT_S, steps)) is not None:
-                yield _response(step, steps) if step is not HEARTBEAT else pb.SessionResponse()
+            while (missed := await steps.get()) is not None:
+                await context.write(_response(missed))
         finally:
+            heart.cancel()
             reader.cancel()
             self._thread.post(lambda: self._worker.close(session))
 
@@ -84,49 +81,77 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._thread.post(lambda: self._worker.cancel(session, handle, sample_index))
 
 
-async def _within(seconds: float, queue: asyncio.Queue[Step | None]) -> Step | None:
-    """The next step; a heartbeat if there is none for `seconds`."""
-    if queue.empty():
-        try:
-            async with asyncio.timeout(seconds):
-                return await queue.get()
-        except TimeoutError:
-            return HEARTBEAT
-    return queue.get_nowait()
+class _Steps:
+    """The steps that a session has not heard of, for one reader. No timer runs for each of them."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._is_over = False
+        self._is_quiet = False
+        """Whether nothing has come for as long as a session may wait for a sign of life."""
+        self._num_read = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, step: Step) -> None:
+        self._steps.append(step)
+        self._wake()
+
+    def end(self) -> None:
+        """After what is there nothing will come."""
+        self._is_over = True
+        self._wake()
+
+    async def get(self) -> list[Step] | None:
+        """All steps that are there; none of them, if nothing has come for up to HEARTBEAT_S; None at the end."""
+        while not (self._steps or self._is_over or self._is_quiet):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if not self._steps and self._is_over:
+            return None
+        steps, self._steps, self._is_quiet = self._steps, [], False
+        self._num_read += 1
+        return steps
+
+    async def beat(self) -> None:
+        """Never returns."""
+        while True:
+            seen = self._num_read
+            await asyncio.sleep(HEARTBEAT_S / 2)
+            if seen == self._num_read:
+                self._is_quiet = True
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
-def _response(step: Step, queue: asyncio.Queue[Step | None]) -> pb.SessionResponse:
-    """A slow gateway gets the steps it missed in one message, so that no queue grows with its slowness."""
-    outputs, load = step
+def _response(steps: list[Step]) -> pb.SessionResponse:
+    """A slow gateway gets the steps it missed in one message, so that no queue grows with its slowness. A heartbeat if
+    there are none."""
     response = pb.SessionResponse()
-    _add(response, outputs)
-    while not queue.empty():
-        more = queue.get_nowait()
-        if more is None:
-            queue.put_nowait(None)
-            break
-        outputs, load = more
+    for outputs, _ in steps:
         _add(response, outputs)
-    response.load.CopyFrom(convert.load_to_pb(load))
+    if steps:
+        response.load.CopyFrom(convert.load_to_pb(steps[-1][1]))
     return response
 
 
-def _add(response: pb.SessionResponse, outputs: list[Output]) -> None:
+def _add(response: pb.SessionResponse, outputs: list[AnyOutput]) -> None:
     """A sample's other outputs than plain tokens come after its last plain one, so their order is not needed."""
-    plain: list[Output] = []
-    for item in outputs:
-        if item[5:] == _NOTHING_MORE and len(item.token_ids) == 1:
-            plain.append(item)
-        else:
-            _add_message(response.outputs.add(), item)
+    plain = [item for item in outputs if type(item) is PlainToken]
+    if len(plain) < len(outputs):
+        for item in outputs:
+            if isinstance(item, Output):
+                _add_message(response.outputs.add(), item)
     if plain:
-        handles, attempts, samples, first_indices, token_ids, *_ = zip(*plain, strict=True)
+        handles, attempts, samples, output_indices, token_ids = zip(*plain, strict=True)
         to = response.plain_tokens
         to.handles.extend(handles)
         to.attempts.extend(attempts)
         to.sample_indices.extend(samples)
-        to.output_indices.extend(first_indices)
-        to.token_ids.extend([token_id for (token_id,) in token_ids])
+        to.output_indices.extend(output_indices)
+        to.token_ids.extend(token_ids)
 
 
 def _add_message(message: pb.SequenceOutput, item: Output) -> None:

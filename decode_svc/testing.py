@@ -19,7 +19,7 @@ from block_store.holder import Holder
 from block_store.rebuild import open_ledger
 from common.blocks import blocks_of
 from common.types import Branch, FinishReason, SamplingParams, StoppingParams, Ticket, TokenLogprob, WorkerLoad
-from decode_svc.outputs import Output, Rejection, Session
+from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.submits import Submission
 from decode_svc.worker import DecodeWorker
@@ -52,9 +52,10 @@ class Inbox:
         self.loads: list[WorkerLoad] = []
         self.session = Session(self._hear)
 
-    def _hear(self, outputs: list[Output], load: WorkerLoad) -> None:
+    def _hear(self, outputs: list[AnyOutput], load: WorkerLoad) -> None:
         self.loads.append(load)
-        for output in outputs:
+        for item in outputs:
+            output = item.as_output() if isinstance(item, PlainToken) else item
             if output.rejection is not None:
                 self.rejections[output.handle] = output.rejection
                 continue

@@ -85,13 +85,13 @@ class Sample:
                 piece.logprobs.append(details[number])
                 self._cumulative_logprob += details[number].logprob
 
-    def accept_one(self, first_index: int, token_id: int) -> str | None:
-        """Add the next token of a sample that goes on, without stop strings; returns its text. None: it is not the next
-        one, and nothing was added."""
+    def accept_plain(self, first_index: int, token_ids: Sequence[int]) -> str | None:
+        """Add the next tokens of a sample that goes on and has no stop strings; returns their text. None: they are not
+        the next ones, and nothing was added."""
         if first_index != len(self.output_ids) or self.finish_reason is not None:
             return None
-        self.output_ids.append(token_id)
-        return self._detokenizer.add(token_id)
+        self.output_ids += token_ids
+        return self._detokenizer.add_all(token_ids)
 
     def _add(self, piece: Piece, token_id: int, finish: FinishReason | None) -> None:
         self.output_ids.append(token_id)

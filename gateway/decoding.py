@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.errors import LooseleafError
 from common.types import WorkerRecord
 from gateway.admission import Gate
 from gateway.assemble import Piece, Sample
+from gateway.direct import Direct
 from gateway.life import Life, Pieces, tokens_of
 from gateway.lost import WorkerLost, rejected, too_late
 from gateway.metrics import Metrics
-from gateway.sessions import DecodeSession, OutputStream, TakeToken
+from gateway.sessions import MIN_PAUSE_S, DecodeSession, OutputStream
 from gateway.workers import Workers
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
@@ -80,11 +82,12 @@ class DecodeHalf:
             for piece in hand_over.first.values():
                 yield piece
             while life.num_open:
-                await self._pace(life)
+                if stream.short_way is None:
+                    await self._pace(life)
                 news = await _next(life, session, stream)
-                if stream.direct is None:  # the first step with it is over
-                    life.entry.leave()
-                    stream.direct = self._short_way(life)
+                life.entry.leave()  # the first step with it is over
+                if stream.short_way is None and life.direct is not None:
+                    stream.short_way = _ShortWay(life, life.direct, self._pause_s, self._metrics)
                 if not life.num_open:
                     _add_decode_time(life, news.timings, began)
                     list(news.pieces.values())[-1].summary = life.summary()
@@ -108,38 +111,46 @@ class DecodeHalf:
         self._metrics.handed_over(life.handed_over)
         self._metrics.dispatched("decode", session.record.worker_id)
 
-    def _short_way(self, life: Life) -> TakeToken | None:
-        """Puts out a sample's next token where nothing else has to be decided: what most outputs are."""
-        samples, direct, next_token = life.samples, life.direct, self._metrics.next_token
-        if direct is None:
-            return None
-
-        def take(index: int, output_index: int, token_id: int) -> bool:
-            now = time.monotonic()
-            if index >= len(samples):
-                return False
-            sample = samples[index]
-            if not direct.ready or not sample.emitted_at or self._pause_s(sample.emitted_at, now) > 0.001:
-                return False
-            text = sample.accept_one(output_index, token_id)
-            if text is None:
-                return False
-            next_token(now - sample.emitted_at)
-            life.emitted_at = sample.emitted_at = now
-            direct.send(index, token_id, text)
-            return True
-
-        return take
-
     async def _pace(self, life: Life) -> None:
         """Hold the next message back while there are many streams and this one has just sent."""
-        if (pause := self._pause_s(life.emitted_at, time.monotonic())) > 0.001:
+        if (pause := self._pause_s(life.emitted_at)) > MIN_PAUSE_S:
             await asyncio.sleep(pause)
 
-    def _pause_s(self, emitted_at: float, now: float) -> float:
+    def _pause_s(self, emitted_at: float) -> float:
         """How long the next message after one of this time waits; nothing if it is not positive."""
         inside = self._gate.inside
-        return emitted_at + inside * MESSAGE_COST_S - now if inside > FEW_STREAMS else 0.0
+        return emitted_at + inside * MESSAGE_COST_S - time.monotonic() if inside > FEW_STREAMS else 0.0
+
+
+class _ShortWay:
+    """Puts out the next tokens of a request's samples where nothing else has to be decided: what most outputs are."""
+
+    __slots__ = ("_direct", "_life", "_metrics", "_pause_after")
+
+    def __init__(
+        self, life: Life, direct: Direct[Any], pause_after: Callable[[float], float], metrics: Metrics
+    ) -> None:
+        self._life = life
+        self._direct = direct
+        self._pause_after = pause_after
+        self._metrics = metrics
+
+    def pause_s(self, sample: int) -> float:
+        samples = self._life.samples
+        return self._pause_after(samples[sample].emitted_at) if sample < len(samples) else 0.0
+
+    def take(self, sample: int, first_index: int, token_ids: Sequence[int]) -> bool:
+        life, direct = self._life, self._direct
+        if sample >= len(life.samples) or not direct.ready:
+            return False
+        its = life.samples[sample]
+        if not its.emitted_at or (text := its.accept_plain(first_index, token_ids)) is None:
+            return False
+        now = time.monotonic()
+        self._metrics.next_tokens(len(token_ids), now - its.emitted_at)
+        life.emitted_at = its.emitted_at = now
+        direct.send(sample, token_ids, text)
+        return True
 
 
 async def _next(life: Life, session: DecodeSession, stream: OutputStream) -> _News:

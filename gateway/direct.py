@@ -1,14 +1,14 @@
-"""The short way of a token to its client: written in the moment in which it comes, by whoever brings it.
+"""The short way of tokens to their client: written by whoever brings them.
 
 The ordinary way wakes the request's task and goes through its generators, which costs more than all the rest. It is
-left only when there is nothing to decide: the task waits for outputs, everything before is written, and one more token
-of a sample that goes on has come. Knows nothing of tokenizers, gRPC or HTTP.
+left only when there is nothing to decide: the task waits for outputs, everything before is written, and nothing but
+tokens of samples that go on has come. Knows nothing of tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,8 +20,8 @@ class Direct(Generic[T]):
 
     __slots__ = ("_error", "_in_flight", "_message", "_settled", "_write")
 
-    def __init__(self, message: Callable[[int, int, str], T | None], write: Write[T] | None = None) -> None:
-        """`message(sample index, token id, new text)` is what to write, None for nothing."""
+    def __init__(self, message: Callable[[int, Sequence[int], str], T | None], write: Write[T] | None = None) -> None:
+        """`message(sample index, token ids, their text)` is what to write, None for nothing."""
         self._message = message
         self._write = write
         self._in_flight = False
@@ -37,9 +37,9 @@ class Direct(Generic[T]):
         """Whether `send` may be called: the last write is done, and did not fail."""
         return not self._in_flight and self._error is None and self._write is not None
 
-    def send(self, index: int, token_id: int, text: str) -> None:
-        """Start to write a token. If that fails, `write` or `settle` says so."""
-        message = self._message(index, token_id, text)
+    def send(self, index: int, token_ids: Sequence[int], text: str) -> None:
+        """Start to write tokens. If that fails, `write` or `settle` says so."""
+        message = self._message(index, token_ids, text)
         if message is not None:
             assert self._write is not None
             self._in_flight = True

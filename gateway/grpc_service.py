@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -173,9 +174,9 @@ def _early_stopping(value: int) -> EarlyStopping:
     return found
 
 
-def _token_response(request_id: str, index: int, token_id: int, text: str) -> pb.GenerateResponse:
-    """`response_of` for one token in the middle of a sample."""
-    return pb.GenerateResponse(request_id=request_id, index=index, text_delta=text, token_ids=(token_id,))
+def _token_response(request_id: str, index: int, token_ids: Sequence[int], text: str) -> pb.GenerateResponse:
+    """`response_of` for tokens in the middle of a sample."""
+    return pb.GenerateResponse(request_id=request_id, index=index, text_delta=text, token_ids=token_ids)
 
 
 def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:

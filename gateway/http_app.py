@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -168,8 +168,8 @@ async def _collect(runner: RequestRunner, request: ResolvedRequest, add: Callabl
             add(piece)
 
 
-def _token_event(writer: ChunkWriter, index: int, token_id: int, text: str) -> dict[str, Any] | None:
-    """What a token in the middle of a sample sends; the choice's number is the sample's where there is one request."""
+def _token_event(writer: ChunkWriter, index: int, token_ids: Sequence[int], text: str) -> dict[str, Any] | None:
+    """What tokens in the middle of a sample send; the choice's number is the sample's where there is one request."""
     return event_message(writer.text(index, text)) if text else None
 
 

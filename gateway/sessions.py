@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc.aio
 
@@ -27,8 +27,18 @@ logger = logging.getLogger("sessions")
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 0.5
 OnLoad = Callable[[str, WorkerLoad], None]
-TakeToken = Callable[[int, int, int], bool]
-"""Takes a sample's index, the token's among its outputs, and the token; or refuses."""
+MIN_PAUSE_S = 0.001
+"""Less is not worth a timer."""
+
+
+class ShortWay(Protocol):
+    """Puts plain tokens out at once, without waking the reader of a stream."""
+
+    def pause_s(self, sample: int) -> float:
+        """How long the sample's next tokens still wait, to go out together."""
+
+    def take(self, sample: int, first_index: int, token_ids: Sequence[int]) -> bool:
+        """Put out tokens from this output index on. False: it cannot, the reader has to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +57,21 @@ class OutputStream:
     Bounded by samples and max_tokens: a worker sends each token once.
     """
 
-    __slots__ = ("_closed", "_outputs", "_waiter", "attempt", "direct", "handle", "running")
+    __slots__ = ("_closed", "_outputs", "_runs", "_timer", "_waiter", "attempt", "handle", "running", "short_way")
 
     def __init__(self, handle: int, attempt: int, samples: Iterable[int]) -> None:
         self.handle = handle
         self.attempt = attempt
         self.running = set(samples)
         """Samples, or returned beams, that the worker has not ended and that were not cancelled."""
-        self.direct: TakeToken | None = None
-        """Asked first while the reader waits and nothing is left to read: True if it took the token."""
-        self._outputs: deque[pb.SequenceOutput] = deque()
+        self.short_way: ShortWay | None = None
+        """Gets plain tokens while the reader waits and there is nothing else to read."""
+        self._outputs: list[pb.SequenceOutput] = []
+        self._runs: dict[int, pb.SequenceOutput] = {}
+        """By sample, the plain tokens of `_outputs`: its next one is added there."""
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """While plain tokens wait for the short way."""
         self._closed: Exception | None = None
 
     def put(self, output: pb.SequenceOutput) -> bool:
@@ -72,19 +86,28 @@ class OutputStream:
         return output.rejection != pb.REJECTION_UNSPECIFIED
 
     def put_token(self, attempt: int, sample: int, output_index: int, token_id: int) -> None:
-        """`put` of one token and nothing else. If `direct` fails, this stream is over, the session goes on."""
+        """`put` of one token and nothing else. If the short way fails, this stream is over, the session goes on."""
         if attempt != self.attempt:
             return
-        if self.direct is not None and self._waiter is not None and not self._waiter.done():
+        run = self._runs.get(sample)
+        if run is not None and run.first_index + len(run.token_ids) == output_index:
+            run.token_ids.append(token_id)
+            return
+        if not self._outputs and self.short_way is not None and self._reader_waits:
             try:
-                if self.direct(sample, output_index, token_id):
+                pause_s = self.short_way.pause_s(sample)
+                if pause_s <= MIN_PAUSE_S and self.short_way.take(sample, output_index, (token_id,)):
                     return
             except Exception as error:
                 return self.fail(error)
-        self._outputs.append(
-            pb.SequenceOutput(attempt=attempt, sample_index=sample, first_index=output_index, token_ids=[token_id])
+            if pause_s > MIN_PAUSE_S:
+                self._timer = asyncio.get_running_loop().call_later(pause_s, self._deliver)
+        run = self._runs[sample] = pb.SequenceOutput(
+            attempt=attempt, sample_index=sample, first_index=output_index, token_ids=[token_id]
         )
-        self._wake()
+        self._outputs.append(run)
+        if self._timer is None:
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """No more outputs will come; what is there is still read."""
@@ -92,15 +115,58 @@ class OutputStream:
         self._wake()
 
     async def get(self) -> list[pb.SequenceOutput]:
-        """All outputs that are there, at least one. Raises what `fail` was given."""
-        while not self._outputs:
-            if self._closed is not None:
-                raise self._closed
+        """All outputs that are there and did not go the short way, at least one. Raises what `fail` was given."""
+        while self._closed is None and (not self._outputs or self._only_plain):
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        outputs = list(self._outputs)
-        self._outputs.clear()
+            if self._outputs:
+                self._offer()
+            try:
+                await self._waiter
+            finally:
+                self._stop_timer()
+        if not self._outputs:
+            assert self._closed is not None
+            raise self._closed
+        outputs, self._outputs = self._outputs, []
+        self._runs.clear()
         return outputs
+
+    @property
+    def _reader_waits(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    @property
+    def _only_plain(self) -> bool:
+        """Whether what is there may go the short way."""
+        return self.short_way is not None and len(self._runs) == len(self._outputs)
+
+    def _offer(self) -> None:
+        """What came while the reader was busy goes out when its pause is over."""
+        assert self.short_way is not None
+        pause_s = self.short_way.pause_s(self._outputs[0].sample_index)
+        if pause_s > MIN_PAUSE_S:
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._deliver)
+        else:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Plain tokens take the short way; from the first that it does not take on, the reader gets them."""
+        assert self.short_way is not None
+        self._timer = None
+        outputs, self._outputs = self._outputs, []
+        self._runs.clear()
+        try:
+            for number, run in enumerate(outputs):
+                if not self.short_way.take(run.sample_index, run.first_index, run.token_ids):
+                    self._outputs = outputs[number:]
+                    return self._wake()
+        except Exception as error:
+            self.fail(error)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

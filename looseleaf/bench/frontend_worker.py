@@ -24,7 +24,7 @@ from common.blocks import blocks_of
 from common.rpc import RpcServer, wait_for_signal
 from common.step_thread import StepThread
 from common.types import Role, Ticket, WorkerLoad, WorkerRecord
-from decode_svc.outputs import Output, Session
+from decode_svc.outputs import AnyOutput, PlainToken, Session
 from decode_svc.scheduler import Group
 from decode_svc.service import DecodeServicer
 from protos.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -87,18 +87,18 @@ class CountingWorker:
         self._next_at = max(self._next_at + 1 / self.rate, now)
         for session in self._sessions:
             began = time.thread_time_ns()
-            outputs = [self._next(group) for group in session.groups.values()]
+            outputs: list[AnyOutput] = [self._next(group) for group in session.groups.values()]
             self.num_tokens += len(outputs)
             self.own_ns += time.thread_time_ns() - began
             if outputs:
                 session.send(outputs, self.load)
         return max(0.0, self._next_at - time.monotonic())
 
-    def _next(self, group: Group) -> Output:
+    def _next(self, group: Group) -> PlainToken:
         ids = group.sequences[0].output_ids
         token = self._ids[(group.handle + len(ids)) % len(self._ids)]
         ids.append(token)
-        return Output(group.handle, group.attempt, 0, len(ids) - 1, (token,))
+        return PlainToken(group.handle, group.attempt, 0, len(ids) - 1, token)
 
     def counts(self) -> dict[str, int]:
         return {"pid": os.getpid(), "num_tokens": self.num_tokens, "own_ns": self.own_ns}

@@ -20,7 +20,7 @@ from block_store.reaper import sweep
 from block_store.rebuild import open_ledger
 from common.blocks import group_blocks
 from common.types import Branch, WorkerLoad
-from decode_svc.outputs import Output, Rejection, Session
+from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.preemption import Choice, Preemption
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
@@ -194,8 +194,9 @@ class Workers:
             group = Group(asked.number, asked.attempts, sequences)
             self.decode.submit(self._session, group, event.ticket, asked.salt, event.candidates)
 
-    def _hear(self, outputs: list[Output], load: WorkerLoad) -> None:
-        for output in outputs:
+    def _hear(self, outputs: list[AnyOutput], load: WorkerLoad) -> None:
+        for item in outputs:
+            output = item.as_output() if isinstance(item, PlainToken) else item
             asked = self._asked[output.handle]
             if output.rejection is not None:
                 assert output.rejection in (Rejection.GIVEN_BACK, Rejection.LOST), output

@@ -7,25 +7,20 @@ import asyncio
 import pytest
 
 from common import convert
+from common.rpc import HEARTBEAT_S
 from common.types import FinishReason, Timings, TokenLogprob, WorkerLoad
-from decode_svc.outputs import Output, Rejection
-from decode_svc.service import Step, _response
+from decode_svc.outputs import Output, PlainToken, Rejection
+from decode_svc.service import Step, _response, _Steps
 from protos.v1 import decode_pb2 as pb
 
-PLAIN = Output(300, 1, 2, 1000, (7,))
+PLAIN = PlainToken(300, 1, 2, 1000, 7)
+OUTPUT = Output(300, 1, 2, 1000, (7,))
 LOAD = WorkerLoad(1, 2, 3, 4, 5, 6)
 
 
-def heard(*steps: Step | None) -> pb.SessionResponse:
-    """The first message of a session whose gateway was away for these steps."""
-    queue: asyncio.Queue[Step | None] = asyncio.Queue()
-    for step in steps:
-        queue.put_nowait(step)
-    first = queue.get_nowait()
-    assert first is not None
-    response = _response(first, queue)
-    assert queue.qsize() == (steps[-1] is None)  # the end is still heard
-    return pb.SessionResponse.FromString(response.SerializeToString())
+def heard(*steps: Step) -> pb.SessionResponse:
+    """The message of a session whose gateway was away for these steps."""
+    return pb.SessionResponse.FromString(_response(list(steps)).SerializeToString())
 
 
 def plain(response: pb.SessionResponse) -> list[tuple[int, ...]]:
@@ -37,6 +32,7 @@ def plain(response: pb.SessionResponse) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     "fields",
     [
+        {},
         {"token_ids": (7, 8)},
         {
             "token_ids": (7, 8),
@@ -48,7 +44,7 @@ def plain(response: pb.SessionResponse) -> list[tuple[int, ...]]:
     ],
 )
 def test_an_output_arrives_with_all_its_fields(fields: dict[str, object]) -> None:
-    output = PLAIN._replace(**fields)
+    output = OUTPUT._replace(**fields)
     [message] = heard(([output], LOAD)).outputs
     assert (message.handle, message.attempt, message.sample_index, message.first_index) == (300, 1, 2, 1000)
     assert tuple(message.token_ids) == output.token_ids
@@ -61,16 +57,36 @@ def test_an_output_arrives_with_all_its_fields(fields: dict[str, object]) -> Non
     assert (message.beam_score if message.HasField("beam_score") else None) == output.beam_score
 
 
-def test_a_plain_token_is_a_row_of_columns_and_nothing_else_is() -> None:
-    others = [PLAIN._replace(handle=5, finish_reason=FinishReason.STOP), PLAIN._replace(handle=6, beam_score=0.5)]
-    response = heard(([PLAIN, others[0], PLAIN._replace(handle=301, token_ids=(9,)), others[1]], LOAD))
+def test_plain_tokens_are_rows_of_columns_and_nothing_else_is() -> None:
+    others = [OUTPUT._replace(handle=5, finish_reason=FinishReason.STOP), OUTPUT._replace(handle=6, beam_score=0.5)]
+    response = heard(([PLAIN, others[0], PLAIN._replace(handle=301, token_id=9), others[1]], LOAD))
     assert plain(response) == [(300, 1, 2, 1000, 7), (301, 1, 2, 1000, 9)]
     assert [output.handle for output in response.outputs] == [5, 6]
 
 
-@pytest.mark.parametrize("end", [[], [None]])
-def test_missed_steps_come_as_one_message_with_the_last_load(end: list[None]) -> None:
-    steps: list[Step] = [([PLAIN._replace(first_index=i)], WorkerLoad(num_running=i)) for i in range(3)]
-    response = heard(*steps, *end)
+async def test_missed_steps_come_as_one_message_with_the_last_load_and_before_the_end() -> None:
+    steps = _Steps()
+    for i in range(3):
+        steps.put(([PLAIN._replace(output_index=i)], WorkerLoad(num_running=i)))
+    steps.end()
+    missed = await steps.get()
+    assert missed is not None
+    response = heard(*missed)
     assert list(response.plain_tokens.output_indices) == [0, 1, 2]
     assert convert.load_from_pb(response.load) == WorkerLoad(num_running=2)
+    assert await steps.get() is None
+
+
+async def test_who_hears_of_no_step_hears_a_heartbeat_and_who_does_hears_none() -> None:
+    steps = _Steps()
+    heart = asyncio.create_task(steps.beat())
+    try:
+        async with asyncio.timeout(10 * HEARTBEAT_S):
+            assert [await steps.get() for _ in range(2)] == [[], []]
+        assert heard() == pb.SessionResponse()
+        for i in range(12):  # for longer than a heartbeat takes
+            await asyncio.sleep(HEARTBEAT_S / 8)
+            steps.put(([PLAIN._replace(output_index=i)], LOAD))
+            assert len(await steps.get() or []) == 1
+    finally:
+        heart.cancel()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
+from gateway.decoding import FEW_STREAMS
 from gateway.direct import Direct
+from gateway.sessions import OutputStream
 from gateway.testing import Fault, Script, expected_ids
 from gateway.validate import IdsPrompt, Wanted
 from protos.v1 import decode_pb2 as pb
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import PROMPT, until
 
-Item = tuple[int, ...]
+Item = tuple[int, tuple[int, ...]]
+"""A sample's index and tokens."""
 
 
 class Client:
@@ -28,9 +32,9 @@ class Client:
         self.waiting: asyncio.Future[None] | None = None
         self.direct: Direct[Item] = Direct(self._message, self._write)
 
-    def _message(self, index: int, token_id: int, text: str) -> Item | None:
+    def _message(self, index: int, token_ids: Sequence[int], text: str) -> Item | None:
         self.sent_directly += 1
-        return (index, token_id)
+        return index, tuple(token_ids)
 
     async def _write(self, item: Item) -> None:
         assert self.waiting is None, "two writes at once"
@@ -54,25 +58,25 @@ class Client:
 async def test_writes_wait_for_what_was_sent_before() -> None:
     client = Client(slow=True)
     assert client.direct.ready
-    client.direct.send(0, 7, "a")
+    client.direct.send(0, [7], "a")
     assert not client.direct.ready
-    writing = asyncio.create_task(client.direct.write((0, 8)))
+    writing = asyncio.create_task(client.direct.write((0, (8,))))
     await asyncio.sleep(0.01)
     assert client.got == []
     client.let_go()
-    await until(lambda: client.got == [(0, 7)] and client.waiting is not None)
+    await until(lambda: client.got == [(0, (7,))] and client.waiting is not None)
     client.let_go()
     await writing
-    assert client.got == [(0, 7), (0, 8)] and client.direct.ready
+    assert client.got == [(0, (7,)), (0, (8,))] and client.direct.ready
 
 
 async def test_a_failed_write_is_told_to_whoever_writes_next() -> None:
     client = Client(slow=True)
-    client.direct.send(0, 7, "a")
+    client.direct.send(0, [7], "a")
     settling = asyncio.create_task(client.direct.settle())
     await asyncio.sleep(0)
     client.let_go(ConnectionError("gone"))
-    for waits in (settling, client.direct.settle(), client.direct.write((0, 8))):
+    for waits in (settling, client.direct.settle(), client.direct.write((0, (8,)))):
         with pytest.raises(ConnectionError):
             await waits
     assert not client.direct.ready and client.got == []
@@ -80,28 +84,27 @@ async def test_a_failed_write_is_told_to_whoever_writes_next() -> None:
 
 async def test_before_there_is_a_client_nothing_is_ready_and_nothing_to_say_is_not_written() -> None:
     client = Client()
-    late: Direct[Item] = Direct(lambda index, token_id, text: None)
+    late: Direct[Item] = Direct(lambda index, token_ids, text: None)
     assert not late.ready
     late.open(client._write)
-    late.send(0, 7, "")
+    late.send(0, [7], "")
     await late.settle()
     assert late.ready and client.got == []
 
 
 async def answer(rig: Rig, client: Client, **wanted: Any) -> list[Item]:
-    """(sample, token) of everything in the order in which it was written."""
+    """Everything in the order in which it was written."""
     request = await rig.validator.resolve(
         Wanted(**{"prompt": IdsPrompt(PROMPT), "max_tokens": 12, "temperature": 0.0, **wanted})
     )
     async with aclosing(rig.runner.generate(request, client.direct)) as pieces:
         async for piece in pieces:
-            for token in piece.token_ids:
-                await client.direct.write((piece.index, token))
+            await client.direct.write((piece.index, tuple(piece.token_ids)))
     return client.got
 
 
 def ids(items: list[Item], sample: int = 0) -> list[int]:
-    return [token for index, token in items if index == sample]
+    return [token for index, tokens in items if index == sample for token in tokens]
 
 
 async def test_most_tokens_take_the_short_way_and_all_are_counted(make_rig: MakeRig) -> None:
@@ -146,10 +149,107 @@ async def test_what_went_the_short_way_is_not_produced_again(make_rig: MakeRig, 
 async def test_a_failure_on_the_short_way_ends_the_request_not_the_session(make_rig: MakeRig) -> None:
     rig, client, other = await make_rig(Script(step_s=0.01)), Client(), Client()
 
-    def fails(index: int, token_id: int, text: str) -> Item:
+    def fails(index: int, token_ids: Sequence[int], text: str) -> Item:
         raise RuntimeError("a bug")
 
     client.direct = Direct(fails, client._write)
     wrong, right = await asyncio.gather(answer(rig, client), answer(rig, other), return_exceptions=True)
     assert isinstance(wrong, RuntimeError) and not isinstance(right, BaseException)
     assert ids(right) == expected_ids(PROMPT, 12)
+
+
+async def test_with_many_streams_the_tokens_of_several_steps_take_the_short_way_together(make_rig: MakeRig) -> None:
+    rig, clients = await make_rig(Script(step_s=0.002)), [Client() for _ in range(2 * FEW_STREAMS)]
+    answers = await asyncio.gather(*(answer(rig, client, max_tokens=60) for client in clients))
+    assert all(ids(items) == expected_ids(PROMPT, 60) for items in answers)
+    together = [len(tokens) for items in answers for _, tokens in items]
+    assert sum(client.sent_directly for client in clients) > len(together) / 2 and max(together) > 1
+    assert rig.metric("vllm:inter_token_latency_seconds_count") == 59 * len(clients)
+
+
+class Short:
+    """A short way that takes what it is told to, after a pause."""
+
+    def __init__(self, pause_s: float = 0.0, *takes: bool | Exception) -> None:
+        self.pause = pause_s
+        self.takes = list(takes)
+        self.taken: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def pause_s(self, sample: int) -> float:
+        return self.pause
+
+    def take(self, sample: int, first_index: int, token_ids: Sequence[int]) -> bool:
+        takes = self.takes.pop(0) if self.takes else True
+        if isinstance(takes, Exception):
+            raise takes
+        if takes:
+            self.taken.append((sample, first_index, tuple(token_ids)))
+        return takes
+
+
+async def reading(short: Short) -> tuple[OutputStream, asyncio.Task[list[pb.SequenceOutput]]]:
+    """A stream whose reader waits."""
+    stream = OutputStream(1, 0, [0, 1])
+    stream.short_way = short
+    reader = asyncio.create_task(stream.get())
+    await asyncio.sleep(0)
+    return stream, reader
+
+
+def put(stream: OutputStream, *tokens: tuple[int, int]) -> None:
+    """(sample, output index) of each; the token is ten times the index."""
+    for sample, index in tokens:
+        stream.put_token(0, sample, index, 10 * index)
+
+
+def read(outputs: list[pb.SequenceOutput]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(output.sample_index, output.first_index, tuple(output.token_ids)) for output in outputs]
+
+
+async def test_tokens_wait_for_their_pause_and_go_out_as_one_message_a_sample() -> None:
+    short = Short(0.02)
+    stream, reader = await reading(short)
+    put(stream, (0, 4), (1, 7), (0, 5), (1, 8), (0, 6))
+    assert not short.taken
+    await until(lambda: bool(short.taken))
+    assert short.taken == [(0, 4, (40, 50, 60)), (1, 7, (70, 80))] and not reader.done()
+    put(stream, (0, 7))
+    stream.put(pb.SequenceOutput(sample_index=0, first_index=8, token_ids=[80], finish_reason=1))
+    assert read(await reader) == [(0, 7, (70,)), (0, 8, (80,))], "the end waits for no pause, and for its turn"
+    await asyncio.sleep(0.04)
+    assert len(short.taken) == 2
+
+
+async def test_what_the_short_way_does_not_take_the_reader_gets_with_all_that_follows() -> None:
+    stream, reader = await reading(short := Short(0.0, True, False, False))
+    put(stream, (0, 4), (0, 5), (1, 9), (0, 6))
+    assert read(await reader) == [(0, 5, (50, 60)), (1, 9, (90,))] and short.taken == [(0, 4, (40,))]
+
+
+async def test_what_came_while_the_reader_was_busy_takes_the_short_way_too() -> None:
+    stream = OutputStream(1, 0, [0])
+    stream.short_way = short = Short(0.01)
+    put(stream, (0, 4), (0, 5))
+    reader = asyncio.create_task(stream.get())
+    await until(lambda: short.taken == [(0, 4, (40, 50))])
+    put(stream, (0, 8))  # a gap is not hidden in a run
+    put(stream, (0, 6))
+    await until(lambda: len(short.taken) == 3)
+    assert short.taken[1:] == [(0, 8, (80,)), (0, 6, (60,))] and not reader.done()
+    reader.cancel()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.01])
+async def test_a_short_way_that_fails_ends_the_stream(pause_s: float) -> None:
+    stream, reader = await reading(Short(pause_s, RuntimeError("a bug")))
+    put(stream, (0, 4))
+    with pytest.raises(RuntimeError, match="a bug"):
+        await reader
+
+
+async def test_a_reader_that_goes_takes_the_timer_along() -> None:
+    stream, reader = await reading(short := Short(0.01))
+    put(stream, (0, 4))
+    reader.cancel()
+    await asyncio.sleep(0.03)
+    assert not short.taken

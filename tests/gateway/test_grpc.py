@@ -73,7 +73,7 @@ async def test_a_stream_brings_tokens_text_usage_and_timings(serve: Any) -> None
 async def test_tokens_that_take_the_short_way_are_part_of_the_stream(serve: Any, monkeypatch: Any) -> None:
     sent: list[int] = []
     send = Direct.send
-    monkeypatch.setattr(Direct, "send", lambda self, *token: (sent.append(token[1]), send(self, *token)))
+    monkeypatch.setattr(Direct, "send", lambda self, *token: (sent.extend(token[1]), send(self, *token)))
     rig, stub = await serve(Script(step_s=0.01))
     responses = [r async for r in stub.Generate(request(max_tokens=20))]
     ids = expected_ids(rig.assets.tokenizer.encode("the mill").ids, 20)

@@ -99,7 +99,7 @@ async def test_a_stream_brings_the_same_text_then_usage_then_done(serve: Any) ->
 async def test_tokens_that_take_the_short_way_are_part_of_the_stream(serve: Any, monkeypatch: Any) -> None:
     sent: list[int] = []
     send = Direct.send
-    monkeypatch.setattr(Direct, "send", lambda self, *token: (sent.append(token[1]), send(self, *token)))
+    monkeypatch.setattr(Direct, "send", lambda self, *token: (sent.extend(token[1]), send(self, *token)))
     served = await serve(Script(step_s=0.01))
     chunks = await served.events("/v1/completions", prompt="the old", max_tokens=20, n=2)
     for index in range(2):
