@@ -52,8 +52,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         reader.add_done_callback(lambda _: steps.end())
         heart = asyncio.create_task(steps.beat())
         try:
-            while (missed := await steps.get()) is not None:
-                await context.write(_response(missed))
+            while (news := await steps.get()) is not None:
+                await context.write(_response(news))
         finally:
             heart.cancel()
             reader.cancel()
@@ -88,7 +88,7 @@ class _Steps:
         self._steps: list[Step] = []
         self._is_over = False
         self._is_quiet = False
-        """Whether nothing has come for as long as a session may wait for a sign of life."""
+        """Whether nothing was read for as long as a session may wait for a sign of life."""
         self._num_read = 0
         self._waiter: asyncio.Future[None] | None = None
 

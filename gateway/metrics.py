@@ -83,8 +83,6 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token")
         self._tally = TokenTally(model_name, _TOKEN_SECONDS)
         self._registry.register(self._tally)
-        self.next_token = self._tally.between
-        """A token leaves alone, so many seconds after the sample's last one."""
         self._given_back = self._counter("requests_given_back", "Requests preempted by decode and prefilled again")
         self._hand_overs = self._counter("hand_overs", "Tickets submitted to decode workers")
         self._handed_tokens = self._counter("handed_over_tokens", "Token positions handed from prefill to decode")

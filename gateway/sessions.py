@@ -32,7 +32,7 @@ MIN_PAUSE_S = 0.001
 
 
 class ShortWay(Protocol):
-    """Puts plain tokens out at once, without waking the reader of a stream."""
+    """Puts plain tokens out without waking the reader of a stream."""
 
     def pause_s(self, sample: int) -> float:
         """How long the sample's next tokens still wait, to go out together."""
@@ -68,7 +68,8 @@ class OutputStream:
         """Gets plain tokens while the reader waits and there is nothing else to read."""
         self._outputs: list[pb.SequenceOutput] = []
         self._runs: dict[int, pb.SequenceOutput] = {}
-        """By sample, the plain tokens of `_outputs`: its next one is added there."""
+        """By sample, the output that its next plain token is added to: its last one in `_outputs`, if that is plain and
+        the short way has not refused it."""
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         """While plain tokens wait for the short way."""
@@ -78,6 +79,7 @@ class OutputStream:
         """Take an output; one of another attempt is late and dropped. Whether the worker is done with the group."""
         if output.attempt != self.attempt:
             return False
+        self._stop_timer()
         self._outputs.append(output)
         self._wake()
         if output.finish_reason:
@@ -137,7 +139,7 @@ class OutputStream:
 
     @property
     def _only_plain(self) -> bool:
-        """Whether what is there may go the short way."""
+        """Whether what is there may go the short way: each output is its sample's run."""
         return self.short_way is not None and len(self._runs) == len(self._outputs)
 
     def _offer(self) -> None:
@@ -150,9 +152,12 @@ class OutputStream:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Plain tokens take the short way; from the first that it does not take on, the reader gets them."""
-        assert self.short_way is not None
+        """Plain tokens take the short way; from the first that it does not take on, the reader gets them. It gets all
+        if it has been woken already: then something else has come."""
         self._timer = None
+        if not self._reader_waits:
+            return
+        assert self.short_way is not None
         outputs, self._outputs = self._outputs, []
         self._runs.clear()
         try:

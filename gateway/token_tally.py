@@ -28,7 +28,7 @@ class TokenTally(Collector):
         self._buckets = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
-    def between(self, since_s: float, count: int = 1) -> None:
+    def between(self, since_s: float, count: int) -> None:
         """`count` tokens came at once, each counted as `since_s` after the one before it."""
         self.num_tokens += count
         self._buckets[bisect_left(self._bounds_s, since_s)] += count

@@ -60,8 +60,11 @@ LL_INLINE vf vmax(vf a, vf b) {  // b where either is NaN
 #endif
 }
 
+// In intrinsics, where gcc 12 makes two to five instructions of __builtin_convertvector.
 LL_INLINE vf widen(vh h) {
-#if defined(LL_AVX2)  // gcc 12 makes five instructions of the conversion, and three of the one back
+#if defined(LL_AVX512)
+    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#elif defined(LL_AVX2)
     return (vf)((vu)_mm256_cvtepu16_epi32((__m128i)h) << 16);
 #else
     return (vf)(__builtin_convertvector(h, vu) << 16);
@@ -77,7 +80,9 @@ LL_INLINE vu to_upper_half(vf x) {
 
 LL_INLINE vh narrow(vf x) {
     vu words = to_upper_half(x) >> 16;
-#if defined(LL_AVX2)
+#if defined(LL_AVX512)
+    return (vh)_mm512_cvtepi32_epi16((__m512i)words);
+#elif defined(LL_AVX2)
     __m256i halves = _mm256_packus_epi32((__m256i)words, (__m256i)words);
     return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08));
 #else
@@ -118,7 +123,7 @@ LL_INLINE void store_upto(T* p, vf x, int64_t n) {
         store_n(p, x, int(n));
 }
 
-// Calls part(i, n) for elements [i, i + n) of n_all; n is the constant W, which leaves no branch in the loop, but for the last.
+// Calls part(i, n) for elements [i, i + n) of n_all. But for the last, n is the constant W: no branch in the loop.
 template <class F>
 LL_INLINE void for_vectors(int64_t n_all, F&& part) {
     int64_t i = 0;

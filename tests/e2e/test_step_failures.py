@@ -20,7 +20,7 @@ from block_store.holder import Holder
 from block_store.rebuild import open_ledger
 from common.errors import Internal
 from common.types import BlockRef, SamplingParams, StoppingParams, Ticket
-from decode_svc.outputs import Output, Rejection, Session
+from decode_svc.outputs import AnyOutput, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner, RunnerSettings
@@ -51,13 +51,13 @@ class Pair:
         self.prefill.submit(Job([Sequence(PROMPT, [], GREEDY, STOPPING)]), b"", events.append)
         return events
 
-    def hand_over(self) -> tuple[Ticket, list[Output]]:
+    def hand_over(self) -> tuple[Ticket, list[AnyOutput]]:
         """A group that decode has claimed; its first step will copy the partial block."""
         events = self.submit()
         self.prefill.step()
         done = events[-1]
         assert isinstance(done, Done) and done.ticket is not None
-        outputs: list[Output] = []
+        outputs: list[AnyOutput] = []
         group = Group(7, 0, [Sequence(PROMPT, [done.tokens[0].token_id], GREEDY, STOPPING)])
         self.decode.submit(Session(lambda found, _: outputs.extend(found)), group, done.ticket, b"")
         self.order.clear()

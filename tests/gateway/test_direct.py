@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -252,4 +253,19 @@ async def test_a_reader_that_goes_takes_the_timer_along() -> None:
     put(stream, (0, 4))
     reader.cancel()
     await asyncio.sleep(0.03)
+    assert not short.taken
+
+
+async def test_an_end_that_comes_when_the_pause_is_over_is_no_plain_token() -> None:
+    stream, reader = await reading(short := Short(0.02))
+    put(stream, (0, 4))
+    end = pb.SequenceOutput(sample_index=0, first_index=5, token_ids=[50], finish_reason=1)
+
+    def late() -> None:  # the timer is due in the very pass of the loop that brings the end
+        asyncio.get_running_loop().call_soon(stream.put, end)
+        time.sleep(0.05)
+
+    asyncio.get_running_loop().call_soon(late)
+    async with asyncio.timeout(5):
+        assert read(await reader) == [(0, 4, (40,)), (0, 5, (50,))]
     assert not short.taken
