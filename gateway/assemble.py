@@ -91,7 +91,7 @@ class Sample:
         if first_index != len(self.output_ids) or self.finish_reason is not None:
             return None
         self.output_ids += token_ids
-        return self._detokenizer.add_all(token_ids)
+        return "".join(map(self._detokenizer.add, token_ids))
 
     def _add(self, piece: Piece, token_id: int, finish: FinishReason | None) -> None:
         self.output_ids.append(token_id)

@@ -34,9 +34,6 @@ class Detokenizing(Protocol):
     def add(self, token_id: int) -> str:
         """The text that became certain with this token; often empty inside a character."""
 
-    def add_all(self, token_ids: Sequence[int]) -> str:
-        """`add` of each."""
-
     def flush(self) -> str:
         """What is still held back, once no token will follow."""
 
@@ -105,9 +102,6 @@ class ByteDetokenizer:
         self._held = data[used:]
         return text
 
-    def add_all(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(self.add, token_ids))
-
     def flush(self) -> str:
         text, self._held = utf_8_decode(self._held, "replace", True)[0], b""
         return text
@@ -139,10 +133,6 @@ class Detokenizer:
         if len(self._ids) >= TRIM_AT and (not self._pending or len(self._ids) >= FORCE_TRIM_AT):
             self._trim(len(text) - self._emitted)
         return delta
-
-    def add_all(self, token_ids: Sequence[int]) -> str:
-        """`add` of each."""
-        return "".join(map(self.add, token_ids))
 
     def flush(self) -> str:
         """What is still held back, once no token will follow."""

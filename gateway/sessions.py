@@ -97,13 +97,10 @@ class OutputStream:
             return
         if not self._outputs and self.short_way is not None and self._reader_waits:
             try:
-                pause_s = self.short_way.pause_s(sample)
-                if pause_s <= MIN_PAUSE_S and self.short_way.take(sample, output_index, (token_id,)):
+                if not self._waits(sample) and self.short_way.take(sample, output_index, (token_id,)):
                     return
             except Exception as error:
                 return self.fail(error)
-            if pause_s > MIN_PAUSE_S:
-                self._timer = asyncio.get_running_loop().call_later(pause_s, self._deliver)
         run = self._runs[sample] = pb.SequenceOutput(
             attempt=attempt, sample_index=sample, first_index=output_index, token_ids=[token_id]
         )
@@ -120,8 +117,8 @@ class OutputStream:
         """All outputs that are there and did not go the short way, at least one. Raises what `fail` was given."""
         while self._closed is None and (not self._outputs or self._only_plain):
             self._waiter = asyncio.get_running_loop().create_future()
-            if self._outputs:
-                self._offer()
+            if self._outputs and not self._waits(self._outputs[0].sample_index):
+                self._deliver()
             try:
                 await self._waiter
             finally:
@@ -142,14 +139,14 @@ class OutputStream:
         """Whether what is there may go the short way: each output is its sample's run."""
         return self.short_way is not None and len(self._runs) == len(self._outputs)
 
-    def _offer(self) -> None:
-        """What came while the reader was busy goes out when its pause is over."""
+    def _waits(self, sample: int) -> bool:
+        """Whether a sample's pause is not over; then what is there by then goes out at its end."""
         assert self.short_way is not None
-        pause_s = self.short_way.pause_s(self._outputs[0].sample_index)
-        if pause_s > MIN_PAUSE_S:
-            self._timer = asyncio.get_running_loop().call_later(pause_s, self._deliver)
-        else:
-            self._deliver()
+        pause_s = self.short_way.pause_s(sample)
+        if pause_s <= MIN_PAUSE_S:
+            return False
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._deliver)
+        return True
 
     def _deliver(self) -> None:
         """Plain tokens take the short way; from the first that it does not take on, the reader gets them. It gets all
