@@ -1,15 +1,18 @@
 """Linear layers with weights packed once; on a GPU cuBLAS, or Triton where rows must not depend on others.
 
-On a CPU no row depends on the others, as tests/kernels/test_linear.py holds. The first provider that fits is taken:
-"amx", ours, for bf16 on Intel's AMX tiles (oneDNN's cuts the sum over inputs into pieces from 33 rows on); "onednn",
-measured to give a row the same bits at every batch but for a row alone (fp32, some bf16 shapes), which is padded to
-two; "simd", ours in vectors, for CPUs where oneDNN has no bf16. An argument or the environment variable KERNELS_LINEAR
-asks for one of them, to compare. Knows nothing of the model.
+On a CPU no row depends on the others, as tests/kernels/test_linear.py holds. Providers: "amx", ours, for bf16 on
+Intel's AMX tiles (oneDNN's cuts the sum over inputs into pieces from 33 rows on); "simd", ours in vectors; "onednn",
+measured to give a row the same bits at every batch but for a row alone (fp32, some bf16 shapes), which it pads to two.
+Ours is taken where it is not slower than oneDNN: both are timed, once in a process. An argument or the environment
+variable KERNELS_LINEAR asks for one of them. Knows nothing of the model.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -19,8 +22,9 @@ from torch import Tensor
 
 from kernels.cpu import amx
 from kernels.cpu import linear as simd
-from kernels.cpu.loader import count_fallback, on_triton
+from kernels.cpu.loader import Isa, count_fallback, current, on_triton
 
+_LOG = logging.getLogger("looseleaf.kernels")
 Provider = Literal["amx", "onednn", "simd", "torch"]
 Product = Callable[[Tensor], Tensor]
 """x [rows, in], at least one row -> [rows, out]."""
@@ -29,6 +33,13 @@ ONEDNN_AMX_ROWS = 32
 """The most rows for which oneDNN's AMX product adds up a row's products in one order."""
 PROBED = 256
 """About so many outputs are compared with torch's before a packed product is trusted."""
+TIMED_SHAPE, TIMED_ROWS = (3072, 768), (1, 32)
+"""Outputs and inputs, and numbers of rows, of the products that choose between providers."""
+TIMED_REPEATS = 7
+SLOWER = 1.25
+"""Ours may take so many times oneDNN's time before oneDNN is taken. Our products also allow the pass in one call
+(`engine.models.fused`), which saves more than that. And workers that share blocks must choose alike, each by its own
+measurement: a tie must not be decided by noise."""
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +66,7 @@ def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
     n_out, n_in = weight.shape
     if n_in % amx.DEPTH:
         why = f"AMX takes numbers of inputs that are multiples of {amx.DEPTH}, not {n_in}"
-        count_fallback("linear", why, f"on oneDNN, {ONEDNN_AMX_ROWS} rows at a time")
+        count_fallback("linear", why, "on the next best provider")
         return why
     packed = amx.pack(weight)
     return packed, lambda x: amx.linear(_last_contiguous(x), packed, bias, n_out)
@@ -98,10 +109,47 @@ def _on_onednn(weight: Tensor, bias: Tensor | None) -> Packed | str:
 
 _PACKED: dict[Provider, Callable[[Tensor, Tensor | None], Packed | str]] = {
     "amx": _on_amx,
-    "onednn": _on_onednn,
     "simd": _on_simd,
+    "onednn": _on_onednn,
 }
-"""On a CPU, best first."""
+"""On a CPU: ours first."""
+
+
+@functools.cache
+def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
+    """Providers in the order in which they are tried: ours first, unless oneDNN is measured to be faster here."""
+    weight = torch.randn(TIMED_SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tried = {name: pack(weight, None) for name, pack in _PACKED.items()}
+    found = {name: packed[1] for name, packed in tried.items() if not isinstance(packed, str)}
+    ours = next((name for name in found if name != "onednn"), None)
+    if ours is None or "onednn" not in found:
+        return tuple(_PACKED)
+    own_s, onednn_s = times_of([found[ours], found["onednn"]], dtype)
+    chosen: Provider = "onednn" if own_s > SLOWER * onednn_s else ours
+    _LOG.info(
+        "linears of %s run on %s: a row and %d rows of %s took %.0f us with ours (%s), %.0f with oneDNN, kernels %s",
+        dtype, chosen, TIMED_ROWS[1], TIMED_SHAPE, own_s * 1e6, ours, onednn_s * 1e6, isa,
+    )  # fmt: skip
+    return (chosen, *(name for name in _PACKED if name != chosen))
+
+
+def times_of(products: list[Product], dtype: torch.dtype) -> list[float]:
+    """Seconds of one thread for each product, over all of TIMED_ROWS: the best of some tries in turn, since what else
+    runs on the machine only adds time. One thread, since another worker may be measuring on another core."""
+    inputs = [torch.ones(rows, TIMED_SHAPE[1], dtype=dtype) for rows in TIMED_ROWS]
+    best = [[float("inf")] * len(inputs) for _ in products]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(TIMED_REPEATS):
+            for of_product, product in zip(best, products, strict=True):
+                for i, x in enumerate(inputs):
+                    start = time.perf_counter()
+                    product(x)
+                    of_product[i] = min(of_product[i], time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return [sum(of_product) for of_product in best]
 
 
 class PackedLinear:
@@ -110,7 +158,7 @@ class PackedLinear:
     weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. What cannot be packed, or does not agree
     with F.linear on a probe, runs through F.linear: logged once and counted under "linear".
     On a GPU nothing is packed (fp16 too): F.linear, or with `deterministic` the Triton kernel of fixed tiles.
-    provider: the one to use on a CPU; None: what the environment asks for, else the best there is.
+    provider: the one to use on a CPU; None: what the environment asks for, else the one measured to be best here.
     """
 
     __slots__ = ("_product", "bias", "how", "in_features", "out_features", "packed", "weight")
@@ -164,10 +212,10 @@ def _on_gpu(
 
 def _on_cpu(weight: Tensor, bias: Tensor | None, provider: Provider | None) -> tuple[Provider, Tensor | None, Product]:
     why = ""
-    for name, pack in _PACKED.items():
-        if provider not in (None, name):
-            continue
-        found = pack(weight.contiguous(), bias)
+    for name in (provider,) if provider is not None else _preferred(weight.dtype, current().isa):
+        if name == "torch":
+            break
+        found = _PACKED[name](weight.contiguous(), bias)
         if isinstance(found, str):
             why = found
         elif _agrees(found[1], weight, bias):

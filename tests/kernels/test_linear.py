@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from kernels import cpu
+from kernels import cpu, linear
 from kernels.cpu import amx, fallbacks
 from kernels.linear import PackedLinear, provider_of
 
@@ -60,9 +65,10 @@ def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype, n_in: int, n_out: i
 
 @pytest.mark.skipif(not amx.available(), reason="this CPU has no AMX")
 def test_amx_is_taken_where_it_fits() -> None:
-    assert make(64, 33, torch.bfloat16)[0].how == "amx"
-    assert make(64, 33, torch.float32)[0].how == "onednn"
-    assert make(80, 33, torch.bfloat16)[0].how == "onednn"
+    weight = torch.randn(33, 64)
+    assert PackedLinear(weight.bfloat16(), provider="amx").how == "amx"
+    assert PackedLinear(weight, provider="amx").how == "torch"
+    assert PackedLinear(torch.randn(33, 80).bfloat16(), provider="amx").how == "torch"
 
 
 def test_rows_of_a_strided_input() -> None:
@@ -93,10 +99,45 @@ def test_vectors_of_every_build(native_isa: cpu.Isa, dtype: torch.dtype, n_in: i
                 assert torch.equal(linear(x[rows:]), whole[rows:]), (threads, rows, "from there on")
 
 
-def test_vectors_are_taken_where_onednn_has_no_bf16() -> None:
-    has_bf16 = amx.available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert (provider_of(torch.bfloat16) == "simd") == (not has_bf16)
-    assert provider_of(torch.float32) == "onednn"
+@pytest.fixture
+def choosing() -> Iterator[None]:
+    """Providers are chosen anew in the test, and forgotten after it."""
+    linear._preferred.cache_clear()
+    yield
+    linear._preferred.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ours_is_taken_unless_onednn_is_measured_to_be_faster(
+    dtype: torch.dtype, choosing: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever this CPU is: the clock decides, and says so once."""
+    if PackedLinear(torch.zeros(32, 32, dtype=dtype), provider="onednn").how != "onednn":
+        pytest.skip(f"oneDNN has no {dtype} on this CPU")
+    ours = "amx" if dtype == torch.bfloat16 and amx.available() else "simd"
+    for own_s, expected in ((linear.SLOWER * 0.99, ours), (linear.SLOWER * 1.01, "onednn")):
+        monkeypatch.setattr(linear, "times_of", lambda *_, own_s=own_s: [own_s, 1.0])
+        linear._preferred.cache_clear()
+        with caplog.at_level(logging.INFO, "looseleaf.kernels"):
+            assert provider_of(dtype) == provider_of(dtype) == expected
+        assert len(caplog.records) == 1 and f"run on {expected}" in caplog.text
+        caplog.clear()
+
+
+def test_what_takes_longer_is_measured_to_take_longer() -> None:
+    """Real products: one and thirty of them."""
+    product = PackedLinear(torch.randn(linear.TIMED_SHAPE), provider="simd")
+    once, often = linear.times_of([product, lambda x: [product(x) for _ in range(30)][-1]], torch.float32)
+    assert 5 * once < often
+    assert torch.get_num_threads() > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_processes_choose_alike(dtype: torch.dtype, choosing: None) -> None:
+    """Both at once, as workers start; they could not share blocks otherwise."""
+    program = f"import torch; from kernels.linear import provider_of; print(provider_of({dtype}))"
+    both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert len({process.communicate(timeout=60)[0] for process in both} | {provider_of(dtype) + "\n"}) == 1
 
 
 def test_packing_takes_no_more_than_the_weight() -> None:
