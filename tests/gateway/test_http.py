@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -326,3 +327,13 @@ async def test_line_separators_and_quotes_survive_a_stream(serve: Any) -> None:
     text = 'a "quoted" \u2028 \u2029 \x85 \\ line\r\n \U0001f600'
     chunks = await served.events("/v1/completions", prompt=text, max_tokens=1, echo=True)
     assert chunks[0]["choices"][0]["text"] == text
+
+
+async def test_an_answer_on_a_kept_connection_does_not_wait_for_an_acknowledgement(serve: Any) -> None:
+    served = await serve()
+    times = []
+    for _ in range(31):
+        start = time.perf_counter()
+        assert (await served.client.get("/v1/models")).status_code == 200
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[15] < 0.03, "Nagle's algorithm and a delayed acknowledgement take 40 ms"
