@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -110,9 +110,10 @@ class HttpApi:
         wanted = answer.body.all_wanted()
         with self._admission.enter(len(wanted)):
             answer.take([await self._validator.resolve(item, tenant) for item in wanted])
-            async with asyncio.TaskGroup() as group:
-                for number, resolved in enumerate(answer.requests):
-                    group.create_task(_collect(self._runner, resolved, partial(answer.add, number)))
+            await _together(
+                _collect(self._runner, resolved, partial(answer.add, number))
+                for number, resolved in enumerate(answer.requests)
+            )
             return answer.whole()
 
     async def _events(
@@ -160,6 +161,16 @@ class HttpApi:
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them at once; the first failure cancels the others and is raised as it is, for its status."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 async def _collect(runner: RequestRunner, request: ResolvedRequest, add: Callable[[Piece], None]) -> None:

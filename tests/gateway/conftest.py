@@ -83,7 +83,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             assets,
             pool,
             Salts(b"secret"),
-            timeout_s=20.0,
+            timeout_s=options.pop("timeout_s", 20.0),
             max_model_len=lambda: 512,
             group_limits=lambda: limits_of(records),
         )
