@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from block_store.codec import SealItem
 from block_store.errors import Exhausted, LedgerError, LedgerUnavailable, NotHolder, Stale
 from block_store.link import LedgerLink, locked
-from common.types import BlockRef, Epoch, Ticket
+from common.types import BlockRef, Epoch, Ticket, TicketId
 
 _LOG = logging.getLogger(__name__)
 Tables = Sequence[Sequence[Sequence[BlockRef]]]
@@ -138,7 +138,7 @@ class HeldBlocks(LedgerLink):
         self._release_all(self._uncount(tables)[0])
 
     @locked
-    def hand_over(self, tables: Tables) -> Epoch:
+    def hand_over(self, tables: Tables) -> TicketId:
         """A ticket for these block tables, every block sealed; each table's sequence gives its blocks up.
 
         Blocks that other sequences here share stay held too. Errors: Stale, NotHolder, LedgerUnavailable (try again
@@ -161,7 +161,7 @@ class HeldBlocks(LedgerLink):
         """
         if ticket.arena_id != self.arena.arena_id:
             raise ValueError(f"the ticket is for arena {ticket.arena_id}, this one is {self.arena.arena_id}")
-        claimed = self._claim(Epoch(ticket.epoch))
+        claimed = self._claim(ticket.id)
         named = [ref for branch in ticket.tables for table in branch for ref in table]
         if not set(named) <= set(claimed):
             self._release_all([ref for ref in claimed if ref not in self._counts])
@@ -175,22 +175,22 @@ class HeldBlocks(LedgerLink):
         """Lets a ticket's blocks go now rather than at the end of its lease, if the ledger answers; not those that
         sequences here use."""
         try:
-            claimed = self._claim(Epoch(ticket.epoch))
+            claimed = self._claim(ticket.id)
             self._release_all([ref for ref in claimed if ref not in self._counts])
         except LedgerError as error:
-            _LOG.info("ticket %d is left to its lease: %s", ticket.epoch, error)
-        self._wanted.discard(Epoch(ticket.epoch))
+            _LOG.info("ticket %d is left to its lease: %s", ticket.id.epoch, error)
+        self._wanted.discard(ticket.id)
 
-    def _claim(self, epoch: Epoch) -> list[BlockRef]:
-        self._wanted.add(epoch)
+    def _claim(self, ticket: TicketId) -> list[BlockRef]:
+        self._wanted.add(ticket)
         try:
-            claimed = self._call(lambda: self.holder.claim(epoch))
+            claimed = self._call(lambda: self.holder.claim(ticket))
         except LedgerUnavailable:
             raise
         except LedgerError:
-            self._wanted.discard(epoch)
+            self._wanted.discard(ticket)
             raise
-        self._wanted.discard(epoch)
+        self._wanted.discard(ticket)
         return claimed
 
     def assert_idle(self) -> None:

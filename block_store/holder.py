@@ -17,7 +17,7 @@ from block_store.breaker import BUDGET_PER_BLOCK_S, BUDGET_S, PROBE_S, Breaker
 from block_store.codec import SealItem
 from block_store.errors import Fenced, LedgerDamaged, LedgerError, LedgerUnavailable, StaleDataset
 from block_store.ledger import LEASE_S, MAX_BATCH, TICKET_LEASE_S, Lane, Ledger, Standing
-from common.types import BlockRef, Epoch
+from common.types import BlockRef, Epoch, TicketId
 
 _LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -108,7 +108,7 @@ class Holder:
 
     def hand_over(
         self, moved: Sequence[BlockRef], kept: Sequence[BlockRef] = (), ticket_lease_s: float = TICKET_LEASE_S
-    ) -> Epoch:
+    ) -> TicketId:
         """A ticket on `moved` (given up) and `kept` (still held here too). Fenced, Stale, NotHolder.
 
         May be made again after LedgerUnavailable: if it happened in the meantime, its ticket is the answer.
@@ -117,11 +117,11 @@ class Holder:
         operation = lambda lane: self.ledger.hand_over(lane, moved, kept, ticket_lease_s)  # noqa: E731
         return self._in_lane(operation, len(moved) + len(kept), key)
 
-    def claim(self, ticket: Epoch) -> list[BlockRef]:
+    def claim(self, ticket: TicketId) -> list[BlockRef]:
         """Everything the ticket holds. Fenced, Gone. May be made again after LedgerUnavailable, like `hand_over`."""
         return self._in_lane(lambda lane: self.ledger.claim(lane, ticket), MAX_BATCH // 16, ("claim", ticket))
 
-    def unfetched(self, ticket: Epoch) -> list[BlockRef]:
+    def unfetched(self, ticket: TicketId) -> list[BlockRef]:
         """What an unanswered claim of `ticket` got, as a later call found out; until it is claimed again."""
         key, answer = self._settled or (None, [])
         return cast(list[BlockRef], answer) if key == ("claim", ticket) else []

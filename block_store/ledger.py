@@ -20,10 +20,11 @@ import redis
 from block_store import codec, errors
 from block_store.arena import Arena
 from block_store.codec import SealItem
-from common.types import BlockRef, Epoch
+from common.types import BlockRef, Epoch, TicketId
 
 LEASE_S = 5.0
 TICKET_LEASE_S = 8.0
+TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
 MAX_BATCH = 16384
 """Blocks per call. A script blocks the server while it runs; longer sequences are refused when a worker attaches."""
@@ -123,15 +124,17 @@ class Ledger:
 
     def hand_over(
         self, lane: Lane, moved: Sequence[BlockRef], kept: Sequence[BlockRef] = (), lease_s: float = TICKET_LEASE_S
-    ) -> Epoch:
+    ) -> TicketId:
         """A ticket with references on `moved` and `kept`; the holder loses `moved`. Fenced, Stale, NotHolder."""
         _bounded(len(moved) + len(kept))
-        reply = self._call("hand_over", *lane, codec.pack_refs(moved), codec.pack_refs(kept), _ms(lease_s))
-        return Epoch(int(reply))
+        secret = secrets.token_bytes(TICKET_SECRET_BYTES)  # a repeated call is answered with that of the first
+        reply = self._call("hand_over", *lane, codec.pack_refs(moved), codec.pack_refs(kept), _ms(lease_s), secret)
+        epoch, _, secret = reply.partition(b" ")
+        return TicketId(Epoch(int(epoch)), secret)
 
-    def claim(self, lane: Lane, ticket: Epoch) -> list[BlockRef]:
+    def claim(self, lane: Lane, ticket: TicketId) -> list[BlockRef]:
         """The ticket's references become the holder's, once, in the order of `hand_over`. Fenced, Gone."""
-        return codec.unpack_refs(self._call("claim", *lane, ticket))
+        return codec.unpack_refs(self._call("claim", *lane, ticket.epoch, ticket.secret))
 
     def release(self, lane: Lane, refs: Sequence[BlockRef]) -> int:
         """Gives up `refs` (a chain, head first); returns how many were held. Refuses nothing."""

@@ -21,7 +21,7 @@ from block_store.holder import Holder
 from block_store.ledger import MAX_BATCH, Standing
 from block_store.writer_slots import WriterSlot
 from common.telemetry import Fallbacks
-from common.types import BlockRef, Epoch
+from common.types import BlockRef, TicketId
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class LedgerLink:
         self._rebuild_count = arena.rebuild_count
         self._late_seals: list[list[SealItem]] = []
         """Sealed in the header, not yet in the ledger."""
-        self._wanted: set[Epoch] = set()
+        self._wanted: set[TicketId] = set()
         """Tickets whose claim was not answered and will be made again."""
         holder.on_stale = self.rejoin
         holder.on_answer = self.settle_up
@@ -179,7 +179,7 @@ class LedgerLink:
         known = {
             *self._counts,
             *self._reserve,
-            *(ref for epoch in self._wanted for ref in self.holder.unfetched(epoch)),
+            *(ref for ticket in self._wanted for ref in self.holder.unfetched(ticket)),
         }
         surplus = [ref for ref in held if ref not in known]
         for first in range(0, len(surplus), MAX_BATCH):

@@ -105,7 +105,7 @@ class SmallWorld:
             ("alloc 2", partial(ledger.alloc, lane, 2)),
             ("acquire a", partial(ledger.acquire, lane, [HASHES[:1]])),
             ("acquire ab", partial(ledger.acquire, lane, [HASHES])),
-            *(("claim", partial(ledger.claim, lane, ticket)) for ticket in tickets),
+            *(("claim", partial(ledger.claim, lane, self.store.ticket_id(ticket))) for ticket in tickets),
         ]
         for block, view in enumerate(now.blocks):
             ref = BlockRef(block, view.generation)

@@ -31,7 +31,7 @@ from block_store.ledger import Lane, Ledger
 from block_store.rebuild import open_ledger
 from block_store.writer_slots import WriterSlot
 from common import convert
-from common.types import BlockRef, Epoch, KvLayout, KvSpec
+from common.types import BlockRef, Epoch, KvLayout, KvSpec, TicketId
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
@@ -89,6 +89,12 @@ class TestStore:
     def expire(self, *epochs: Epoch) -> None:
         """Puts these leases into the past."""
         self.client.zadd(self.ledger.tag + "leases", {str(epoch): 1 for epoch in epochs})
+
+    def ticket_id(self, epoch: Epoch) -> TicketId:
+        """Of a live ticket, by what the ledger has."""
+        secret = self.client.hget(f"{self.ledger.tag}holder:{epoch}", "secret")
+        assert isinstance(secret, bytes), f"epoch {epoch} is no ticket"
+        return TicketId(epoch, secret)
 
     def moment(self) -> Inspection:
         """The ledger but for the passing of time."""

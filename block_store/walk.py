@@ -9,16 +9,16 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from block_store import errors
 from block_store.codec import SealItem
 from block_store.inspection import BlockState, Inspection
-from block_store.ledger import Lane, Ledger, ReapReport, Standing
+from block_store.ledger import TICKET_SECRET_BYTES, Lane, Ledger, ReapReport, Standing
 from block_store.rebuild import rebuild
 from block_store.testing import LONG_S, Caller, TestStore, chain, content
-from common.types import BlockRef, Epoch
+from common.types import BlockRef, TicketId
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Mine:
 class Paper:
     """The walker's idea of one ticket."""
 
-    epoch: Epoch
+    id: TicketId
     held: dict[BlockRef, bytes | None]
 
 
@@ -77,6 +77,7 @@ class LedgerWalk:
         self._known = after = self.store.check(before)
         again = _attempt(lambda: operation(mine.caller.last))
         assert repr(again) == repr(answer), f"I8: {name} answered {answer}, repeated {again}"
+        assert again == answer or isinstance(answer, errors.LedgerError), f"I8: {name} gave another secret"
         assert self.store.moment() == after, f"I8: {name} happened twice"
         if isinstance(answer, errors.LedgerError):
             assert after == before, f"{name} was refused but changed something"
@@ -141,8 +142,8 @@ class LedgerWalk:
         if not refs:
             return
         answer = self._once("hand_over", mine, lambda lane: self.ledger.hand_over(lane, moved, kept, LONG_S))
-        assert isinstance(answer, int), answer
-        self.tickets.append(Paper(Epoch(answer), {ref: mine.held[ref] for ref in refs}))
+        assert isinstance(answer, TicketId), answer
+        self.tickets.append(Paper(answer, {ref: mine.held[ref] for ref in refs}))
         for ref in moved:
             del mine.held[ref]
 
@@ -157,11 +158,13 @@ class LedgerWalk:
         if not self.tickets:
             return
         paper = self.tickets.pop(which % len(self.tickets))
-        answer = self._once("claim", mine, lambda lane: self.ledger.claim(lane, paper.epoch))
+        guess = replace(paper.id, secret=bytes(TICKET_SECRET_BYTES))
+        assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, guess)), errors.Gone)
+        answer = self._once("claim", mine, lambda lane: self.ledger.claim(lane, paper.id))
         assert isinstance(answer, list) and set(answer) == set(paper.held), answer
         mine.held.update(paper.held)
         self._read(mine)
-        assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, paper.epoch)), errors.Gone)
+        assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, paper.id)), errors.Gone)
 
     def release(self, who: int, n: int, unsealed: bool) -> None:
         mine = self._mine(who)
@@ -189,12 +192,12 @@ class LedgerWalk:
     def ticket_dies(self, which: int) -> None:
         if self.tickets:
             paper = self.tickets.pop(which % len(self.tickets))
-            self.store.expire(paper.epoch)
+            self.store.expire(paper.id.epoch)
             before = self._now()
             self._reap()
             self._known = self.store.check(before)
             self.successes["ticket_reap"] += 1
-            answer = self._once("-", self.holders[0], lambda lane: self.ledger.claim(lane, paper.epoch))
+            answer = self._once("-", self.holders[0], lambda lane: self.ledger.claim(lane, paper.id))
             assert isinstance(answer, errors.Gone)
 
     def zombie(self) -> None:
@@ -208,7 +211,7 @@ class LedgerWalk:
                 lambda c=caller, r=refs: self.ledger.seal(c.lane(), [SealItem(ref) for ref in r]),  # type: ignore[misc]
                 lambda c=caller, r=refs: self.ledger.hand_over(c.lane(), r),  # type: ignore[misc]
                 lambda c=caller: self.ledger.beat(c.epoch),  # type: ignore[misc]
-                *(lambda c=caller, p=p: self.ledger.claim(c.lane(), p.epoch) for p in self.tickets[:1]),  # type: ignore[misc]
+                *(lambda c=caller, p=p: self.ledger.claim(c.lane(), p.id) for p in self.tickets[:1]),  # type: ignore[misc]
             ]
             for attempt in attempts:
                 assert isinstance(_attempt(attempt), errors.Fenced), "I5"
@@ -333,7 +336,7 @@ class LedgerWalk:
 
     def finish(self) -> None:
         """I9: with everybody gone, FREE + CACHED is everything."""
-        self.store.expire(*(mine.caller.epoch for mine in self.holders), *(paper.epoch for paper in self.tickets))
+        self.store.expire(*(mine.caller.epoch for mine in self.holders), *(paper.id.epoch for paper in self.tickets))
         self._reap()
         gone = [*self.zombies, *self.holders]
         for mine in gone:

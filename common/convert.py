@@ -10,6 +10,7 @@ from common.types import (
     Branch,
     DType,
     EarlyStopping,
+    Epoch,
     FinishReason,
     KvKind,
     KvLayout,
@@ -19,6 +20,7 @@ from common.types import (
     SamplingParams,
     StoppingParams,
     Ticket,
+    TicketId,
     Timings,
     TokenLogprob,
     WorkerLoad,
@@ -65,7 +67,7 @@ def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
         shared = min(map(_shared, ticket.tables[0], groups), default=0) if index else 0
         tables = [table_to_pb(group[shared:]) for group in groups]
         branches.append(pb.BranchTables(groups=tables, shared_blocks=shared, num_tokens=num_tokens))
-    return pb.Ticket(arena_id=ticket.arena_id, epoch=ticket.epoch, branches=branches)
+    return pb.Ticket(arena_id=ticket.arena_id, epoch=ticket.id.epoch, secret=ticket.id.secret, branches=branches)
 
 
 def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
@@ -84,7 +86,7 @@ def ticket_from_pb(message: pb.Ticket) -> Ticket:
             raise ValueError("a ticket's branch shares more blocks than its first branch has")
         tables.append(tuple(head + rest for head, rest in zip(heads, own, strict=True)))
     num_tokens = tuple(branch.num_tokens for branch in message.branches)
-    return Ticket(message.arena_id, message.epoch, tuple(tables), num_tokens)
+    return Ticket(message.arena_id, TicketId(Epoch(message.epoch), message.secret), tuple(tables), num_tokens)
 
 
 def branch_to_pb(branch: Branch) -> pb.Branch:

@@ -170,6 +170,16 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class TicketId:
+    """Names a ticket to the ledger, and shows that it was issued to whoever has this."""
+
+    epoch: Epoch
+    """The ticket's holder epoch."""
+    secret: bytes = field(repr=False)
+    """Random: epochs can be guessed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """The hand-over from prefill to decode: a holder with a lease, and what it holds.
 
@@ -177,8 +187,8 @@ class Ticket:
     """
 
     arena_id: str
-    epoch: int
-    """The ticket's holder epoch in the ledger of `arena_id`."""
+    id: TicketId
+    """In the ledger of `arena_id`."""
     tables: tuple[tuple[tuple[BlockRef, ...], ...], ...]
     num_tokens: tuple[int, ...]
     """By branch the token positions whose KV lies in its tables (prompt and outputs but for the newest token)."""

@@ -113,7 +113,7 @@ class Claims:
             except Fenced:
                 raise
             except LedgerError as error:
-                logger.info("ticket %d cannot be claimed: %s", claim.ticket.epoch, error)
+                logger.info("ticket %d cannot be claimed: %s", claim.ticket.id.epoch, error)
                 done = None
             del self._waiting[group]
             yield group, done

@@ -18,7 +18,17 @@ from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.rebuild import open_ledger
 from common.blocks import blocks_of
-from common.types import Branch, FinishReason, SamplingParams, StoppingParams, Ticket, TokenLogprob, WorkerLoad
+from common.types import (
+    Branch,
+    Epoch,
+    FinishReason,
+    SamplingParams,
+    StoppingParams,
+    Ticket,
+    TicketId,
+    TokenLogprob,
+    WorkerLoad,
+)
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.submits import Submission
@@ -162,8 +172,8 @@ class DecodeBench:
 
     def _ticket(self, live: list[Tokens]) -> Ticket:
         tables = tuple((tuple(sequence.table),) for sequence in live)
-        epoch = self.prefill.hand_over([[sequence.table] for sequence in live]) if live else 0
-        return Ticket(self.arena.arena_id, epoch, tables, tuple(sequence.num_computed for sequence in live))
+        id_ = self.prefill.hand_over([[sequence.table] for sequence in live]) if live else TicketId(Epoch(0), b"")
+        return Ticket(self.arena.arena_id, id_, tables, tuple(sequence.num_computed for sequence in live))
 
     def run(self, max_steps: int = 500) -> int:
         """Step until nothing is left to do; returns how many steps that took."""

@@ -117,10 +117,10 @@ class GroupBlocks:
 
     def hand_over(self, sequences: Seq[Sequence]) -> Ticket:
         """A ticket with a table per sequence. Errors as of `HeldBlocks.hand_over`."""
-        epoch = self._attached.held.hand_over([[sequence.table] for sequence in sequences])
+        ticket_id = self._attached.held.hand_over([[sequence.table] for sequence in sequences])
         tables = tuple((tuple(sequence.table),) for sequence in sequences)
         num_tokens = tuple(sequence.num_computed for sequence in sequences)
-        return Ticket(self._attached.arena.arena_id, epoch, tables, num_tokens)
+        return Ticket(self._attached.arena.arena_id, ticket_id, tables, num_tokens)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         """Give up all blocks of these; those that hold none may be among them."""

@@ -1,8 +1,8 @@
--- claim(epoch, number, ticket): the ticket's references become the worker's, once.
-local epoch, number, ticket = ARGV[2], ARGV[3], ARGV[4]
+-- claim(epoch, number, ticket, secret): the ticket's references become the worker's, once.
+local epoch, number, ticket, secret = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local early = lane(epoch, number)
 if early then return early end
-if not live(ticket) or call('HGET', holder_key(ticket), 'kind') ~= 'ticket' then
+if not is_ticket(ticket, secret) then
   return answer(epoch, number, '-GONE')
 end
 local blocks, generations = owned(ticket)

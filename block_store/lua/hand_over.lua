@@ -1,6 +1,6 @@
--- hand_over(epoch, number, moved, kept, ticket lease ms): a ticket with references on all of them; the holder gives up
--- `moved`.
-local epoch, number, lease_ms = ARGV[2], ARGV[3], tonumber(ARGV[6])
+-- hand_over(epoch, number, moved, kept, ticket lease ms, secret): a ticket with references on all of them; the holder
+-- gives up `moved`. Who claims it must know the secret: epochs can be guessed.
+local epoch, number, lease_ms, secret = ARGV[2], ARGV[3], tonumber(ARGV[6]), ARGV[7]
 local early = lane(epoch, number)
 if early then return early end
 local blocks, generations = unpack_refs(ARGV[4] .. ARGV[5])
@@ -14,7 +14,7 @@ for i, block in ipairs(blocks) do
   seen[block] = true
 end
 local ticket = text(call('HINCRBY', META, 'epoch', 1))
-call('HSET', holder_key(ticket), 'kind', 'ticket', 'name', 'ticket', 'number', 0, 'reply', '')
+call('HSET', holder_key(ticket), 'kind', 'ticket', 'name', 'ticket', 'number', 0, 'reply', '', 'secret', secret)
 call('ZADD', LEASES, now_ms() + lease_ms, ticket)
 local epoch8, ticket8, order = u64(epoch), u64(ticket), ticks(#blocks)
 local new_sides, ticket_own, given_up = {}, {}, {}
@@ -30,4 +30,4 @@ end
 send('HSET', REFS, new_sides)
 send('HSET', own_key(ticket), ticket_own)
 send('HDEL', own_key(epoch), given_up)
-return answer(epoch, number, '+' .. ticket)
+return answer(epoch, number, '+' .. ticket .. ' ' .. secret)

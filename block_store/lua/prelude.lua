@@ -6,7 +6,7 @@
 --           hash[32])
 --   refs   (hash: block -> its holders' epochs, u64 each)          the block side
 --   own:<epoch>    (hash: block -> generation u64, order u64)      the holder side
---   holder:<epoch> (hash: kind, name, slot, floor, token, number, reply)
+--   holder:<epoch> (hash: kind, name, slot, floor, token, secret, number, reply)
 --   index  (hash: prefix hash -> block)
 --   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot; 0: see `awaiting`)
 --   dying (zset: epoch -> was it reaped)     dying:<epoch> (list: what it still holds, head first)
@@ -32,6 +32,12 @@ local function holder_key(epoch) return TAG .. 'holder:' .. epoch end
 local function dying_key(epoch) return TAG .. 'dying:' .. epoch end
 local function u64(number) return struct.pack('<I8', tonumber(number)) end
 local function live(epoch) return call('ZSCORE', LEASES, epoch) end
+
+-- Whether `epoch` is a live ticket with that secret. Lua compares texts by address: its time says nothing of a guess.
+local function is_ticket(epoch, secret)
+  local found = live(epoch) and call('HMGET', holder_key(epoch), 'kind', 'secret')
+  return found and found[1] == 'ticket' and found[2] == secret
+end
 
 local function now_ms()
   local time = call('TIME')

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/v1/types.proto\x12\x0clooseleaf.v1\"1\n\nBlockTable\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x13\n\x0bgenerations\x18\x02 \x03(\x04\"c\n\x0c\x42ranchTables\x12(\n\x06groups\x18\x01 \x03(\x0b\x32\x18.looseleaf.v1.BlockTable\x12\x15\n\rshared_blocks\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"]\n\x06Ticket\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12,\n\x08\x62ranches\x18\x03 \x03(\x0b\x32\x1a.looseleaf.v1.BranchTablesJ\x04\x08\x04\x10\x05\"T\n\x06\x42ranch\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x1a\n\x12\x63umulative_logprob\x18\x03 \x01(\x01\"\xed\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.looseleaf.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x1a\n\rnum_sequences\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x17\n\nbeam_width\x18\r \x01(\rH\x0b\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x0e \x01(\x02H\x0c\x88\x01\x01\x12\x37\n\x0e\x65\x61rly_stopping\x18\x0f \x01(\x0e\x32\x1a.looseleaf.v1.BeamStoppingH\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x10\n\x0e_num_sequencesB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"5\n\x0e\x42\x65\x61mCandidates\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xf6\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x1d\n\x1b_include_stop_str_in_output\"l\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"[\n\rPromptSources\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x1a\n\x12transferred_tokens\x18\x03 \x01(\r\"X\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\x12\x14\n\x0chand_over_ns\x18\x03 \x01(\x04\x12\x11\n\tdecode_ns\x18\x04 \x01(\x04\"\x90\x01\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x15\n\rnum_preempted\x18\x06 \x01(\r\"\x81\x01\n\x06KvSpec\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x13\n\x06window\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_window\"S\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12$\n\x06groups\x18\x02 \x03(\x0b\x32\x14.looseleaf.v1.KvSpec\x12\r\n\x05order\x18\x03 \x01(\t*|\n\x0c\x42\x65\x61mStopping\x12\x1d\n\x19\x42\x45\x41M_STOPPING_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42\x45\x41M_STOPPING_EARLY\x10\x01\x12\x1b\n\x17\x42\x45\x41M_STOPPING_HEURISTIC\x10\x02\x12\x17\n\x13\x42\x45\x41M_STOPPING_NEVER\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/v1/types.proto\x12\x0clooseleaf.v1\"1\n\nBlockTable\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x13\n\x0bgenerations\x18\x02 \x03(\x04\"c\n\x0c\x42ranchTables\x12(\n\x06groups\x18\x01 \x03(\x0b\x32\x18.looseleaf.v1.BlockTable\x12\x15\n\rshared_blocks\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"m\n\x06Ticket\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12,\n\x08\x62ranches\x18\x03 \x03(\x0b\x32\x1a.looseleaf.v1.BranchTables\x12\x0e\n\x06secret\x18\x05 \x01(\x0cJ\x04\x08\x04\x10\x05\"T\n\x06\x42ranch\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x1a\n\x12\x63umulative_logprob\x18\x03 \x01(\x01\"\xed\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.looseleaf.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x1a\n\rnum_sequences\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x17\n\nbeam_width\x18\r \x01(\rH\x0b\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x0e \x01(\x02H\x0c\x88\x01\x01\x12\x37\n\x0e\x65\x61rly_stopping\x18\x0f \x01(\x0e\x32\x1a.looseleaf.v1.BeamStoppingH\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x10\n\x0e_num_sequencesB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"5\n\x0e\x42\x65\x61mCandidates\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xf6\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x1d\n\x1b_include_stop_str_in_output\"l\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"[\n\rPromptSources\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x1a\n\x12transferred_tokens\x18\x03 \x01(\r\"X\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\x12\x14\n\x0chand_over_ns\x18\x03 \x01(\x04\x12\x11\n\tdecode_ns\x18\x04 \x01(\x04\"\x90\x01\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x15\n\rnum_preempted\x18\x06 \x01(\r\"\x81\x01\n\x06KvSpec\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x13\n\x06window\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_window\"S\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12$\n\x06groups\x18\x02 \x03(\x0b\x32\x14.looseleaf.v1.KvSpec\x12\r\n\x05order\x18\x03 \x01(\t*|\n\x0c\x42\x65\x61mStopping\x12\x1d\n\x19\x42\x45\x41M_STOPPING_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42\x45\x41M_STOPPING_EARLY\x10\x01\x12\x1b\n\x17\x42\x45\x41M_STOPPING_HEURISTIC\x10\x02\x12\x17\n\x13\x42\x45\x41M_STOPPING_NEVER\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,36 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_BEAMSTOPPING']._serialized_start=2085
-  _globals['_BEAMSTOPPING']._serialized_end=2209
-  _globals['_FINISHREASON']._serialized_start=2212
-  _globals['_FINISHREASON']._serialized_end=2357
+  _globals['_BEAMSTOPPING']._serialized_start=2101
+  _globals['_BEAMSTOPPING']._serialized_end=2225
+  _globals['_FINISHREASON']._serialized_start=2228
+  _globals['_FINISHREASON']._serialized_end=2373
   _globals['_BLOCKTABLE']._serialized_start=39
   _globals['_BLOCKTABLE']._serialized_end=88
   _globals['_BRANCHTABLES']._serialized_start=90
   _globals['_BRANCHTABLES']._serialized_end=189
   _globals['_TICKET']._serialized_start=191
-  _globals['_TICKET']._serialized_end=284
-  _globals['_BRANCH']._serialized_start=286
-  _globals['_BRANCH']._serialized_end=370
-  _globals['_SAMPLINGPARAMS']._serialized_start=373
-  _globals['_SAMPLINGPARAMS']._serialized_end=1122
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=849
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=897
-  _globals['_BEAMCANDIDATES']._serialized_start=1124
-  _globals['_BEAMCANDIDATES']._serialized_end=1177
-  _globals['_STOPPINGPARAMS']._serialized_start=1180
-  _globals['_STOPPINGPARAMS']._serialized_end=1426
-  _globals['_TOKENLOGPROB']._serialized_start=1428
-  _globals['_TOKENLOGPROB']._serialized_end=1536
-  _globals['_PROMPTSOURCES']._serialized_start=1538
-  _globals['_PROMPTSOURCES']._serialized_end=1629
-  _globals['_TIMINGS']._serialized_start=1631
-  _globals['_TIMINGS']._serialized_end=1719
-  _globals['_WORKERLOAD']._serialized_start=1722
-  _globals['_WORKERLOAD']._serialized_end=1866
-  _globals['_KVSPEC']._serialized_start=1869
-  _globals['_KVSPEC']._serialized_end=1998
-  _globals['_KVLAYOUT']._serialized_start=2000
-  _globals['_KVLAYOUT']._serialized_end=2083
+  _globals['_TICKET']._serialized_end=300
+  _globals['_BRANCH']._serialized_start=302
+  _globals['_BRANCH']._serialized_end=386
+  _globals['_SAMPLINGPARAMS']._serialized_start=389
+  _globals['_SAMPLINGPARAMS']._serialized_end=1138
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=865
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=913
+  _globals['_BEAMCANDIDATES']._serialized_start=1140
+  _globals['_BEAMCANDIDATES']._serialized_end=1193
+  _globals['_STOPPINGPARAMS']._serialized_start=1196
+  _globals['_STOPPINGPARAMS']._serialized_end=1442
+  _globals['_TOKENLOGPROB']._serialized_start=1444
+  _globals['_TOKENLOGPROB']._serialized_end=1552
+  _globals['_PROMPTSOURCES']._serialized_start=1554
+  _globals['_PROMPTSOURCES']._serialized_end=1645
+  _globals['_TIMINGS']._serialized_start=1647
+  _globals['_TIMINGS']._serialized_end=1735
+  _globals['_WORKERLOAD']._serialized_start=1738
+  _globals['_WORKERLOAD']._serialized_end=1882
+  _globals['_KVSPEC']._serialized_start=1885
+  _globals['_KVSPEC']._serialized_end=2014
+  _globals['_KVLAYOUT']._serialized_start=2016
+  _globals['_KVLAYOUT']._serialized_end=2099
 # @@protoc_insertion_point(module_scope)

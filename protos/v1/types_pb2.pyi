@@ -50,14 +50,16 @@ class BranchTables(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., shared_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("arena_id", "epoch", "branches")
+    __slots__ = ("arena_id", "epoch", "branches", "secret")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     epoch: int
     branches: _containers.RepeatedCompositeFieldContainer[BranchTables]
-    def __init__(self, arena_id: _Optional[str] = ..., epoch: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[BranchTables, _Mapping]]] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, arena_id: _Optional[str] = ..., epoch: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[BranchTables, _Mapping]]] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Branch(_message.Message):
     __slots__ = ("sample_index", "output_token_ids", "cumulative_logprob")

@@ -116,9 +116,9 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
 
     silenceable.wake()
     reconnect(held, decode)
-    epoch = held.hand_over(tables_of([old[0], *new[:2]]))
+    ticket_id = held.hand_over(tables_of([old[0], *new[:2]]))
     assert store.ledger.lookup([chain("new", 3)]) == 3, "sealed late, the released tail too"
-    assert decode.claim(Ticket(store.arena.arena_id, epoch, tables_of([old[0], *new[:2]]), (48,)))
+    assert decode.claim(Ticket(store.arena.arena_id, ticket_id, tables_of([old[0], *new[:2]]), (48,)))
     decode.claim(ticket)
     held.release(last)
     held.assert_idle()
@@ -168,9 +168,9 @@ def test_a_hand_over_whose_answer_is_lost_is_one_hand_over(silenceable: Silencea
     assert held.num_held == 3 and held.holder.breaker.is_open
     held.holder.probe()
     assert held.alloc(1), "other calls may come in between"
-    epoch = held.hand_over(tables_of(refs))
+    ticket_id = held.hand_over(tables_of(refs))
     tickets = [holder for holder in store.moment().holders if holder.kind == "ticket"]
-    assert [ticket.epoch for ticket in tickets] == [epoch] and tickets[0].num_references == 3
+    assert [ticket.epoch for ticket in tickets] == [ticket_id.epoch] and tickets[0].num_references == 3
     assert held.num_held == 1
     store.check()
 

@@ -188,10 +188,10 @@ def test_a_ticket_that_names_more_than_it_holds(store: TestStore) -> None:
     refs = filled(prefill, "a", 2)
     good = ticket_of(prefill, refs[:1])
     with pytest.raises(Stale):
-        decode.claim(Ticket(good.arena_id, good.epoch, ((tuple(refs),),), (32,)))
+        decode.claim(Ticket(good.arena_id, good.id, ((tuple(refs),),), (32,)))
     decode.assert_idle()
     with pytest.raises(ValueError, match="is for arena"):
-        decode.claim(Ticket("0" * 16, 1, (), ()))
+        decode.claim(Ticket("0" * 16, good.id, (), ()))
 
 
 def test_a_shared_head_is_evicted_after_every_tail(store: TestStore) -> None:

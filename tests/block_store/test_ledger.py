@@ -13,7 +13,7 @@ from block_store.inspection import BlockState
 from block_store.ledger import MAX_BATCH, Lane
 from block_store.redis_server import RedisHandle, open_client
 from block_store.testing import TestStore, chain
-from common.types import BlockRef, Epoch
+from common.types import BlockRef, Epoch, TicketId
 
 
 def test_alloc_takes_free_blocks_then_the_coldest_cached(store: TestStore) -> None:
@@ -99,14 +99,37 @@ def test_hand_over_moves_and_keeps(store: TestStore) -> None:
     refs = store.fill(one, chain("a", 4))
     ticket = ledger.hand_over(one.lane(), refs[1:], refs[:1])
     assert ledger.holdings(one.epoch) == refs[:1]
-    assert sorted(ledger.holdings(ticket)) == sorted(refs)
+    assert sorted(ledger.holdings(ticket.epoch)) == sorted(refs)
     assert ledger.claim(two.lane(), ticket) == [*refs[1:], refs[0]]
     with pytest.raises(errors.Gone):
         ledger.claim(one.lane(), ticket)
     with pytest.raises(errors.Gone):
-        ledger.claim(one.lane(), two.epoch)
+        ledger.claim(one.lane(), TicketId(two.epoch, b""))
     assert set(ledger.holdings(two.epoch)) == set(refs)
     store.check()
+
+
+def test_a_ticket_is_claimed_by_who_was_given_its_secret(store: TestStore) -> None:
+    """Its epoch is the next number; whoever guesses it gets nothing, and takes nothing from who was meant."""
+    one, two, thief, ledger = store.caller(), store.caller(), store.caller(), store.ledger
+    first, second = store.fill(one, chain("a", 2)), store.fill(one, chain("b", 2))
+    ticket, other = ledger.hand_over(one.lane(), first), ledger.hand_over(one.lane(), second)
+    assert other.epoch == ticket.epoch + 1 and len(ticket.secret) == 16 and ticket.secret != other.secret
+    for guess in (b"", bytes(16), ticket.secret[:-1], ticket.secret + b"\0", other.secret):
+        with pytest.raises(errors.Gone):
+            ledger.claim(thief.lane(), TicketId(ticket.epoch, guess))
+    assert ledger.holdings(thief.epoch) == []
+    assert ledger.claim(two.lane(), ticket) == first
+    assert ticket.secret.hex() not in repr(ticket) and repr(ticket.secret) not in repr(ticket)
+    store.check()
+
+
+def test_a_repeated_hand_over_gives_the_first_secret(store: TestStore) -> None:
+    one, two, ledger = store.caller(), store.caller(), store.ledger
+    refs, lane = store.fill(one, chain("a", 2)), one.lane()
+    ticket = ledger.hand_over(lane, refs)
+    assert ledger.hand_over(lane, refs) == ticket
+    assert ledger.claim(two.lane(), ticket) == refs
 
 
 def test_hand_over_refusals(store: TestStore) -> None:
@@ -129,7 +152,7 @@ def test_a_ticket_expires_and_its_blocks_stay_cached(store: TestStore) -> None:
     one, ledger = store.caller(), store.ledger
     refs = store.fill(one, chain("a", 3))
     ticket = ledger.hand_over(one.lane(), refs, lease_s=0.0)
-    assert ledger.reap().reaped == (ticket,)
+    assert ledger.reap().reaped == (ticket.epoch,)
     with pytest.raises(errors.Gone):
         ledger.claim(one.lane(), ticket)
     assert store.moment().counts.cached == 3 and ledger.lookup([chain("a", 3)]) == 3

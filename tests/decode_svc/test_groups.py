@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.types import Branch, FinishReason, SamplingParams, StoppingParams
+from common.types import Branch, FinishReason, SamplingParams, StoppingParams, TicketId
 from decode_svc.outputs import Rejection
 from decode_svc.testing import DecodeBench
 from engine.oracle import Oracle
@@ -163,3 +163,16 @@ def test_the_load_counts_sequences_and_blocks(small: DecodeBench) -> None:
     small.worker.step()  # takes no block
     assert small.inbox.loads[-1].free_blocks == 256 - small.held.num_held
     small.run()
+
+
+def test_a_ticket_that_was_issued_to_somebody_else_is_lost_here_and_good_there(small: DecodeBench) -> None:
+    """A session that guesses the epoch, which is the next number, learns nothing; who was meant goes on."""
+    made = small.prefilled(1, PROMPTS[17], GREEDY, STOPPING)
+    guessed = replace(made.ticket, id=TicketId(made.ticket.id.epoch, bytes(16)))
+    thief = small.prefilled(2, PROMPTS[17], GREEDY, STOPPING)
+    small.worker.submit(small.inbox.session, *thief._replace(ticket=guessed))
+    assert small.inbox.rejections == {2: Rejection.LOST}
+    small.worker.submit(small.inbox.session, *made)
+    small.run()
+    assert len(small.inbox.ids(1)[0]) == STOPPING.max_tokens
+    small.prefill.decline(thief.ticket)
