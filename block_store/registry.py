@@ -1,38 +1,55 @@
 """Who is there: workers and block stores publish records in Redis with every beat, gateways list the fresh ones.
 
-Stamps are Redis `TIME`, so no clocks are compared. Knows nothing of the ledger. Plain blocking calls; call them in a
-thread.
+Stamps are Redis `TIME`, so no clocks are compared. What cannot be read is skipped, counted and soon removed: one bad
+entry must not hide the others. Knows nothing of the ledger. Plain blocking calls; call them in a thread.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import redis
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from block_store.errors import LedgerUnavailable
-from common.types import WorkerLoad, WorkerRecord
+from common.telemetry import Fallbacks
+from common.types import WorkerRecord
 
 FRESH_S = 3.0
+R = TypeVar("R")
+_LOG = logging.getLogger(__name__)
 
-_PUBLISH = """
+# Where something else than a hash stands under the key, it goes.
+_HASH_ONLY = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
+"""
+_PUBLISH = f"""{_HASH_ONLY}
 local time = redis.call('TIME')
 local stamp = time[1] .. string.format('%03d', math.floor(time[2] / 1000))
 redis.call('HSETNX', KEYS[1], '#life', stamp .. ' ' .. ARGV[1])
 return redis.call('HSET', KEYS[1], ARGV[1], stamp .. ' ' .. ARGV[2])
 """
-# Returns the name of the registry's life, then the values that are fresh; those of a minute ago are removed.
-_LIST = """
+# Returns the name of the registry's life, then the values that are fresh; those of a minute ago are removed. What has
+# no stamp, or one of the future, is given one, so that it ages like the others; its beginning is kept to be looked at.
+_LIST = f"""{_HASH_ONLY}
 local time, all = redis.call('TIME'), redis.call('HGETALL', KEYS[1])
-local fresh = { redis.call('HGET', KEYS[1], '#life') or '' }
+local fresh = {{ redis.call('HGET', KEYS[1], '#life') or '' }}
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for i = 1, #all, 2 do
   local stamp, value = string.match(all[i + 1], '^(%d+) (.*)$')
-  if all[i] == '#life' then stamp = now
-  elseif now - stamp <= tonumber(ARGV[1]) then fresh[#fresh + 1] = value
-  elseif now - stamp > 60000 then redis.call('HDEL', KEYS[1], all[i]) end
+  if all[i] ~= '#life' then
+    if not stamp or stamp - now > 60000 then
+      stamp, value = string.format('%.0f', now), string.sub(all[i + 1], 1, 200)
+      redis.call('HSET', KEYS[1], all[i], stamp .. ' ' .. value)
+    end
+    if now - stamp <= tonumber(ARGV[1]) then fresh[#fresh + 1] = value
+    elseif now - stamp > 60000 then redis.call('HDEL', KEYS[1], all[i]) end
+  end
 end
 return fresh
 """
@@ -61,6 +78,7 @@ class WorkerRegistry:
         self._stores = f"{namespace}:stores"
         self._publish = client.register_script(_PUBLISH)
         self._list = client.register_script(_LIST)
+        self.fallbacks = Fallbacks(_LOG)
         self.life = b""
         """As of the last `list`: another one than before says that Redis has forgotten in between who was there."""
 
@@ -75,7 +93,7 @@ class WorkerRegistry:
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:
         """Workers that published within `fresh_s`, by id."""
         self.life, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
-        return sorted((_worker(json.loads(text)) for text in found), key=lambda record: record.worker_id)
+        return sorted(self._read(_WORKER, found), key=lambda record: record.worker_id)
 
     def publish_store(self, record: StoreRecord) -> None:
         self._run(self._publish, self._stores, record.arena_id, json.dumps(asdict(record)))
@@ -86,21 +104,36 @@ class WorkerRegistry:
     def get_store(self, arena_id: str | None = None, fresh_s: float = FRESH_S) -> StoreRecord | None:
         """The store of `arena_id`, or any fresh one (the first by arena id); None: there is none."""
         _, *found = self._run(self._list, self._stores, round(fresh_s * 1000))
-        records = sorted((StoreRecord(**json.loads(text)) for text in found), key=lambda record: record.arena_id)
+        records = sorted(self._read(_STORE, found), key=lambda record: record.arena_id)
         return next((record for record in records if arena_id in (None, record.arena_id)), None)
+
+    def _read(self, kind: TypeAdapter[R], found: Iterable[bytes]) -> Iterable[R]:
+        for text in found:
+            try:
+                yield kind.validate_json(text, strict=True)
+            except ValidationError as error:
+                self.fallbacks.note("registry entry skipped", f"{text[:100]!r}: {error.errors()[0]['msg']}")
 
     def _run(self, script: Any, key: str, *args: str | int) -> Any:
         try:
             return script(keys=[key], args=args)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
+        except redis.RedisError as error:
             raise LedgerUnavailable(f"registry: {error}") from error
 
     def _remove(self, key: str, field: str) -> None:
         try:
             self._client.hdel(key, field)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
+        except redis.RedisError as error:
             raise LedgerUnavailable(f"registry: {error}") from error
 
 
-def _worker(fields: dict[str, Any]) -> WorkerRecord:
-    return WorkerRecord(**{**fields, "load": WorkerLoad(**fields["load"])})
+def _usable(record: WorkerRecord) -> WorkerRecord:
+    """What gateways compute with. ValueError."""
+    bytes.fromhex(record.hash_domain)
+    if min(record.block_size, record.max_model_len, record.max_num_seqs) < 1:
+        raise ValueError("block_size, max_model_len and max_num_seqs must be positive")
+    return record
+
+
+_WORKER = TypeAdapter(Annotated[WorkerRecord, AfterValidator(_usable)])
+_STORE = TypeAdapter(StoreRecord)

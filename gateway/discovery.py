@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -84,6 +84,11 @@ class Discovery:
     async def check(self) -> None:
         """One call to the registry. LedgerUnavailable if Redis cannot be reached."""
         await self._in_thread(self._registry.list)
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Entries of the registry that could not be read, counted at every poll."""
+        return self._registry.fallbacks.counts
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

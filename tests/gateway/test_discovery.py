@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -50,6 +51,58 @@ async def test_workers_are_found_and_missed(redis_handle: RedisHandle) -> None:
     await until(lambda: seen[-1] == [])
     task.cancel()
     discovery.close()
+
+
+GOOD = asdict(make_record("decode", "evil"))
+GARBAGE = {
+    "no stamp": b"{}",
+    "no JSON": b"$now \xff\x00\x1b[31m",
+    "another type": b"$now 5",
+    "a field too few": b"$now {}",
+    "deeply nested": b"$now " + b"[" * 100_000,
+    "text for a number": b"$now " + json.dumps(GOOD | {"block_size": "16"}).encode(),
+    "no size": b"$now " + json.dumps(GOOD | {"block_size": 0}).encode(),
+    "no hex": b"$now " + json.dumps(GOOD | {"hash_domain": "zz"}).encode(),
+    "of the future": b"9" * 400 + b" {}",
+    "huge": b"x" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_a_successor_is_found_beside_entries_that_cannot_be_read(redis_handle: RedisHandle, name: str) -> None:
+    """Each is skipped and counted, and gone a minute later."""
+    client, seen = redis_handle.client, list[list[WorkerRecord]]()
+    discovery = Discovery(redis_handle.url, 0.02, seen.append, grace_s=0.1)
+    registry = WorkerRegistry(client)
+    client.delete("looseleaf:workers", "looseleaf:stores")
+    now = f"{client.time()[0]}000".encode()
+    for key in ("looseleaf:workers", "looseleaf:stores"):
+        client.hset(key, "evil", GARBAGE[name].replace(b"$now", now))
+    task = asyncio.create_task(discovery.run())
+    registry.publish(make_record("decode", "d0"))
+    await until(lambda: seen and [r.worker_id for r in seen[-1]] == ["d0"])
+    registry.withdraw("d0")
+    registry.publish(make_record("decode", "d1"))
+    await until(lambda: [r.worker_id for r in seen[-1]] == ["d1"])
+    assert discovery.skipped["registry entry skipped"] > 0 and discovery.fallbacks.counts == {}
+    assert len(client.hget("looseleaf:workers", "evil") or b"") < 200_000, "it is not handed out again and again"
+    stamp, _, value = client.hget("looseleaf:workers", "evil").partition(b" ")  # type: ignore[union-attr]
+    client.hset("looseleaf:workers", "evil", b"%d %s" % (int(stamp) - 61_000, value))
+    assert [r.worker_id for r in registry.list()] == ["d1"] and client.hget("looseleaf:workers", "evil") is None
+    task.cancel()
+    discovery.close()
+
+
+async def test_another_type_under_the_registrys_key_goes(redis_handle: RedisHandle) -> None:
+    client, registry = redis_handle.client, WorkerRegistry(redis_handle.client)
+    for poison in (lambda key: client.set(key, "x"), lambda key: client.rpush(key, "x")):
+        client.delete("looseleaf:workers")
+        poison("looseleaf:workers")
+        assert registry.list() == []
+        poison("looseleaf:workers")
+        registry.publish(make_record("decode", "d0"))
+        assert [r.worker_id for r in registry.list()] == ["d0"]
+    registry.withdraw("d0")
 
 
 async def test_without_redis_the_last_list_stays_and_nothing_hangs(tmp_path: Path) -> None:
