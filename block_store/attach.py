@@ -31,7 +31,7 @@ from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
 from common import convert
 from common.errors import StartupError
-from common.rpc import error_of
+from common.status import error_of
 from common.telemetry import fallback_counts
 from common.types import KvLayout, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb

@@ -1,31 +1,25 @@
-"""gRPC at the edge of every service: server with health and reflection, channels, and errors as statuses.
+"""gRPC at the edge of every service: server with health and reflection, channels, signals.
 
-One event loop, which never computes. UNKNOWN never leaves a service, nor an exception's text.
+One event loop, which never computes. `guard` stands before every method.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
-from common.errors import BY_GRPC_CODE, FieldViolation, Internal, LooseleafError, StartupError
+from common.errors import StartupError
+from common.guard import Check, Guard, anybody
 
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_VIOLATIONS = 16
-"""The status travels in the trailer, and gRPC drops a trailer of more than 8 KiB."""
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -44,124 +38,18 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 HEARTBEAT_S = 0.5
 """A worker's event loop sends something on every open stream at least so often: what a frozen process cannot."""
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-logger = logging.getLogger("rpc")
-
-
-def status_of(error: LooseleafError) -> status_pb2.Status:
-    """The google.rpc.Status of an error, with field violations and retry delay as details."""
-    details: list[any_pb2.Any] = []
-    if error.violations:
-        violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=v.field[:100], description=v.description[:200])
-            for v in error.violations[:MAX_VIOLATIONS]
-        ]
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
-    if error.retry_after_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status_pb2.Status(code=code_pb2.Code.Value(error.grpc_code), message=error.message[:1000], details=details)
-
-
-def _packed(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
-
-
-def error_of(error: grpc.RpcError) -> LooseleafError:
-    """The LooseleafError that a failed call carried (the reverse of `status_of`)."""
-    code: grpc.StatusCode = error.code()
-    kind = BY_GRPC_CODE.get(code.name, Internal)
-    violations: list[FieldViolation] = []
-    retry_after_s: float | None = None
-    status = _status_details(error)
-    for detail in status.details if status is not None else ():
-        bad_request = error_details_pb2.BadRequest()
-        retry = error_details_pb2.RetryInfo()
-        if detail.Unpack(bad_request):
-            violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-    return kind(error.details() or code.name, violations=tuple(violations), retry_after_s=retry_after_s)
-
-
-def _status_details(error: grpc.RpcError) -> status_pb2.Status | None:
-    metadata: Iterable[Any] = error.trailing_metadata() or ()
-    for key, value in metadata:
-        if key == "grpc-status-details-bin":
-            return status_pb2.Status.FromString(value)
-    return None
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The only place where exceptions meet gRPC."""
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                _guard_stream(handler.stream_stream), handler.request_deserializer, handler.response_serializer
-            )
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
-            )
-        if handler.request_streaming:
-            return handler
-        return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-        )
-
-
-def _guard_unary(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def guarded(request: Any, context: Context) -> Any:
-        try:
-            result = method(request, context)
-            return await result if asyncio.iscoroutine(result) else result
-        except Exception as error:
-            await _abort(context, error)
-
-    return guarded
-
-
-def _guard_stream(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            result = method(request, context)
-            if asyncio.iscoroutine(result):  # a handler that writes to the context itself
-                await result
-                return
-            async for response in result:
-                yield response
-        except Exception as error:
-            await _abort(context, error)
-
-    return guarded
-
-
-async def _abort(context: Context, error: Exception) -> None:
-    if isinstance(error, (grpc.aio.AbortError, grpc.aio.BaseError)):
-        raise error
-    if isinstance(error, grpc.RpcError):
-        error = error_of(error)
-    if not isinstance(error, LooseleafError):
-        logger.error("unexpected failure in a handler", exc_info=error)
-        error = Internal("the service failed; its log says why")
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))
 
 
 class RpcServer:
     """A grpc.aio server with health (`Watch` included) and reflection. `port` is known after `bind`."""
 
-    def __init__(self, host: str, port: int, *, reuse_port: bool = False) -> None:
-        """`reuse_port`: others that say so too may listen on the same port, so that a successor can take over."""
+    def __init__(self, host: str, port: int, *, reuse_port: bool = False, check: Check = anybody) -> None:
+        """`reuse_port`: others that say so too may listen on the same port, so that a successor can take over.
+        `check` is asked before each call.
+        """
         self._address = f"{host}:{port}"
         options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
-        self._server = grpc.aio.server(options=options, interceptors=[ErrorInterceptor()])
+        self._server = grpc.aio.server(options=options, interceptors=[Guard(check)])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 from common import convert
 from common.errors import LooseleafError
-from common.rpc import HEARTBEAT_S, Context
+from common.guard import Context
+from common.rpc import HEARTBEAT_S
 from common.step_thread import StepThread
 from common.types import WorkerLoad
 from decode_svc.outputs import AnyOutput, Output, PlainToken, Rejection
@@ -54,6 +55,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         try:
             while (news := await steps.get()) is not None:
                 await context.write(_response(news))
+            reader.result()  # raises what ended it: bytes that are no message
         finally:
             heart.cancel()
             reader.cancel()

@@ -16,7 +16,7 @@ from gateway.assets import load_assets
 from gateway.credentials import Authenticator
 from gateway.discovery import Discovery
 from gateway.groups import limits_of
-from gateway.grpc_service import InferenceServicer
+from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
@@ -34,7 +34,10 @@ logger = logging.getLogger("gateway")
 async def main(settings: GatewaySettings) -> None:
     raise_file_limit()
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
-    grpc_server = RpcServer(settings.host, settings.grpc_port, reuse_port=settings.reuse_port)
+    authenticator = Authenticator(read_keys(settings.api_key, settings.api_key_file))
+    grpc_server = RpcServer(
+        settings.host, settings.grpc_port, reuse_port=settings.reuse_port, check=key_check(authenticator)
+    )
     bind_grpc(grpc_server, settings.grpc_port)
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
@@ -67,7 +70,7 @@ async def main(settings: GatewaySettings) -> None:
     )
     parts = (
         assets,
-        Authenticator(read_keys(settings.api_key, settings.api_key_file)),
+        authenticator,
         admission,
         validator,
         runner,

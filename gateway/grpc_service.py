@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import grpc.aio
+from typing import Any
 
 from common import convert
 from common.errors import DeadlineExceeded, InvalidArgument, LooseleafError
+from common.guard import Check, Context
 from common.types import EarlyStopping
 from gateway.admission import Admission
 from gateway.assemble import Piece, Summary
@@ -27,10 +26,6 @@ from protos.v1 import inference_pb2_grpc, types_pb2
 
 STALLED_CLIENT_S = 5.0
 """How long after its deadline a request may still wait for a client that does not read."""
-
-
-if TYPE_CHECKING:
-    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -100,6 +95,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             eos_token_ids=self._assets.eos_token_ids,
         )
         return pb.ListModelsResponse(models=[model])
+
+
+def key_check(authenticator: Authenticator) -> Check:
+    """Asks for the API key before anything is parsed. gRPC's own services, health and reflection, need none."""
+
+    def check(method: str, context: Context) -> None:
+        if not method.startswith("/grpc."):
+            authenticator.tenant(_authorization(context))
+
+    return check
 
 
 def _authorization(context: Context) -> str | None:

@@ -13,7 +13,8 @@ import grpc.aio
 
 from common import convert
 from common.errors import DeadlineExceeded
-from common.rpc import error_of, open_channel
+from common.rpc import open_channel
+from common.status import error_of
 from common.types import WorkerLoad, WorkerRecord
 from gateway.lost import WorkerLost, incarnation, internal, is_death, queue_full
 from gateway.silence import Silence

@@ -22,8 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import Field
 
 from common.errors import ResourceExhausted, StartupError
-from common.rpc import error_of
 from common.settings import Settings, settings_config
+from common.status import error_of
 from loadtest.batching import MODEL
 from looseleaf import LLM, AsyncClient
 from looseleaf.testing import prompts

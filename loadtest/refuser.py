@@ -13,7 +13,8 @@ import grpc.aio
 from grpc_status import rpc_status
 
 from common.errors import ResourceExhausted
-from common.rpc import SERVER_OPTIONS, status_of
+from common.rpc import SERVER_OPTIONS
+from common.status import status_of
 
 REFUSAL = rpc_status.to_status(status_of(ResourceExhausted("full", retry_after_s=1.0)))
 

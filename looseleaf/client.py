@@ -23,7 +23,8 @@ import grpc
 import grpc.aio
 
 from common.errors import Unavailable
-from common.rpc import CHANNEL_OPTIONS, error_of, open_channel
+from common.rpc import CHANNEL_OPTIONS, open_channel
+from common.status import error_of
 from looseleaf.options import GenerateOptions, Message, Prompt, build_request, chat_to_pb
 from looseleaf.results import Completion, ModelInfo, Piece, join, model_from_pb, piece_from_pb
 from protos.v1 import inference_pb2 as pb

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 from common import convert
 from common.errors import LooseleafError, Unavailable
-from common.rpc import HEARTBEAT_S, Context
+from common.guard import Context
+from common.rpc import HEARTBEAT_S
 from common.step_thread import StepThread
 from prefill_svc.requests import Limits, job_of
 from prefill_svc.worker import Done, Event, FirstToken, PrefillWorker, Progress

@@ -14,8 +14,8 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from common.errors import Unavailable
-from common.rpc import error_of
 from common.settings import Settings, settings_config
+from common.status import error_of
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 

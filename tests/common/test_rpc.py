@@ -10,7 +10,8 @@ from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common import errors
-from common.rpc import RpcServer, check_health, error_of, open_channel, status_of
+from common.rpc import RpcServer, check_health, open_channel
+from common.status import error_of, status_of
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 

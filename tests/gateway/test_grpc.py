@@ -12,9 +12,10 @@ import grpc.aio
 import pytest
 
 from common.errors import InvalidArgument, ResourceExhausted
-from common.rpc import RpcServer, error_of
+from common.rpc import RpcServer
+from common.status import error_of
 from gateway.direct import Direct
-from gateway.grpc_service import InferenceServicer
+from gateway.grpc_service import InferenceServicer, key_check
 from gateway.testing import Script, beam_score, expected_ids
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
@@ -29,7 +30,7 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
 
     async def start(script: Script | None = None, **options: Any) -> tuple[Rig, Any]:
         rig = await make_rig(script, **options)
-        server = RpcServer("127.0.0.1", 0)
+        server = RpcServer("127.0.0.1", 0, check=key_check(rig.authenticator))
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         server.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
         await server.start()

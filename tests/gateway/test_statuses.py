@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from common import errors
-from common.rpc import RpcServer, error_of
-from gateway.grpc_service import InferenceServicer
+from common.rpc import RpcServer
+from common.status import error_of
+from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.server import HttpServer, bind_http
 from gateway.testing import Fault, Script
@@ -132,7 +133,7 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
         rig = await make_rig(case.script(), api_key=KEY, **(case.options or {}))
         sock = bind_http("127.0.0.1", 0)
         http = HttpServer(HttpApi(*rig.parts).app(lambda: True, show_metrics=False, timeout_s=20.0), sock)
-        rpc = RpcServer("127.0.0.1", 0)
+        rpc = RpcServer("127.0.0.1", 0, check=key_check(rig.authenticator))
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         rpc.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
         await http.start()

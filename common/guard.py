@@ -1,0 +1,108 @@
+"""What stands before every method of every service: who calls, then whether the bytes are a message, then the method.
+
+The only place where exceptions meet gRPC: UNKNOWN never leaves a service, nor an exception's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from grpc_status import rpc_status
+
+from common.errors import Internal, InvalidArgument, LooseleafError
+from common.status import error_of, status_of
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Check = Callable[[str, Context], None]
+"""Called with a method's full name ("/package.Service/Method") before anything that the caller sent is parsed; raises
+the LooseleafError that a caller without the right is told."""
+Parse = Callable[[bytes], Any]
+NOT_A_MESSAGE = "the request is not a message of this method's type"
+logger = logging.getLogger("rpc")
+
+
+def anybody(method: str, context: Context) -> None:
+    """The check that lets everybody in."""
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Methods get their requests as bytes, so that these are parsed behind the check and inside the guard."""
+
+    def __init__(self, check: Check = anybody) -> None:
+        self._check = check
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        call = _Call(handler_call_details.method, handler, self._check)
+        run = call.stream if handler.response_streaming else call.unary
+        return _MAKERS[handler.request_streaming, handler.response_streaming](run, None, handler.response_serializer)
+
+
+_MAKERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class _Call:
+    """One call of a method."""
+
+    def __init__(self, name: str, handler: Any, check: Check) -> None:
+        self._name = name
+        self._handler = handler
+        self._check = check
+
+    async def unary(self, raw: Any, context: Context) -> Any:
+        try:
+            result = self._begin(self._handler.stream_unary or self._handler.unary_unary, raw, context)
+            return await result if asyncio.iscoroutine(result) else result
+        except Exception as error:
+            await _abort(context, error)
+
+    async def stream(self, raw: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            result = self._begin(self._handler.stream_stream or self._handler.unary_stream, raw, context)
+            if asyncio.iscoroutine(result):  # a method that writes to the context itself
+                await result
+                return
+            async for response in result:
+                yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    def _begin(self, method: Callable[[Any, Context], Any], raw: Any, context: Context) -> Any:
+        self._check(self._name, context)
+        parse = self._handler.request_deserializer
+        return method(_each(parse, raw) if self._handler.request_streaming else _parsed(parse, raw), context)
+
+
+def _parsed(parse: Parse, raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except Exception:  # what protobuf raises depends on its implementation
+        raise InvalidArgument(NOT_A_MESSAGE) from None
+
+
+async def _each(parse: Parse, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for raw in raws:
+        yield _parsed(parse, raw)
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    if isinstance(error, (grpc.aio.AbortError, grpc.aio.BaseError)):
+        raise error
+    if isinstance(error, grpc.RpcError):
+        error = error_of(error)
+    if not isinstance(error, LooseleafError):
+        logger.error("unexpected failure in a handler", exc_info=error)
+        error = Internal("the service failed; its log says why")
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))
