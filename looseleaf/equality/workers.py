@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from block_store.arena import Arena
+from block_store.breaker import BUDGET_S
+from block_store.errors import StaleDataset
 from block_store.held import HeldBlocks
-from block_store.holder import Holder
+from block_store.holder import BEAT_S, Holder
 from block_store.ledger import Ledger
 from block_store.reaper import sweep
-from block_store.rebuild import open_ledger
+from block_store.rebuild import open_ledger, rebuild
 from common.blocks import group_blocks
+from common.errors import Aborted
 from common.types import Branch, WorkerLoad
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.preemption import Choice, Preemption
@@ -38,15 +41,35 @@ MAX_STEPS = 3000
 
 
 class Attachment:
-    """What a worker has of the block store; nothing here fences it."""
+    """What a worker has of the block store."""
 
-    is_fenced = False
-
-    def __init__(self, arena: Arena, ledger: Ledger, name: str) -> None:
+    def __init__(
+        self, arena: Arena, ledger: Ledger, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
+        budget_s: float = BUDGET_S,
+    ) -> None:  # fmt: skip
+        """`beat_s` None: it beats only when `held.holder.probe` is called."""
         self.arena = arena
-        slot = arena.acquire_writer_slot()
-        self.held = HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number), arena, slot, 0)
         self.floor_blocks = arena.num_blocks
+        self._ledger, self._name, self._reserve = ledger, name, reserve
+        self._beat_s, self._budget_s = beat_s, budget_s
+        self.held = self._register()
+
+    def _register(self) -> HeldBlocks:
+        slot = self.arena.acquire_writer_slot()
+        ledger = self._ledger.under(self.arena.fixed.dataset)
+        holder = Holder.register(
+            ledger, self._name, writer_slot=slot.number, beat_s=self._beat_s, budget_s=self._budget_s
+        )
+        return HeldBlocks(holder, self.arena, slot, self._reserve)
+
+    @property
+    def is_fenced(self) -> bool:
+        return self.held.holder.fenced.is_set()
+
+    def renew(self) -> None:
+        """As `Attached.renew`."""
+        self.held.close()
+        self.held = self._register()
 
 
 @dataclass(slots=True)
@@ -111,6 +134,8 @@ class Workers:
         self._asked: list[Asked] = []
         self._returned: list[Asked] = []
         self.num_returned = 0
+        self.rejections: list[tuple[int, Rejection]] = []
+        """What decode has sent away: number of the request, why."""
         self.num_steps = 0
         """Of decode."""
 
@@ -145,6 +170,18 @@ class Workers:
         for asked in lost:
             self._come_back(asked)
 
+    def sweep(self) -> bool:
+        """What the store does meanwhile: where somebody has found the ledger wrong it is built anew, and the workers
+        hear of it. Whether it was."""
+        try:
+            sweep(self._ledger, self.arena, ())
+        except StaleDataset:
+            self._ledger.dataset = rebuild(self._client, self.arena)
+            for attachment in self.attachments:
+                attachment.held.holder.probe()
+            return True
+        return False
+
     def assert_idle(self) -> None:
         """AssertionError if anything is held."""
         for attachment in self.attachments:
@@ -173,6 +210,8 @@ class Workers:
         self.prefill.submit(job, asked.salt, partial(self._prefilled, asked))
 
     def _prefilled(self, asked: Asked, event: Event) -> None:
+        if isinstance(event, Aborted):
+            return self._come_back(asked)
         if isinstance(event, Exception):
             raise event
         if not isinstance(event, Done):
@@ -200,6 +239,7 @@ class Workers:
             asked = self._asked[output.handle]
             if output.rejection is not None:
                 assert output.rejection in (Rejection.GIVEN_BACK, Rejection.LOST), output
+                self.rejections.append((output.handle, output.rejection))
                 self._come_back(asked)
                 continue
             text = asked.texts.setdefault(output.sample_index, Text())

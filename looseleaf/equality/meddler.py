@@ -1,0 +1,37 @@
+"""For tests of the reader rule: takes a block inside a step of the model, before or after the model reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from block_store.thief import Thief
+from engine.runner import ModelRunner
+from engine.step import StepInput
+
+When = Literal["before it is read", "after it is read"]
+
+
+class Meddler:
+    """Stands in for `runner.step`, and takes a block inside of one step of one role, before or after the real one."""
+
+    def __init__(self, runner: ModelRunner, thief: Thief, when: When, pick: Callable[[StepInput], int | None]) -> None:
+        """`pick` says which block of a step to take; None: this step is not the one."""
+        self._step = runner.step
+        self._thief, self._when, self._pick = thief, when, pick
+        self.is_armed = False
+        self.taken: int | None = None
+        self.batch: StepInput | None = None
+        """Of the step in which it was taken."""
+
+    def __call__(self, batch: StepInput) -> Any:
+        block = self._pick(batch) if self.is_armed and self.taken is None else None
+        if block is None:
+            return self._step(batch)
+        self.taken, self.batch = block, batch
+        if self._when == "before it is read":
+            self._thief.take(block)
+            return self._step(batch)
+        logits = self._step(batch)
+        self._thief.take(block)
+        return logits

@@ -1,0 +1,190 @@
+"""The second half of the reader rule: another process takes a block inside `runner.step`.
+
+Nothing of that step may leave: prefill seals nothing and hands nothing over, decode emits no token. The requests end
+with the oracle's tokens all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from block_store.header import HeaderState
+from block_store.thief import Thief
+from common.types import SamplingParams, StoppingParams
+from decode_svc import swap
+from decode_svc.outputs import Rejection
+from engine.oracle import Oracle
+from engine.runner import ModelRunner, RunnerSettings
+from engine.step import StepInput
+from engine.tiny import make_checkpoint
+from looseleaf.equality.cases import Answer, Case, differences, expect
+from looseleaf.equality.meddler import Meddler, When
+from looseleaf.equality.workers import Workers
+
+BLOCK_SIZE = 4
+WHEN = pytest.mark.parametrize("when", get_args(When))
+HEAD = tuple(range(20, 20 + 2 * BLOCK_SIZE))
+Pick = Callable[[StepInput], int | None]
+Make = Callable[..., "Scene"]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    model = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.bfloat16)
+    settings = RunnerSettings(model, num_threads=1, max_model_len=128, device="cpu", block_size=BLOCK_SIZE)
+    return ModelRunner(settings)
+
+
+def case(name: str, *tail: int, num_sequences: int = 1, max_tokens: int = 14) -> Case:
+    sampling = SamplingParams(temperature=1.0, seed=3, num_sequences=num_sequences, logprobs=2)
+    return Case(name, (*HEAD, *tail), sampling, StoppingParams(max_tokens, max_tokens))
+
+
+TWO = [case("one", 60, 61, 62), case("other", 70, 71, 72, 73, 74, 75)]
+
+
+class Scene:
+    """Workers, what they should answer, and the step in which a block is taken."""
+
+    def __init__(self, workers: Workers, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+        self.workers, self.runner, self.patch = workers, runner, patch
+        self.thief, self._oracle = Thief(workers.arena), Oracle(runner)
+
+    def expect(self, cases: list[Case]) -> list[Answer]:
+        return [expect(self._oracle, case) for case in cases]
+
+    def meddle(self, worker: Any, when: When, pick: Pick) -> tuple[Meddler, list[list[int]]]:
+        """From now on, in the steps of `worker`. Also: how many tokens of each text were out before and after the step
+        in which a block was taken."""
+        meddler, out = Meddler(self.runner, self.thief, when, pick), list[list[int]]()
+        self.patch.setattr(self.runner, "step", meddler)
+        step = worker.step
+
+        def armed() -> float | None:
+            was_taken, before = meddler.taken is not None, self._num_out()
+            meddler.is_armed = True
+            pause: float | None = step()
+            meddler.is_armed = False
+            if meddler.taken is not None and not was_taken:
+                out.extend([before, self._num_out()])
+                self._nothing_was_sealed(meddler)
+            return pause
+
+        self.patch.setattr(worker, "step", armed)
+        return meddler, out
+
+    def _num_out(self) -> list[int]:
+        return [len(text.token_ids) for asked in self.workers._asked for text in asked.answer]
+
+    def _nothing_was_sealed(self, meddler: Meddler) -> None:
+        assert meddler.batch is not None
+        written = {int(slot) // BLOCK_SIZE for slot in meddler.batch.slot_mappings[0]}
+        states = {block: int(self.workers.arena.states[block]) for block in written - {meddler.taken}}
+        assert HeaderState.SEALED not in states.values(), f"sealed in a step that read a stale block: {states}"
+
+    def answer(self, cases: list[Case]) -> list[Answer]:
+        return [asked.answer for asked in self.workers.answer(cases, before_step=lambda them: them.sweep())]
+
+    def close(self) -> None:
+        self.thief.close()
+        self.workers.assert_idle()
+        self.workers.close()
+
+
+@pytest.fixture
+def make_scene(
+    runner: ModelRunner, redis_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Scene]]:
+    made: list[Scene] = []
+
+    def make(**settings: Any) -> Scene:
+        made.append(Scene(Workers(runner, tmp_path, redis_client, **settings), runner, monkeypatch))
+        return made[-1]
+
+    yield make
+    for scene in made:
+        scene.close()
+
+
+@WHEN
+@pytest.mark.parametrize("fills", [False, True], ids=["", "fills a block"])
+def test_a_block_taken_inside_a_step_of_decode(make_scene: Make, when: When, fills: bool) -> None:
+    scene = make_scene()
+    expected = scene.expect(TWO)
+
+    def pick(batch: StepInput) -> int | None:
+        fits = len(batch.context_lens) == 2 and (batch.context_lens[1] % BLOCK_SIZE == 0) == fills
+        return int(batch.block_tables[0][1][2]) if fits else None  # behind the head that both share
+
+    _, out = scene.meddle(scene.workers.decode, when, pick)
+    assert not differences(TWO, expected, scene.answer(TWO))
+    assert out[0][1] == out[1][1], "no token of the step left"
+    assert scene.workers.rejections == [(1, Rejection.LOST)] and scene.workers.num_returned == 1
+
+
+@WHEN
+def test_the_source_of_a_copy_taken_inside_a_step_of_decode(make_scene: Make, when: When) -> None:
+    """Samples part: each but the last copies the partial block of the prompt. Of the first two no table names it."""
+    scene = make_scene()
+    cases = [case("n=3", 60, 61, num_sequences=3)]
+    expected, sources, copy = scene.expect(cases), list[int](), scene.runner.copy_blocks
+
+    def noting(src_ids: list[int], dst_ids: list[int]) -> None:
+        sources.extend(src_ids)
+        copy(src_ids, dst_ids)
+
+    scene.patch.setattr(scene.runner, "copy_blocks", noting)
+    meddler, out = scene.meddle(scene.workers.decode, when, lambda _: sources[0] if sources else None)
+    assert not differences(cases, expected, scene.answer(cases))
+    assert meddler.taken == sources[0] and scene.workers.rejections == [(0, Rejection.LOST)]
+    assert out[0] == out[1], "no token of the step left"
+
+
+@WHEN
+@pytest.mark.parametrize("budget", [6, 512], ids=["in chunks", "whole"])
+def test_a_cached_block_taken_inside_a_step_of_prefill(make_scene: Make, when: When, budget: int) -> None:
+    scene = make_scene(budget=budget)
+    expected = scene.expect(TWO)
+    assert not differences(TWO[:1], expected[:1], scene.answer(TWO[:1]))
+    meddler, out = scene.meddle(scene.workers.prefill, when, lambda batch: int(batch.block_tables[0][0][0]))
+    assert not differences(TWO, expected, scene.answer(TWO))
+    assert meddler.taken is not None and scene.workers.num_returned >= 1
+    assert out[0] == out[1] and scene.workers.rejections == [], "noticed by prefill, nothing was handed over"
+
+
+@WHEN
+def test_a_block_taken_inside_the_step_of_prefill_that_writes_it(make_scene: Make, when: When) -> None:
+    scene = make_scene()
+    expected = scene.expect(TWO)
+    pick: Pick = lambda batch: int(batch.slot_mappings[0][-1]) // BLOCK_SIZE  # noqa: E731
+    meddler, out = scene.meddle(scene.workers.prefill, when, pick)
+    assert not differences(TWO, expected, scene.answer(TWO))
+    assert meddler.taken is not None and scene.workers.num_returned >= 1
+    assert out[0] == out[1] and scene.workers.rejections == []
+
+
+@WHEN
+def test_a_block_taken_while_a_group_is_swapped_out(make_scene: Make, when: When) -> None:
+    scene = make_scene(num_blocks=26, preemption="swap")
+    cases = [case(str(i), 60 + i, 61, max_tokens=40) for i in range(3)]
+    expected, taken, copy = scene.expect(cases), list[int](), swap.copy_blocks
+
+    def meddling(src: torch.Tensor, dst: torch.Tensor, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+        out = src.data_ptr() == scene.runner.bound_arena.data_ptr() and not taken
+        if out:
+            taken.append(int(src_ids[-1]))
+        if out and when == "before it is read":
+            scene.thief.take(taken[0])
+        copy(src, dst, src_ids, dst_ids)
+        if out and when == "after it is read":
+            scene.thief.take(taken[0])
+
+    scene.patch.setattr(swap, "copy_blocks", meddling)
+    assert not differences(cases, expected, scene.answer(cases))
+    assert taken and scene.workers.preemption.counts.lost_groups == 1
+    assert Rejection.LOST in {rejection for _, rejection in scene.workers.rejections}
