@@ -1,36 +1,100 @@
-"""API keys and the tenants that they belong to, from a setting or a file. Knows nothing of requests."""
+"""API keys, the tenants that they belong to and what these may ask for, from a setting or a file.
+
+A file has a line for each key: `TENANT KEY`, then what the tenant is limited to, as `name=number`:
+
+    acme  a-key    requests_per_minute=600 tokens_per_minute=200000 best_priority=-1
+    acme  another
+    zoo   z-key
+
+A tenant may have several keys; its limits stand on any of their lines and count for all of them. Blank lines and those
+that begin with # do not count. Knows nothing of requests.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from common.errors import StartupError
 
 DEFAULT_TENANT = "default"
+_LOWEST = {"requests_per_minute": 1, "tokens_per_minute": 1, "best_priority": -(2**31)}
+_HIGHEST = 2**31 - 1
 
 
-def read_keys(api_key: str | None, path: str | None) -> dict[str, str]:
-    """Tenants by key; empty: nobody is asked for one. `api_key` alone belongs to the tenant "default".
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may ask for; None: no limit."""
 
-    A file has a line `TENANT KEY` for each key; a tenant may have several. Blank lines and those that begin with # do
-    not count. StartupError names the file and the line.
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Of prompts and outputs."""
+    best_priority: int | None = None
+    """The lowest number, which goes first, that a request may give as its priority."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """Every key that is accepted. No keys: nobody is asked for one."""
+
+    tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """By key."""
+    limits: Mapping[str, TenantLimits] = field(default_factory=dict)
+    """By tenant, of those in a file."""
+
+
+def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
+    """The keys of both. `api_key` belongs to the tenant "default", which has no limits unless the file names it; who
+    stands in the file may claim no better priority than 0 unless it says so. StartupError names the file, the line and
+    what is wrong with which field.
     """
-    keys = {} if api_key is None else {api_key: DEFAULT_TENANT}
+    tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}
     if path is None:
-        return keys
+        return ApiKeys(tenants)
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"--api-key-file {path} cannot be read: {error}") from error
+    limits: dict[str, TenantLimits] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2:
-            raise StartupError(f"--api-key-file {path}, line {number}: must be a tenant's name and a key")
-        if words[1] in keys:
-            raise StartupError(f"--api-key-file {path}, line {number}: the key of {words[0]} is given twice")
-        keys[words[1]] = words[0]
-    if not keys:
+        if words and not words[0].startswith("#"):
+            try:
+                _read_line(words, tenants, limits)
+            except ValueError as error:
+                raise StartupError(f"--api-key-file {path}, line {number}: {error}") from None
+    if not tenants:
         raise StartupError(f"--api-key-file {path} holds no key")
-    return keys
+    return ApiKeys(tenants, {name: _completed(found) for name, found in limits.items()})
+
+
+def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, TenantLimits]) -> None:
+    """ValueError: what is wrong. The key itself is never part of it."""
+    if len(words) < 2:
+        raise ValueError("must be a tenant's name and a key")
+    tenant, key, *settings = words
+    if key in tenants:
+        raise ValueError(f"the key of {tenant} is given twice")
+    tenants[key] = tenant
+    limits.setdefault(tenant, TenantLimits())
+    for setting in settings:
+        name, value = _limit(setting)
+        if getattr(limits[tenant], name) not in (None, value):
+            raise ValueError(f"{name} of {tenant} is given twice, and not the same")
+        limits[tenant] = replace(limits[tenant], **{name: value})
+
+
+def _limit(setting: str) -> tuple[str, int]:
+    name, separator, text = setting.partition("=")
+    known = [f.name for f in fields(TenantLimits)]
+    if not separator or name not in known:
+        raise ValueError(f"{name[:40]!r} is no limit; after the key may follow {', '.join(f'{k}=...' for k in known)}")
+    lowest = _LOWEST[name]
+    if not text.removeprefix("-").isdecimal() or len(text) > 11 or not lowest <= int(text) <= _HIGHEST:
+        raise ValueError(f"{name} must be a whole number from {lowest} to {_HIGHEST}, got {text[:40]!r}")
+    return name, int(text)
+
+
+def _completed(limits: TenantLimits) -> TenantLimits:
+    return replace(limits, best_priority=0) if limits.best_priority is None else limits

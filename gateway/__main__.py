@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 
 from block_store.errors import BlockStoreError
 from common.api_keys import read_keys
 from common.errors import StartupError
 from common.rpc import RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
-from gateway.admission import Admission, Gate
+from gateway.admission import Admission
 from gateway.assets import load_assets
 from gateway.credentials import Authenticator
 from gateway.discovery import Discovery
+from gateway.gate import Gate
 from gateway.groups import limits_of
 from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
@@ -23,6 +25,7 @@ from gateway.requests import RequestRunner
 from gateway.server import HttpServer, bind_grpc, bind_http, raise_file_limit, watch_blocks, watch_readiness
 from gateway.sessions import Limits
 from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import Salts, Validator
 from gateway.workers import Workers
@@ -34,7 +37,8 @@ logger = logging.getLogger("gateway")
 async def main(settings: GatewaySettings) -> None:
     raise_file_limit()
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
-    authenticator = Authenticator(read_keys(settings.api_key, settings.api_key_file))
+    keys = read_keys(settings.api_key, settings.api_key_file)
+    authenticator = Authenticator(keys.tenants)
     grpc_server = RpcServer(
         settings.host, settings.grpc_port, reuse_port=settings.reuse_port, check=key_check(authenticator)
     )
@@ -63,10 +67,21 @@ async def main(settings: GatewaySettings) -> None:
         group_limits=lambda: limits_of(state.record for state in workers.states.values()),
     )
     metrics = Metrics(assets.name)
-    admission, gate = Admission(settings.max_queue), Gate(workers.gate_capacity)
-    metrics.watch_queues(lambda: gate.num_running, lambda: admission.current - gate.num_running)
+    tenants, gate = Tenants(keys.limits, time.monotonic()), Gate(workers.gate_capacity)
+    admission = Admission(settings.max_queue, settings.max_queue_wait, gate, tenants, metrics.refused)
+    metrics.watch_queues(
+        lambda: gate.num_running,
+        lambda: admission.num_requests - gate.num_running,
+        lambda: admission.wait_s() or 0.0,
+    )
     runner = RequestRunner(
-        workers, gate, assets.tokenizer, metrics, max_attempts=settings.max_attempts, recover_s=settings.recover_s
+        workers,
+        gate,
+        assets.tokenizer,
+        metrics,
+        max_attempts=settings.max_attempts,
+        recover_s=settings.recover_s,
+        used=admission.used,
     )
     parts = (
         assets,

@@ -1,191 +1,191 @@
-"""How many requests are let in, and how many of these are with workers at a time. No I/O.
+"""Which requests are let in, and which are refused at once, with a time after which to come again. No I/O.
 
-Two bounds. `Admission` refuses at once what exceeds the queue limit. `Gate` keeps requests here until decode has room
-for them, by priority and fairly between tenants: a prompt prefilled too early would hold blocks that running ones need.
+Twice: when a request's headers are there (`Admission.enter`: its tenant, the queue, the wait that is predicted for it),
+and when it has been read (`Entry.take`: its samples, priority and tokens). The queue is bounded by tenant: while it is
+full, a tenant is refused what is beyond an even share of it, and nobody else is.
 """
 
 from __future__ import annotations
 
-import asyncio
-import bisect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
 
-from common.errors import ResourceExhausted, Unavailable
-from gateway.fair_queue import FairQueue
+from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
+from gateway.gate import Gate
+from gateway.tenants import Bucket, Tenants
+from gateway.validate import ResolvedRequest
 
 RETRY_AFTER_S = 1.0
-QUANTUM = 2048
-"""Tokens that a tenant may spend with each of its turns: most requests cost less, so that a turn is seldom idle."""
-RETURN_POLL_S = 0.05
-"""At least so often a group that was given back asks whether there is room for it: workers report it without a word."""
+"""Where nothing better is known."""
+
+
+class Reason(StrEnum):
+    """Why a request was not let in."""
+
+    DRAINING = "draining"
+    QUEUE_FULL = "queue_full"
+    QUEUE_WAIT = "queue_wait"
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    PRIORITY = "best_priority"
 
 
 class Admission:
-    """Counts requests from their arrival to their end."""
+    """Counts the sequences of all requests from their arrival to their end."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(
+        self,
+        limit: int,
+        max_wait_s: float,
+        gate: Gate,
+        tenants: Tenants,
+        on_refusal: Callable[[Reason], None] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`limit`: sequences; `max_wait_s`: a longer wait for a place is not offered."""
         self._limit = limit
+        self._max_wait_s = max_wait_s
+        self._gate = gate
+        self._tenants = tenants
+        self._on_refusal = on_refusal
+        self._clock = clock
+        self._sequences: Counter[str] = Counter()
+        """By tenant, of those that have any."""
         self.current = 0
+        """Sequences of all tenants."""
+        self.num_requests = 0
         self.draining = False
 
-    @contextmanager
-    def enter(self, count: int = 1) -> Iterator[None]:
-        """Hold `count` places. ResourceExhausted at the limit, Unavailable while draining, both with a retry time."""
-        if self.draining:
-            raise Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S)
-        if self.current + count > self._limit:
-            raise ResourceExhausted(
-                f"the queue is full: the limit is {self._limit} requests at once (max_queue)",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self.current += count
-        try:
-            yield
-        finally:
-            self.current -= count
+    def enter(self, tenant: str = "") -> Entry:
+        """A request has come; nothing but its headers is known yet. To be used in a `with`.
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A request's place with the workers, as wide as the sequences that it runs at once."""
-
-    priority: int
-    tenant: str
-    weight: int
-    """Sequences."""
-    arrival: int
-    """The number of its request in the order in which requests came to the gate."""
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """A request without a place."""
-
-    place: Place
-    future: asyncio.Future[None]
-
-
-@dataclass(slots=True, eq=False)
-class _Returning:
-    """A group given back, which has kept its place."""
-
-    place: Place
-    fits: Callable[[], bool]
-    future: asyncio.Future[None]
-
-
-class Gate:
-    """Lets requests through to workers while there are places; a place is one sequence.
-
-    Lowest priority number first, within a priority deficit round robin between tenants, within a tenant by arrival.
-    Whose turn it is waits until it fits: nothing smaller overtakes it but by priority. Groups given back go first.
-    """
-
-    def __init__(self, capacity: Callable[[], int], quantum: int = QUANTUM) -> None:
-        self._capacity = capacity
-        self._quantum = quantum
-        self._queues: dict[int, FairQueue[_Waiter]] = {}
-        self._returning: list[_Returning] = []
-        self._arrivals = 0
-        self._num_places = 0
-        self.inside = 0
-        """Sequences of the requests that have a place."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait: for a place, or for blocks after they were given back."""
-        return sum(map(len, self._queues.values())) + len(self._returning)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have a place and do not wait."""
-        return self._num_places - len(self._returning)
-
-    async def enter(self, priority: int, tenant: str, weight: int, cost: int) -> Place:
-        """Wait for places for `weight` sequences; `cost` is in tokens. The place must be given to `leave`."""
-        self._arrivals += 1
-        place = Place(priority, tenant, weight, self._arrivals)
-        if not self._queues and not self._returning and self._fits(weight):
-            self._take(place)
-            return place
-        waiter = _Waiter(place, asyncio.get_running_loop().create_future())
-        self._queues.setdefault(priority, FairQueue(self._quantum)).push(tenant, cost, waiter)
-        self.wake()
-        try:
-            await waiter.future
-        except asyncio.CancelledError:
-            if waiter.future.cancelled():
-                self._drop(waiter)
-            else:  # let in and cancelled at the same moment
-                self.leave(place)
-            raise
-        return place
-
-    def leave(self, place: Place) -> None:
-        self.inside -= place.weight
-        self._num_places -= 1
-        self.wake()
-
-    async def come_back(self, place: Place, fits: Callable[[], bool]) -> None:
-        """Wait until a group that was given back may be prefilled again; it keeps its place, also if this is cancelled.
-
-        `fits` (must not raise) is asked of the first one only, by priority and arrival, and a `wake` that lets one go
-        lets nobody else go: by the next one `fits` may know of the blocks that this one takes. Meanwhile no new request
-        of the same or a lower priority enters.
+        Errors, each with a retry time: ResourceExhausted (queue, wait, quota), Unavailable while draining.
         """
-        group = _Returning(place, fits, asyncio.get_running_loop().create_future())
-        bisect.insort(self._returning, group, key=lambda g: (g.place.priority, g.place.arrival))
-        try:
-            self.wake()
-            while not group.future.done():
-                await asyncio.wait((group.future,), timeout=RETURN_POLL_S)
-                if self._returning and self._returning[0] is group:
-                    self.wake()
-        finally:
-            if group in self._returning:
-                self._returning.remove(group)
-                self.wake()
+        if self.draining:
+            raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
+        self._check_room(tenant, 1)
+        self._check_wait(tenant, 0)
+        self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)
+        self._add(tenant, 1)
+        self.num_requests += 1
+        return Entry(self, tenant)
 
-    def wake(self) -> None:
-        """Let in whoever fits; also called when workers have come or have reported."""
-        if self._returning and self._returning[0].fits():
-            back = self._returning.pop(0).future
-            back.set_result(None)
-            back.get_loop().call_later(RETURN_POLL_S, self.wake)
-            return  # whoever is behind it goes later: it is to be with its worker first
-        while self._queues:
-            priority = min(self._queues)
-            queue = self._queues[priority]
-            if not self._may_enter(priority) or not self._fits(queue.head().place.weight):
-                return
-            waiter = queue.pop()
-            if not queue:
-                del self._queues[priority]
-            if not waiter.future.done():
-                self._take(waiter.place)
-                waiter.future.set_result(None)
+    def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
+        """The predicted wait of a request that comes now; None until a rate has been measured."""
+        coming = {name: count - self._gate.sequences_of(name) for name, count in self._sequences.items()}
+        return self._gate.wait_s(tenant, priority, {name: count for name, count in coming.items() if count > 0})
 
-    def _may_enter(self, priority: int) -> bool:
-        """Not while a group of this priority or a better one waits to come back: it would take its blocks."""
-        return not self._returning or priority < self._returning[0].place.priority
+    def used(self, tenant: str, num_tokens: int) -> None:
+        """A request has ended, or made way; so many tokens of it were computed or found in the cache."""
+        if (bucket := self._tenants.tokens(tenant)) is not None:
+            bucket.take(num_tokens, self._clock())
 
-    def _fits(self, weight: int) -> bool:
-        """Alone even what is wider than all places: it would never get in else."""
-        capacity = self._capacity()
-        return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
+    # --- for entries
 
-    def _take(self, place: Place) -> None:
-        self.inside += place.weight
-        self._num_places += 1
+    def take(self, entry: Entry, requests: Sequence[ResolvedRequest]) -> None:
+        """What `Entry.take` says."""
+        tenant, priority = entry.tenant, min(request.priority for request in requests)
+        more = sum(request.sampling.width for request in requests) - entry.num_sequences
+        cost = sum(request.cost for request in requests)
+        self._check_priority(tenant, priority)
+        self._check_room(tenant, more)
+        if priority > 0:  # a better one has been found to be in time
+            self._check_wait(tenant, priority)
+        self._check_bucket(self._tenants.requests(tenant), len(requests) - 1, Reason.REQUESTS)
+        self._check_bucket(self._tenants.tokens(tenant), cost, Reason.TOKENS)
+        self._add(tenant, more)
+        entry.num_sequences += more
+        entry.reserved_tokens = cost
 
-    def _drop(self, waiter: _Waiter) -> None:
-        """A request that waits no more; whoever stood behind it may fit."""
-        priority = waiter.place.priority
-        queue = self._queues.get(priority)
-        if queue is not None:
-            queue.discard(waiter.place.tenant, waiter)
-            if not queue:
-                del self._queues[priority]
-        self.wake()
+    def leave(self, entry: Entry) -> None:
+        """What `Entry.close` says."""
+        self._add(entry.tenant, -entry.num_sequences)
+        self.num_requests -= 1
+        if entry.reserved_tokens:
+            self.used(entry.tenant, -entry.reserved_tokens)
+
+    # --- inside
+
+    def _check_room(self, tenant: str, count: int) -> None:
+        """While the queue is full: the tenant's share, even between all that have something in it."""
+        present = len(self._sequences) + (tenant not in self._sequences)
+        share = min(self._limit, max(1, self._limit // present))
+        own = self._sequences.get(tenant, 0) + count
+        if count <= 0 or self.current + count <= self._limit or own <= share:
+            return
+        text = f"the queue is full: the limit is {self._limit} sequences at once (max_queue)"
+        if present > 1:
+            text += f", of which {share} are yours while others wait"
+        wait = self.wait_s(tenant)
+        retry = RETRY_AFTER_S if wait is None else max(RETRY_AFTER_S, wait)
+        raise self._refusal(Reason.QUEUE_FULL, ResourceExhausted(text, retry_after_s=retry))
+
+    def _check_wait(self, tenant: str, priority: int) -> None:
+        wait = self.wait_s(tenant, priority)
+        if wait is None or wait <= self._max_wait_s:
+            return
+        text = f"the wait would be {wait:.1f} s, the limit is {self._max_wait_s:g} s (max_queue_wait)"
+        raise self._refusal(Reason.QUEUE_WAIT, ResourceExhausted(text, retry_after_s=wait))
+
+    def _check_bucket(self, bucket: Bucket | None, amount: int, reason: Reason) -> None:
+        """Take `amount`, if the tenant may have it now."""
+        if bucket is None or amount <= 0:
+            return
+        now = self._clock()
+        if (wait := bucket.wait_s(amount, now)) > 0:
+            text = f"the limit of your key is {bucket.per_minute} {reason.value.replace('_', ' ')}"
+            raise self._refusal(reason, ResourceExhausted(text, retry_after_s=wait))
+        bucket.take(amount, now)
+
+    def _check_priority(self, tenant: str, priority: int) -> None:
+        best = self._tenants.best_priority(tenant)
+        if best is not None and priority < best:
+            text = f"priority {priority} is better than your key may claim: at least {best}"
+            raise self._refusal(Reason.PRIORITY, PermissionDenied(text))
+
+    def _add(self, tenant: str, count: int) -> None:
+        self.current += count
+        self._sequences[tenant] += count
+        if not self._sequences[tenant]:
+            del self._sequences[tenant]
+
+    def _refusal(self, reason: Reason, error: LooseleafError) -> LooseleafError:
+        self._on_refusal(reason)
+        return error
+
+
+class Entry:
+    """One request that has been let in, until `close`."""
+
+    def __init__(self, admission: Admission, tenant: str) -> None:
+        self._admission = admission
+        self._closed = False
+        self.tenant = tenant
+        self.num_sequences = 1
+        self.reserved_tokens = 0
+        """Taken from the tenant's tokens until the requests' own counts are known."""
+
+    def take(self, requests: Sequence[ResolvedRequest]) -> None:
+        """The request has been read: places for all its sequences, or none.
+
+        Errors: PermissionDenied (priority), ResourceExhausted with a retry time (queue, wait, quota).
+        """
+        self._admission.take(self, requests)
+
+    def close(self) -> None:
+        """Give everything back; a second time does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._admission.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -124,18 +124,26 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], direct: Direct[Any], on_error: OnError, timeout_s: float
+        self,
+        events: AsyncGenerator[bytes, None],
+        direct: Direct[Any],
+        on_error: OnError,
+        timeout_s: float,
+        at_end: contextlib.ExitStack,
     ) -> None:
-        """`direct` may send events too, made by `event_message`, from the first event on."""
+        """`direct` may send events too, made by `event_message`, from the first event on. `at_end` is closed when
+        there is nothing more to send."""
         self._events = events
         self._direct = direct
         self._on_error = on_error
         self._timeout_s = timeout_s
+        self._at_end = at_end
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._serve(scope, receive, send))
+            with self._at_end:
+                await while_connected(receive, self._serve(scope, receive, send))
         except Cancelled:
             logger.debug("a client went away")
 

@@ -12,6 +12,9 @@ class Authenticator:
     """Compares bearer tokens in constant time; the tenant comes from the credential."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Mapping[str, str]) -> None:
         """`keys`: tenants by API key (`common.api_keys`); none: nobody is asked for one."""
         self._tenants = [(key.encode(), tenant) for key, tenant in keys.items()]
 

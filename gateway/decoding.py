@@ -13,9 +13,9 @@ from typing import Any
 
 from common.errors import LooseleafError
 from common.types import WorkerRecord
-from gateway.admission import Gate
 from gateway.assemble import Piece, Sample
 from gateway.direct import Direct
+from gateway.gate import Gate
 from gateway.life import Life, Pieces, tokens_of
 from gateway.lost import WorkerLost, rejected, too_late
 from gateway.metrics import Metrics

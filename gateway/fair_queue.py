@@ -21,6 +21,8 @@ class _Line(Generic[T]):
     deficit: int = 0
     items: deque[tuple[int, T]] = field(default_factory=deque)
     """(cost, item), in the order of their arrival."""
+    cost: int = 0
+    """Of all items."""
 
 
 class FairQueue(Generic[T]):
@@ -42,6 +44,20 @@ class FairQueue(Generic[T]):
         if line is None:
             line = self._lines[tenant] = _Line(0 if self._lines else self._quantum)
         line.items.append((cost, item))
+        line.cost += cost
+
+    def tenants(self) -> list[str]:
+        """Whoever has something waiting, in the order of their turns."""
+        return list(self._lines)
+
+    def costs(self) -> dict[str, int]:
+        """What each tenant waits for, in all."""
+        return {tenant: line.cost for tenant, line in self._lines.items()}
+
+    def first(self, tenant: str) -> T | None:
+        """A tenant's first item, None if it has none."""
+        line = self._lines.get(tenant)
+        return None if line is None else line.items[0][1]
 
     def head(self) -> T:
         """Whose turn it is. It stays the same until it is popped or discarded, whoever comes meanwhile.
@@ -59,19 +75,28 @@ class FairQueue(Generic[T]):
 
     def pop(self) -> T:
         """Take the head out, and its cost from what its tenant may spend."""
-        item = self.head()
-        line = self._front()
-        line.deficit -= line.items.popleft()[0]
-        self._drop_if_empty(next(iter(self._lines)))
+        self.head()
+        return self.take(next(iter(self._lines)))
+
+    def take(self, tenant: str) -> T:
+        """Take a tenant's first item out before its turn, and its cost from what the tenant may spend."""
+        line = self._lines[tenant]
+        cost, item = line.items.popleft()
+        line.deficit -= cost
+        line.cost -= cost
+        self._drop_if_empty(tenant)
         return item
 
-    def discard(self, tenant: str, item: T) -> None:
-        """Take an item out that no longer waits. Nothing happens if it is gone."""
+    def discard(self, tenant: str, item: T) -> bool:
+        """Take an item out that no longer waits; False if it is gone."""
         line = self._lines.get(tenant)
         found = None if line is None else next((entry for entry in line.items if entry[1] is item), None)
-        if line is not None and found is not None:
-            line.items.remove(found)
-            self._drop_if_empty(tenant)
+        if line is None or found is None:
+            return False
+        line.items.remove(found)
+        line.cost -= found[0]
+        self._drop_if_empty(tenant)
+        return True
 
     def _front(self) -> _Line[T]:
         if not self._lines:

@@ -50,10 +50,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         try:
             tenant = self._authenticator.tenant(_authorization(context))
-            with self._admission.enter():
+            with self._admission.enter(tenant) as entry:
                 wanted = wanted_of(request)
                 wanted.timeout_s = _time_left(context)
                 resolved = await self._validator.resolve(wanted, tenant)
+                entry.take([resolved])
                 await self._stream(resolved, context.write)
         except LooseleafError as error:
             self._metrics.failed(error.grpc_code)

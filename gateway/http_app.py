@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from common.errors import NotFound
-from gateway.admission import Admission
+from gateway.admission import Admission, Entry
 from gateway.asgi import (
     EventStream,
     error_response,
@@ -85,47 +85,54 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response:
         tenant = self._authenticator.tenant(request.headers.get("authorization"))
-        body = parse_body(CompletionBody, await read_body(request))
-        envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._assets.name)
-        return await self._answer(request, Answer(self._assets, body, envelope, self._texts), tenant)
+        with ExitStack() as stack:
+            entry = stack.enter_context(self._admission.enter(tenant))
+            body = parse_body(CompletionBody, await read_body(request))
+            envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._assets.name)
+            return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
 
     async def chat(self, request: Request) -> Response:
         tenant = self._authenticator.tenant(request.headers.get("authorization"))
-        body = parse_body(ChatBody, await read_body(request))
-        envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
-        return await self._answer(request, Answer(self._assets, body, envelope, self._texts), tenant)
+        with ExitStack() as stack:
+            entry = stack.enter_context(self._admission.enter(tenant))
+            body = parse_body(ChatBody, await read_body(request))
+            envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
+            return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
 
-    async def _answer(self, request: Request, answer: Answer, tenant: str) -> Response:
+    async def _answer(self, request: Request, answer: Answer, entry: Entry, stack: ExitStack) -> Response:
+        """`stack` closes the entry; where the answer is a stream, with its end."""
         if answer.body.stream:
             writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
             direct = Direct(partial(_token_event, writer))
-            return EventStream(self._events(answer, tenant, writer, direct), direct, self._count_error, self._timeout_s)
-        content = await while_connected(request.receive, self._whole(answer, tenant))
+            events = self._events(answer, entry, writer, direct)
+            return EventStream(events, direct, self._count_error, self._timeout_s, stack.pop_all())
+        content = await while_connected(request.receive, self._whole(answer, entry))
         return Response(content, media_type="application/json")
 
     def _count_error(self, error: Any) -> None:
         self._metrics.failed(error.grpc_code)
 
-    async def _whole(self, answer: Answer, tenant: str) -> bytes:
-        wanted = answer.body.all_wanted()
-        with self._admission.enter(len(wanted)):
-            answer.take([await self._validator.resolve(item, tenant) for item in wanted])
-            await _together(
-                _collect(self._runner, resolved, partial(answer.add, number))
-                for number, resolved in enumerate(answer.requests)
-            )
-            return answer.whole()
+    async def _take(self, answer: Answer, entry: Entry) -> None:
+        """Everything that may be wrong with the request is said here."""
+        answer.take([await self._validator.resolve(item, entry.tenant) for item in answer.body.all_wanted()])
+        entry.take(answer.requests)
+
+    async def _whole(self, answer: Answer, entry: Entry) -> bytes:
+        await self._take(answer, entry)
+        await _together(
+            _collect(self._runner, resolved, partial(answer.add, number))
+            for number, resolved in enumerate(answer.requests)
+        )
+        return answer.whole()
 
     async def _events(
-        self, answer: Answer, tenant: str, writer: ChunkWriter, direct: Direct[Any]
+        self, answer: Answer, entry: Entry, writer: ChunkWriter, direct: Direct[Any]
     ) -> AsyncGenerator[bytes, None]:
-        wanted = answer.body.all_wanted()
-        with self._admission.enter(len(wanted)):
-            answer.take([await self._validator.resolve(item, tenant) for item in wanted])
-            async with aclosing(_merged(self._runner, answer.requests, direct)) as pieces:
-                async for number, piece in pieces:
-                    for chunk in answer.chunks(writer, number, piece):
-                        yield chunk
+        await self._take(answer, entry)
+        async with aclosing(_merged(self._runner, answer.requests, direct)) as pieces:
+            async for number, piece in pieces:
+                for chunk in answer.chunks(writer, number, piece):
+                    yield chunk
 
     async def models(self, request: Request) -> Response:
         self._authenticator.tenant(request.headers.get("authorization"))

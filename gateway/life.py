@@ -37,6 +37,8 @@ class Life:
     samples: list[Sample]
     arrived: float
     digest: bytes = b""
+    rank: int = 0
+    """The priority with the workers, once it has a place."""
     num_open: int = 0
     """Samples that have not ended."""
     attempts: int = 0
@@ -61,7 +63,7 @@ class Life:
         count = request.sampling.num_sequences
         samples = [Sample(request, detokenizers, index) for index in range(count)]
         plain = not request.stop and request.sampling.logprobs is None and request.sampling.beam_width is None
-        return cls(request, samples, time.monotonic(), digest, count, direct=direct if plain else None)
+        return cls(request, samples, time.monotonic(), digest, num_open=count, direct=direct if plain else None)
 
     @property
     def is_beam_search(self) -> bool:
@@ -171,7 +173,7 @@ class Life:
             branches=self._branches(self.open_samples),
             sampling=_sampling(request.sampling, with_prompt=self.sources is None),
             stopping=convert.stopping_to_pb(request.stopping),
-            priority=request.priority,
+            priority=self.rank,
         )
 
     def submit_request(self, done: prefill_pb2.PrefillDone, going: list[Sample]) -> decode_pb2.Submit:
@@ -186,7 +188,7 @@ class Life:
             branches=self._branches(going),
             sampling=_sampling(request.sampling, with_prompt=False),
             stopping=convert.stopping_to_pb(request.stopping),
-            priority=request.priority,
+            priority=self.rank,
             timeout_ms=max(1, int(self.remaining_s() * 1000)),
             beam_candidates=done.beam_candidates if self.is_beam_search else None,
         )

@@ -108,6 +108,13 @@ class Metrics:
             [*labels, "code"],
             registry=self._registry,
         )
+        self._not_let_in = Counter(
+            "looseleaf_requests_refused",
+            "Requests that were not let in, by reason",
+            [*labels, "reason"],
+            registry=self._registry,
+        )
+        self._wait = self._gauge("predicted_wait_seconds", "Wait of a request that came now; 0 until a rate is known")
         self._retries = Counter(
             "looseleaf_requests_retried",
             "Attempts that were lost, by reason",
@@ -172,6 +179,10 @@ class Metrics:
         """A request was refused or failed with this gRPC code."""
         self._refused.labels(self._model, code).inc()
 
+    def refused(self, reason: str) -> None:
+        """A request was not let in; `reason` is one of `admission.Reason`. Tenants are no labels: anybody may read."""
+        self._not_let_in.labels(self._model, reason).inc()
+
     def ended(self, outcome: str, latency_s: float, summary: Summary) -> None:
         """A request that was admitted is over: stop, length, abort or error."""
         self._ended.labels(self._model, outcome).inc()
@@ -186,8 +197,11 @@ class Metrics:
             self._hand_over.observe(times.hand_over_ns / 1e9)
             self._decode.observe(times.decode_ns / 1e9)
 
-    def watch_queues(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Where the queue lengths are, read with every scrape."""
+    def watch_queues(
+        self, running: Callable[[], float], waiting: Callable[[], float], wait_s: Callable[[], float]
+    ) -> None:
+        """Where the queue's lengths and the predicted wait are, read with every scrape."""
+        self._wait.set_function(wait_s)
         self._running.set_function(running)
         self._waiting.set_function(waiting)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.types import WorkerRecord
-from gateway.admission import Gate, Place
 from gateway.assemble import Piece
 from gateway.decoding import DecodeHalf, HandOver
 from gateway.detokenize import Detokenizers
 from gateway.direct import Direct
+from gateway.gate import Gate, Place
 from gateway.life import Life, Pieces
 from gateway.lost import WorkerLost, incarnation, too_late
 from gateway.metrics import Metrics
@@ -50,13 +50,16 @@ class RequestRunner:
         *,
         max_attempts: int,
         recover_s: float,
+        used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
     ) -> None:
+        """`used` is told of the tokens that each request of a tenant has come to."""
         self._workers = workers
         self._gate = gate
         self._detokenizers = Detokenizers(tokenizer)
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._recover_s = recover_s
+        self._used = used
         self._poison = PoisonList()
         self._decode = DecodeHalf(workers, gate, metrics)
 
@@ -88,7 +91,10 @@ class RequestRunner:
             outcome = "error"
             raise
         finally:
-            self._metrics.ended(outcome, time.monotonic() - life.arrived, life.summary())
+            summary = life.summary()
+            self._metrics.ended(outcome, time.monotonic() - life.arrived, summary)
+            if summary.attempts:
+                self._used(request.tenant, summary.prompt_tokens + summary.completion_tokens)
 
     async def _enter(self, life: Life) -> Place:
         """Wait for a place with the workers; refused at once if it kills them, or if there have been none for longer
@@ -102,6 +108,7 @@ class RequestRunner:
                 place = await self._gate.enter(request.priority, request.tenant, request.sampling.width, request.cost)
         except TimeoutError:
             raise too_late(request.timeout_s) from None
+        life.rank = place.rank
         life.took(queue_ns=_since_ns(life.arrived))
         return place
 

@@ -23,7 +23,10 @@ class GatewaySettings(ServerSettings):
     block_store: str | None = Field(None, description="host:port of a block store, to show block states in /metrics")
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the workers'")
     max_queue: int = Field(
-        256, ge=1, le=100_000, description="most requests at once; more are refused with a retry time"
+        256, ge=1, le=100_000, description="most sequences at once; more are refused with a retry time"
+    )
+    max_queue_wait: float = Field(
+        10.0, ge=0, le=86_400, description="seconds; a request is refused whose wait for a place is predicted longer"
     )
     request_timeout_s: float = Field(
         600.0, gt=0, le=86_400, description="time of a request whose client gave none, and the most"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from common.types import WorkerLoad, WorkerRecord
-from gateway.admission import Place
+from gateway.gate import Place
 from gateway.lost import WorkerLost
 from gateway.prefill_client import PrefillClient
 from gateway.routing import GroupSize, Router, WorkerState

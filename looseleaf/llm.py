@@ -47,7 +47,7 @@ class LLM:
         self._supervisor.start()
         atexit.register(self.close)
         keys = read_keys(settings.get("api_key"), settings.get("api_key_file"))
-        self.client = Client(self.addresses.grpc, api_key=next(iter(keys), None))
+        self.client = Client(self.addresses.grpc, api_key=next(iter(keys.tenants), None))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
         """One completion per prompt, in their order; with `n` or `beam_width` each has several `samples`.

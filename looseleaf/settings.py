@@ -45,7 +45,10 @@ class ServeSettings(Settings):
     block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
-    max_queue: int | None = Field(None, ge=1, description="most requests admitted at once; default: the gateway's")
+    max_queue: int | None = Field(None, ge=1, description="most sequences admitted at once; default: the gateway's")
+    max_queue_wait: float | None = Field(
+        None, ge=0, description="seconds; a longer predicted wait is refused; default: the gateway's"
+    )
     preemption: Literal["auto", "swap", "give-back"] | None = Field(
         None, description="what becomes of requests whose blocks others need; default: the decode worker's"
     )

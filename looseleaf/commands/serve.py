@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     settings = ServeSettings.load(argv)
     if None not in (settings.model, settings.model_directory) and settings.model != settings.model_directory:
         raise StartupError(f"two models given: {settings.model_directory} and --model {settings.model}")
-    first_key = next(iter(read_keys(settings.api_key, settings.api_key_file)), None)
+    first_key = next(iter(read_keys(settings.api_key, settings.api_key_file).tenants), None)
     launcher = Launcher(settings, echo_to_stderr)
     stop = StopSignals(launcher)
     with launcher:

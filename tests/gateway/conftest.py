@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 
 from common import convert
+from common.api_keys import ApiKeys
 from common.types import WorkerRecord
-from gateway.admission import Admission, Gate
+from gateway.admission import Admission
 from gateway.assets import ModelAssets
 from gateway.credentials import Authenticator
+from gateway.gate import Gate
 from gateway.groups import limits_of
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
 from gateway.sessions import Limits
+from gateway.tenants import Tenants
 from gateway.testing import Script, make_assets
 from gateway.testing_workers import ScriptedWorker
 from gateway.tokenizing import TokenizerPool
@@ -68,6 +72,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         num_decode: int = 1,
         max_queue: int = 64,
         api_key: str | None = None,
+        keys: ApiKeys | None = None,
         **options: Any,
     ) -> Rig:
         script = script or Script()
@@ -87,8 +92,17 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             max_model_len=lambda: 512,
             group_limits=lambda: limits_of(records),
         )
+        keys = ApiKeys({} if api_key is None else {api_key: "default"}) if keys is None else keys
+        tenants = Tenants(keys.limits, time.monotonic())
+        admission = Admission(max_queue, options.pop("max_queue_wait", 10.0), gate, tenants, metrics.refused)
         runner = RequestRunner(
-            workers, gate, assets.tokenizer, metrics, max_attempts=3, recover_s=options.pop("recover_s", 2.0)
+            workers,
+            gate,
+            assets.tokenizer,
+            metrics,
+            max_attempts=3,
+            recover_s=options.pop("recover_s", 2.0),
+            used=admission.used,
         )
 
         async def announce() -> None:
@@ -102,13 +116,13 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         rig = Rig(
             assets,
             workers,
-            Admission(max_queue),
+            admission,
             validator,
             metrics,
             runner,
             script,
             scripted,
-            Authenticator({} if api_key is None else {api_key: "default"}),
+            Authenticator(keys.tenants),
             gate,
             records,
         )

@@ -1,0 +1,70 @@
+"""How long a request will wait for its place: the work before it over the rate of work. No I/O, no clock.
+
+Work is counted in the tokens that a request may take at most, where it is queued and where it is done, so that a guess
+that is too high on the one side is so on the other. Time counts for the rate only while places are taken: an idle
+service forgets nothing, and is not taken for a slow one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+MEMORY_S = 20.0
+"""Busy time over which the rate forgets."""
+MIN_BUSY_S = 1.0
+MIN_DONE = 16
+"""No rate is told before so much has been seen."""
+_MEAN_WEIGHT = 0.05
+
+
+class ServiceRate:
+    """Work done a second while the service was busy. Every method's `now` is in seconds and never goes back."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._busy = False
+        self._busy_s = 0.0
+        self._work = 0.0
+        self._num_done = 0
+        self._mean_cost = 0.0
+
+    @property
+    def per_second(self) -> float | None:
+        """None until enough has been seen."""
+        if self._busy_s < MIN_BUSY_S or self._num_done < MIN_DONE or not self._work:
+            return None
+        return self._work / self._busy_s
+
+    @property
+    def mean_cost(self) -> float:
+        """Of a sequence, over the last ones that came."""
+        return self._mean_cost
+
+    def note_cost(self, cost: int, weight: int) -> None:
+        """A request of so many sequences has come."""
+        each = cost / weight
+        self._mean_cost += (each - self._mean_cost) * (_MEAN_WEIGHT if self._mean_cost else 1.0)
+
+    def pass_time(self, now: float, *, busy: bool) -> None:
+        """Called with every change: it was until now as the last call said, from now on it is `busy` or not."""
+        if self._busy and now > self._at:
+            keep = math.exp((self._at - now) / MEMORY_S)
+            self._work *= keep
+            self._busy_s = self._busy_s * keep + MEMORY_S * (1.0 - keep)
+        self._at, self._busy = now, busy
+
+    def done(self, work: int) -> None:
+        """A request left its place. Before `pass_time`, which may say that it was the last for now."""
+        if self._busy:
+            self._work += work
+            self._num_done += 1
+
+
+def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:
+    """What is done, of the work that waits by tenant, before one more request of `tenant` begins.
+
+    Tenants take turns by `quantum`: of another's work no more goes before than of the tenant's own, and one turn.
+    """
+    own = work.get(tenant, 0.0)
+    return own + sum(min(other, own + quantum) for name, other in work.items() if name != tenant)

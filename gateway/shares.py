@@ -1,0 +1,85 @@
+"""How much each tenant has at the gate, and who may enter although all places are taken. Plain Python, no clock.
+
+A tenant that has less than an even share of the places may enter beyond them, with a rank that goes before everybody's
+surplus: workers then preempt the last that came of those who have more. Only a few sequences of a tenant at a time, or
+one request, and together never more than half of the places: so what is not reserved goes on too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RESERVED_SHARE = 16
+"""A tenant has a sixteenth of all places reserved, at least one."""
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Sequences of one tenant."""
+
+    inside: int = 0
+    reserved: int = 0
+    """Of those inside."""
+    waiting: int = 0
+
+
+class Shares:
+    """Sequences of every tenant that has any."""
+
+    def __init__(self) -> None:
+        self._holdings: dict[str, _Holding] = {}
+        self._reserved = 0
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._holdings)
+
+    def of(self, tenant: str) -> int:
+        """Sequences of a tenant, inside or waiting."""
+        holding = self._holdings.get(tenant)
+        return 0 if holding is None else holding.inside + holding.waiting
+
+    def may_reserve(self, tenant: str, priority: int, weight: int, capacity: int) -> bool:
+        """Whether the tenant may enter with `weight` sequences more although all `capacity` places may be taken.
+
+        Not where nobody else is there, and not who says by its priority that it can wait.
+        """
+        holding = self._holdings.get(tenant) or _Holding()
+        present = len(self._holdings) + (tenant not in self._holdings)
+        if present < 2 or priority > 0 or self._reserved + weight > capacity // 2:
+            return False
+        if holding.inside + weight > max(1, capacity // present):  # an even share
+            return False
+        return not holding.reserved or holding.reserved + weight <= capacity // RESERVED_SHARE
+
+    def wait(self, tenant: str, weight: int) -> None:
+        """A request waits."""
+        self._holding(tenant).waiting += weight
+
+    def wait_no_more(self, tenant: str, weight: int) -> None:
+        """It enters or gives up; entered, `enter` has been called before."""
+        self._holdings[tenant].waiting -= weight
+        self._drop_if_empty(tenant)
+
+    def enter(self, tenant: str, weight: int, *, reserved: bool) -> None:
+        holding = self._holding(tenant)
+        holding.inside += weight
+        if reserved:
+            holding.reserved += weight
+            self._reserved += weight
+
+    def leave(self, tenant: str, weight: int, *, reserved: bool) -> None:
+        holding = self._holdings[tenant]
+        holding.inside -= weight
+        if reserved:
+            holding.reserved -= weight
+            self._reserved -= weight
+        self._drop_if_empty(tenant)
+
+    def _holding(self, tenant: str) -> _Holding:
+        return self._holdings.setdefault(tenant, _Holding())
+
+    def _drop_if_empty(self, tenant: str) -> None:
+        holding = self._holdings[tenant]
+        if not holding.inside and not holding.waiting:
+            del self._holdings[tenant]

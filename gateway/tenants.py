@@ -1,0 +1,90 @@
+"""What tenants may ask for: requests and tokens a minute, and how high a priority. No I/O; the time is an argument.
+
+The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant without limits, and
+everybody where no key is asked for, may ask for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.api_keys import TenantLimits
+
+_NO_LIMITS = TenantLimits()
+
+
+class Bucket:
+    """What a tenant may still take: a minute's worth at most, filled evenly. It may be in debt."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; what is more than a minute's worth may be when the bucket is full."""
+        self._fill(now)
+        missing = min(amount, self.per_minute) - self._level
+        return max(0.0, missing * 60.0 / self.per_minute)
+
+    def take(self, amount: float, now: float) -> None:
+        """Negative: give back."""
+        self._fill(now)
+        self._level = min(self._level - amount, float(self.per_minute))
+
+    def limit(self, per_minute: int, now: float) -> None:
+        """Another limit from now on; what was used stays used."""
+        self._fill(now)
+        self._level = min(self._level + per_minute - self.per_minute, float(per_minute))
+        self.per_minute = per_minute
+
+    def _fill(self, now: float) -> None:
+        self._level = min(self._level + (now - self._at) * self.per_minute / 60.0, float(self.per_minute))
+        self._at = now
+
+
+@dataclass(slots=True)
+class _Account:
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+
+
+class Tenants:
+    """The limits of every tenant, and what each has used."""
+
+    def __init__(self, limits: Mapping[str, TenantLimits], now: float) -> None:
+        self._limits: Mapping[str, TenantLimits] = {}
+        self._accounts: dict[str, _Account] = {}
+        self.replace(limits, now)
+
+    def replace(self, limits: Mapping[str, TenantLimits], now: float) -> None:
+        """The key file has been read again."""
+        self._limits = limits
+        accounts = {name: self._accounts.get(name, _Account()) for name in limits}
+        for name, account in accounts.items():
+            account.requests = _bucket(account.requests, limits[name].requests_per_minute, now)
+            account.tokens = _bucket(account.tokens, limits[name].tokens_per_minute, now)
+        self._accounts = accounts
+
+    def best_priority(self, tenant: str) -> int | None:
+        """The lowest number that the tenant may give; None: any."""
+        return self._limits.get(tenant, _NO_LIMITS).best_priority
+
+    def requests(self, tenant: str) -> Bucket | None:
+        """None: as many as it likes."""
+        account = self._accounts.get(tenant)
+        return None if account is None else account.requests
+
+    def tokens(self, tenant: str) -> Bucket | None:
+        account = self._accounts.get(tenant)
+        return None if account is None else account.tokens
+
+
+def _bucket(old: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+    if per_minute is None:
+        return None
+    if old is None:
+        return Bucket(per_minute, now)
+    old.limit(per_minute, now)
+    return old
