@@ -10,13 +10,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, LooseleafError
 from gateway.direct import Direct
-from gateway.limits import MAX_BODY_BYTES
 from gateway.openai_reply import DONE, dumps, error_body
 
 logger = logging.getLogger("http")
@@ -65,21 +64,25 @@ def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
     return run
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, of bounded size and in bounded time."""
+async def read_body(request: Request, limit: int, take: Callable[[int], None]) -> bytes:
+    """The body, of bounded size and in bounded time; `take` hears of its bytes as they come and may refuse them."""
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise _too_large()
-    body = bytearray()
+    if length.isdigit() and int(length[:20]) > limit:
+        raise _too_large(limit)
+    parts, num_bytes = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise _too_large()
+                num_bytes += len(part)
+                if num_bytes > limit:
+                    raise _too_large(limit)
+                take(len(part))
+                parts.append(part)
     except TimeoutError:
         raise DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    return bytes(body)
+    except ClientDisconnect:
+        raise Cancelled("the client went away") from None
+    return b"".join(parts)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -189,5 +192,5 @@ _STREAM_START = {
 }
 
 
-def _too_large() -> InvalidArgument:
-    return BodyTooLarge.of("body", f"must be at most {MAX_BODY_BYTES} bytes")
+def _too_large(limit: int) -> InvalidArgument:
+    return BodyTooLarge.of("body", f"must be at most {limit} bytes")

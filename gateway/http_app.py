@@ -23,23 +23,24 @@ from gateway.asgi import (
     error_response,
     event_message,
     guarded,
-    read_body,
     while_connected,
     with_server_send,
 )
 from gateway.assemble import Piece
 from gateway.assets import ModelAssets
+from gateway.bodies import BodyBudget, BodyReader
 from gateway.credentials import Authenticator
 from gateway.detokenize import TokenTexts
 from gateway.direct import Direct
 from gateway.metrics import Metrics
 from gateway.openai_reply import ChunkWriter, Envelope, dumps
 from gateway.openai_stream import Answer
-from gateway.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from gateway.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.requests import RequestRunner
 from gateway.validate import ResolvedRequest, Validator
 
 STALLED_CLIENT_S = 5.0
+BODY_BUDGET_BYTES = 32 << 20
 
 
 class HttpApi:
@@ -61,6 +62,7 @@ class HttpApi:
         self._runner = runner
         self._metrics = metrics
         self._texts = TokenTexts(assets.tokenizer)
+        self._bodies = BodyReader(validator.prompt_limits, BodyBudget(BODY_BUDGET_BYTES))
         self._ready: Callable[[], bool] = lambda: False
         self._timeout_s = STALLED_CLIENT_S
 
@@ -87,7 +89,7 @@ class HttpApi:
         tenant = self._authenticator.tenant(request.headers.get("authorization"))
         with ExitStack() as stack:
             entry = stack.enter_context(self._admission.enter(tenant))
-            body = parse_body(CompletionBody, await read_body(request))
+            body = await self._bodies.read(request, CompletionBody)
             envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._assets.name)
             return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
 
@@ -95,7 +97,7 @@ class HttpApi:
         tenant = self._authenticator.tenant(request.headers.get("authorization"))
         with ExitStack() as stack:
             entry = stack.enter_context(self._admission.enter(tenant))
-            body = parse_body(ChatBody, await read_body(request))
+            body = await self._bodies.read(request, ChatBody)
             envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
             return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
 
@@ -114,8 +116,12 @@ class HttpApi:
 
     async def _take(self, answer: Answer, entry: Entry) -> None:
         """Everything that may be wrong with the request is said here."""
-        answer.take([await self._validator.resolve(item, entry.tenant) for item in answer.body.all_wanted()])
-        entry.take(answer.requests)
+        requests = []
+        for wanted in answer.body.all_wanted():
+            requests.append(await self._validator.resolve(wanted, entry.tenant))
+            await asyncio.sleep(0)  # streams go on between one prompt of a batch and the next
+        answer.take(requests)
+        entry.take(requests)
 
     async def _whole(self, answer: Answer, entry: Entry) -> bytes:
         await self._take(answer, entry)
@@ -150,7 +156,7 @@ class HttpApi:
 
     async def tokenize(self, request: Request) -> Response:
         self._authenticator.tenant(request.headers.get("authorization"))
-        body = parse_body(TokenizeBody, await read_body(request))
+        body = await self._bodies.read(request, TokenizeBody)
         self._validator.check_model(body.model)
         name, prompt = body.input()
         ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
@@ -158,7 +164,7 @@ class HttpApi:
 
     async def detokenize(self, request: Request) -> Response:
         self._authenticator.tenant(request.headers.get("authorization"))
-        body = parse_body(DetokenizeBody, await read_body(request))
+        body = await self._bodies.read(request, DetokenizeBody)
         self._validator.check_model(body.model)
         return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
 

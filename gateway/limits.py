@@ -20,8 +20,16 @@ MAX_PROMPT_BYTES = 4 << 20
 MIN_PROMPT_BYTES = 64 << 10
 """The limit on a prompt's bytes is max_model_len times the longest token, but within these two."""
 MAX_BODY_BYTES = 16 << 20
+"""The limit on a body's bytes follows from that on its prompts' and ends here."""
+BODY_SLACK_BYTES = 256 << 10
+"""Of a body, for all that is no prompt."""
+MAX_FIELD_BYTES = 64 << 10
+"""Of a field that is no prompt, as JSON."""
 MAX_BATCH_PROMPTS = 64
 MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 4 * MAX_MESSAGES
+MAX_VIOLATIONS = 16
+"""More are not looked for: a client mends the first ones first."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -68,16 +76,27 @@ RANGES: Mapping[str, Range] = {
 """Limits that do not depend on the model; those that do are in `Checker`."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What the served model can take."""
+
+    text_bytes: int
+    """Of one prompt."""
+    max_model_len: int
+    """Of a prompt and its output, in tokens."""
+
+
 @dataclass(slots=True)
 class Checker:
-    """Collects what is wrong with one request; `finish` raises it all as one InvalidArgument."""
+    """Collects what is wrong with one request, up to a bound; `finish` raises it all as one InvalidArgument."""
 
     vocab_size: int
     max_model_len: int
     violations: list[FieldViolation] = field(default_factory=list)
 
     def refuse(self, name: str, description: str) -> None:
-        self.violations.append(FieldViolation(name, description))
+        if len(self.violations) < MAX_VIOLATIONS:
+            self.violations.append(FieldViolation(name, description))
 
     def finish(self) -> None:
         """Raise InvalidArgument if anything was refused. Its message is the first violation."""

@@ -1,47 +1,52 @@
-"""Bodies of OpenAI's HTTP API, with vLLM's extras. Parsed once a request; unknown fields are refused by name.
+"""Bodies of OpenAI's HTTP API, with vLLM's extras: the schema. `openai_parse` makes them of bytes.
 
-Fields that cannot change the answer (`user`, `store`, ...) are accepted and ignored; fields that would change it and
-are not supported are refused as such, unless their value asks for nothing.
+Unknown fields are refused by name. Fields that cannot change the answer (`user`, `store`, ...) are accepted and
+ignored; fields that would change it and are not supported are refused as such, unless their value asks for nothing.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import msgspec
 
-from common.errors import FieldViolation, InvalidArgument, Unimplemented
-from gateway.limits import MAX_BATCH_PROMPTS
+from common.errors import InvalidArgument
+from gateway.limits import MAX_CONTENT_PARTS
 from gateway.validate import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 
-M = TypeVar("M", bound="Body")
-_UNSUPPORTED = {
-    "tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "response_format": {"type": "text"},
-    "suffix": "", "modalities": ["text"], "audio": None, "prediction": None, "web_search_options": None,
-    "reasoning_effort": None,
-}  # fmt: skip
-"""Known fields that are not supported, each with the value that asks for nothing."""
+Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
 
 
-class Body(BaseModel):
+class Body(msgspec.Struct, kw_only=True):
     """Types are strict, as JSON has them: no numbers in strings."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+    """Fields that are known and not supported, each with the value that asks for nothing."""
 
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(Body, kw_only=True):
     """What completions and chat have in common."""
+
+    ignored = frozenset(
+        (
+            "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_retention", "parallel_tool_calls", "verbosity",
+        )
+    )  # fmt: skip
+    unsupported = {
+        "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
+        "response_format": {"type": "text"}, "suffix": "", "modalities": ["text"], "audio": None, "prediction": None,
+        "web_search_options": None, "reasoning_effort": None,
+    }  # fmt: skip
 
     temperature: float | None = None
     top_p: float | None = None
@@ -70,39 +75,14 @@ class SamplingBody(Body):
     request_id: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    early_stopping: Any = None
-    # cannot change the answer
-    user: Any = None
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None
-    verbosity: Any = None
-    # would change it
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    suffix: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
+    early_stopping: bool | int | float | str | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def wanted(self) -> Wanted:
-        """All but the prompt. Unimplemented for a field that is not supported."""
-        for name, nothing in _UNSUPPORTED.items():
-            if getattr(self, name) not in (None, nothing):
-                raise Unimplemented(f"{name} is not supported yet")
+        """All but the prompt."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument.of("stream_options", "may only be given together with stream")
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
@@ -123,10 +103,11 @@ _PLAIN = (
 )  # fmt: skip
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(SamplingBody, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Any = None
+    prompt: Sequence[TextPrompt | IdsPrompt]
+    """Given as a string, strings, ids, or lists of ids."""
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -137,11 +118,10 @@ class CompletionBody(SamplingBody):
 
     def all_wanted(self) -> list[Wanted]:
         """One request per prompt."""
-        prompts = _prompts(self.prompt)
-        wanted = [self.wanted() for _ in prompts]
-        for index, (item, prompt) in enumerate(zip(wanted, prompts, strict=True)):
+        wanted = [self.wanted() for _ in self.prompt]
+        for index, (item, prompt) in enumerate(zip(wanted, self.prompt, strict=True)):
             item.prompt = prompt
-            item.prompt_field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+            item.prompt_field = "prompt" if len(self.prompt) == 1 else f"prompt[{index}]"
             item.logprobs = self.logprobs
             if self.echo and self.logprobs is not None:
                 item.prompt_logprobs = self.logprobs
@@ -150,26 +130,22 @@ class CompletionBody(SamplingBody):
         return wanted
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     text: str
 
 
-class MessageBody(BaseModel):
+class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     """One message. What clients copy from an answer (`refusal: null`, ...) is accepted while it says nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: str
     content: str | list[TextPart]
     name: str | None = None
     refusal: None = None
-    annotations: list[None] | None = None
+    annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[None] | None = None
+    tool_calls: Nothing | None = None
 
     def plain(self) -> dict[str, str]:
         if isinstance(self.content, str):
@@ -177,7 +153,7 @@ class MessageBody(BaseModel):
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[MessageBody]
@@ -198,7 +174,7 @@ class ChatBody(SamplingBody):
         return [wanted]
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, kw_only=True):
     """POST /tokenize."""
 
     prompt: str | None = None
@@ -213,29 +189,15 @@ class TokenizeBody(Body):
         return "prompt", None if self.prompt is None else TextPrompt(self.prompt)
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int]
 
 
-def parse_body(kind: type[M], raw: bytes) -> M:
-    """A body, or InvalidArgument that names every field that is wrong."""
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of("body", "must be valid JSON in UTF-8") from None
-    if not isinstance(content, dict):
-        raise InvalidArgument.of("body", "must be a JSON object")
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        violations = tuple(_violation(dict(item)) for item in error.errors(include_url=False, include_input=False))
-        first = violations[0]
-        raise InvalidArgument(f"{first.field} {first.description}", violations=violations) from None
-
-
 def chat_prompt(messages: Sequence[MessageBody]) -> ChatPrompt:
+    if sum(len(message.content) for message in messages if isinstance(message.content, list)) > MAX_CONTENT_PARTS:
+        raise InvalidArgument.of("messages", f"must hold at most {MAX_CONTENT_PARTS} parts of content")
     for index, message in enumerate(messages):
         for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "text":
@@ -245,22 +207,6 @@ def chat_prompt(messages: Sequence[MessageBody]) -> ChatPrompt:
     return ChatPrompt([message.plain() for message in messages])
 
 
-def _violation(item: dict[str, Any]) -> FieldViolation:
-    name = ""
-    for part in item["loc"]:
-        # pydantic names the member of a union too ("str", "list[str]"): not part of a field's path
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part not in ("str", "list[str]", "list[TextPart]"):
-            name += f".{part}" if name else str(part)[:100]
-    if item["type"] == "extra_forbidden":
-        return FieldViolation(name, "is not a known field")
-    if item["type"] == "missing":
-        return FieldViolation(name, "must be given")
-    message = str(item["msg"])
-    return FieldViolation(name, f"is wrong: {message[:1].lower()}{message[1:200]}")
-
-
 def _logit_bias(given: dict[str, float]) -> list[tuple[int, float]]:
     bias = []
     for key, value in given.items():
@@ -268,26 +214,3 @@ def _logit_bias(given: dict[str, float]) -> list[tuple[int, float]]:
             raise InvalidArgument.of("logit_bias", f"must have token ids as keys, got {key[:20]!r}")
         bias.append((int(key), float(value)))
     return bias
-
-
-def _prompts(prompt: Any) -> list[Prompt]:
-    """The prompts of a completion: a string, strings, ids, or lists of ids."""
-    if isinstance(prompt, str):
-        return [TextPrompt(prompt)]
-    if not isinstance(prompt, list) or not prompt:
-        raise InvalidArgument.of(
-            "prompt", "must be a string, a list of strings, token ids or a list of these, not empty"
-        )
-    if _all_ints(prompt):
-        return [IdsPrompt(prompt)]
-    if len(prompt) > MAX_BATCH_PROMPTS:
-        raise InvalidArgument.of("prompt", f"must hold at most {MAX_BATCH_PROMPTS} prompts, got {len(prompt)}")
-    if all(isinstance(item, str) for item in prompt):
-        return [TextPrompt(item) for item in prompt]
-    if all(isinstance(item, list) and _all_ints(item) for item in prompt):
-        return [IdsPrompt(item) for item in prompt]
-    raise InvalidArgument.of("prompt", "must hold strings, or integers, or lists of integers, and not a mix")
-
-
-def _all_ints(items: list[Any]) -> bool:
-    return all(type(item) is int for item in items)

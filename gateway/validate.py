@@ -22,7 +22,15 @@ from gateway.groups import (
     num_sequences,
     width_of,
 )
-from gateway.limits import MAX_MESSAGES, MAX_NAME_BYTES, MAX_PROMPT_BYTES, MAX_SALT_BYTES, MIN_PROMPT_BYTES, Checker
+from gateway.limits import (
+    MAX_MESSAGES,
+    MAX_NAME_BYTES,
+    MAX_PROMPT_BYTES,
+    MAX_SALT_BYTES,
+    MIN_PROMPT_BYTES,
+    Checker,
+    PromptLimits,
+)
 from gateway.tokenizing import TokenizerPool
 
 DEFAULT_MAX_TOKENS = 16
@@ -167,6 +175,9 @@ class Validator:
         if name and name != self._assets.name:
             raise NotFound(f"model {name[:100]!r} is not served here; served is {self._assets.name!r}")
 
+    def prompt_limits(self) -> PromptLimits:
+        return PromptLimits(self._max_text_bytes(), self._max_model_len())
+
     def checker(self) -> Checker:
         return Checker(self._assets.vocab_size, self._max_model_len())
 
@@ -179,6 +190,9 @@ class Validator:
         return (await self._prompt_ids(wanted))[1]
 
     async def detokenize(self, ids: Sequence[int], name: str) -> str:
+        limit = self._max_text_bytes()
+        if len(ids) > limit:  # more than any text that is taken has
+            raise InvalidArgument.of(name, f"must hold at most {limit} ids, got {len(ids)}")
         checker = self.checker()
         checker.token_ids(name, ids)
         checker.finish()

@@ -14,7 +14,9 @@ from common.blocks import group_blocks
 from common.errors import InvalidArgument
 from gateway.assets import GenerationDefaults
 from gateway.groups import GroupLimits, limits_of
-from gateway.openai_types import ChatBody, CompletionBody, parse_body
+from gateway.limits import PromptLimits
+from gateway.openai_parse import parse_body
+from gateway.openai_types import ChatBody, CompletionBody
 from gateway.testing import make_assets, make_record
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import ChatPrompt, IdsPrompt, ResolvedRequest, Salts, Validator, Wanted
@@ -171,18 +173,21 @@ def test_limits_come_from_decode_workers_that_take_requests() -> None:
     assert limits_of(records) == {GroupLimits(4, 30, 16)}
 
 
+PROMPT_LIMITS = PromptLimits(text_bytes=1000, max_model_len=100)
+
+
 @pytest.mark.parametrize(
     ("kind", "rest"),
     [(CompletionBody, b'"prompt":"x"'), (ChatBody, b'"messages":[{"role":"user","content":"x"}]')],
 )
 def test_bodies_take_the_fields_of_groups_and_no_others(kind: Any, rest: bytes) -> None:
     asked = b'{"n":2,"best_of":3,"use_beam_search":true,"length_penalty":0.6,"early_stopping":"never",' + rest + b"}"
-    (wanted,) = parse_body(kind, asked).all_wanted()
+    (wanted,) = parse_body(kind, asked, PROMPT_LIMITS).all_wanted()
     assert (wanted.n, wanted.best_of, wanted.use_beam_search, wanted.beam_width) == (2, 3, True, None)
     assert (wanted.length_penalty, wanted.early_stopping) == (0.6, "never")
     for unknown in (b'"beam_width":2', b'"num_beams":2'):
         with pytest.raises(InvalidArgument, match="is not a known field"):
-            parse_body(kind, b"{" + unknown + b"," + rest + b"}")
+            parse_body(kind, b"{" + unknown + b"," + rest + b"}", PROMPT_LIMITS)
     for wrong in (b'"n":"2"', b'"use_beam_search":"yes"', b'"length_penalty":"x"'):
         with pytest.raises(InvalidArgument, match="is wrong"):
-            parse_body(kind, b"{" + wrong + b"," + rest + b"}")
+            parse_body(kind, b"{" + wrong + b"," + rest + b"}", PROMPT_LIMITS)

@@ -186,7 +186,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
     ({"prompt": "x", "temperature": 10**400}, "temperature"),
     ({"prompt": "x", "seed": 10**400}, "seed"),
-    ({"prompt": "x", "stop": [1]}, "stop"),
+    ({"prompt": "x", "stop": [1]}, "stop[0]"),
     ({"prompt": "x", "stop": ["a", ""]}, "stop[1]"),
     ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
