@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from block_store import redis_server
+from block_store import operator_file, redis_server
 from block_store.errors import BlockStoreError
+from block_store.operator_file import OperatorFile
 from block_store.owner import ArenaOwner, DirectoryLock
 from block_store.redis_server import RedisHandle
 from block_store.service import BlockStoreServicer
 from block_store.settings import BlockStoreSettings
 from common.errors import StartupError
-from common.rpc import RpcServer, wait_for_signal, write_ready_file
-from common.service_main import run_service
+from common.rpc import wait_for_signal, write_ready_file
+from common.service_main import internal_server, run_service
+from common.trust import files_of
 from protos.v1 import block_store_pb2_grpc
 
 
 async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
     """Serves until a signal; removes what it made."""
-    server = RpcServer(settings.host, settings.port)
+    server = internal_server(settings)
     server.bind()
     owner = ArenaOwner(settings, redis, settings.advertise or f"{settings.host}:{server.port}")
     try:
@@ -28,12 +30,15 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
         server.add(
             block_store_pb2_grpc.add_BlockStoreServiceServicer_to_server, servicer, "looseleaf.v1.BlockStoreService"
         )
+        address, directory = f"{settings.host}:{server.port}", Path(settings.directory)
+        operator_file.write(directory, OperatorFile(address, redis.url, files_of(settings)))
         await server.start()
         await server.set_ready(True)
-        write_ready_file(settings.ready_file, [f"{settings.host}:{server.port}", redis.url])
+        write_ready_file(settings.ready_file, [address, redis.url])
         await wait_for_signal(asyncio.Event())
         await server.stop(1.0)
     finally:
+        operator_file.remove(Path(settings.directory))
         await asyncio.to_thread(owner.close)
 
 

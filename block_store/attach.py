@@ -31,8 +31,10 @@ from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
 from common import convert
 from common.errors import StartupError
+from common.rpc import open_blocking_channel
 from common.status import error_of
 from common.telemetry import fallback_counts
+from common.trust import NO_TRUST, Trust
 from common.types import KvLayout, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
@@ -190,11 +192,11 @@ class Attached:
         self._registry_client.close()
 
 
-def attach(address: str, needs: Sequence[Needs]) -> list[Attached]:
+def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> list[Attached]:
     """One process' roles attach to the store at `address`, all at once: it answers when every worker it expects has
     asked. They share one mapping of the arena. Raises StartupError.
     """
-    replies = _ask(address, [_request_of(need) for need in needs])
+    replies = _ask(address, [_request_of(need) for need in needs], trust)
     directory, redis_url = replies[0].directory, replies[0].redis_url
     try:
         arena = _open(directory, needs[0])
@@ -221,12 +223,13 @@ def _request_of(needs: Needs) -> pb.AttachRequest:
     )
 
 
-def _ask(address: str, requests: Sequence[pb.AttachRequest]) -> list[pb.AttachResponse]:
+def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> list[pb.AttachResponse]:
     """The store's answers, which differ only in the floor. StartupError at the first refusal: the others would wait."""
     answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with grpc.insecure_channel(address) as channel:
+    with open_blocking_channel(address) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
-        calls = [stub.Attach.future(each, timeout=ATTACH_TIMEOUT_S, wait_for_ready=True) for each in requests]
+        how = {"timeout": ATTACH_TIMEOUT_S, "wait_for_ready": True, "metadata": trust.metadata}
+        calls = [stub.Attach.future(each, **how) for each in requests]
         for call in calls:
             call.add_done_callback(answered.put)
         for _ in calls:

@@ -10,12 +10,15 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.access import Door
 from common.errors import StartupError
 from common.guard import Check, Guard, anybody
 
@@ -40,16 +43,35 @@ HEARTBEAT_S = 0.5
 """A worker's event loop sends something on every open stream at least so often: what a frozen process cannot."""
 
 
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Who gets into a server, and what it tells of itself."""
+
+    door: Door | None = None
+    """None: everybody, as far as the services themselves ask for nothing."""
+    reflection: bool = True
+
+
 class RpcServer:
     """A grpc.aio server with health (`Watch` included) and reflection. `port` is known after `bind`."""
 
-    def __init__(self, host: str, port: int, *, reuse_port: bool = False, check: Check = anybody) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool = False,
+        check: Check = anybody,
+        protection: Protection = Protection(),
+    ) -> None:
         """`reuse_port`: others that say so too may listen on the same port, so that a successor can take over.
         `check` is asked before each call.
         """
         self._address = f"{host}:{port}"
         options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
-        self._server = grpc.aio.server(options=options, interceptors=[Guard(check)])
+        interceptors = [Guard(check)] if protection.door is None else [protection.door, Guard(check)]
+        self._server = grpc.aio.server(options=options, interceptors=interceptors)
+        self._protection = protection
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -73,7 +95,8 @@ class RpcServer:
         """Serve; not yet ready. Binds first if `bind` was not called."""
         if self.port == 0:
             self.bind()
-        reflection.enable_server_reflection(self._names, self._server)
+        if self._protection.reflection:
+            reflection.enable_server_reflection(self._names, self._server)
         await self.set_ready(False)
         await self._server.start()
 
@@ -91,6 +114,11 @@ class RpcServer:
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel whose frozen or vanished peer is noticed in about 5 s."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """The same for threads."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 async def wait_for_signal(failed: asyncio.Event) -> bool:

@@ -15,10 +15,12 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from common.access import Door
 from common.errors import LooseleafError, StartupError
-from common.rpc import RpcServer, reachable_address, wait_for_signal, write_ready_file
+from common.rpc import Protection, RpcServer, reachable_address, wait_for_signal, write_ready_file
 from common.settings import ServerSettings, WorkerSettings
 from common.telemetry import configure_logging
+from common.trust import is_loopback, trust_of
 
 S = TypeVar("S", bound=ServerSettings)
 _LAST_MESSAGES_S = 0.5
@@ -45,6 +47,19 @@ class Role(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """End the step thread, waiting at most `timeout_s` for a step that runs, and give all blocks back."""
+
+
+def internal_server(settings: ServerSettings) -> RpcServer:
+    """A server for calls of the same launch. StartupError: other machines could reach it, and it asks for no secret."""
+    trust = trust_of(settings)
+    if trust.secret is not None:
+        return RpcServer(
+            settings.host, settings.port, protection=Protection(Door(trust.secret), reflection=settings.reflection)
+        )
+    if not is_loopback(settings.host):
+        raise StartupError(f"--host {settings.host} can be reached from other machines: it needs a --secret-file")
+    logging.getLogger("trust").warning("no --secret-file: every process of this machine may make internal calls here")
+    return RpcServer(settings.host, settings.port, protection=Protection(reflection=settings.reflection))
 
 
 async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequence[Role]) -> None:

@@ -77,6 +77,10 @@ class ServerSettings(Settings):
     """gRPC port; 0 takes any free one."""
     ready_file: str | None = None
     """A file into which the bound host:port is written once the service is ready."""
+    secret_file: Path | None = Field(
+        None, description="a file with the launch's secret, which every internal call must carry; the same everywhere"
+    )
+    reflection: bool = Field(True, description="tell callers which gRPC methods there are")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     json_logs: bool = False
 

@@ -10,8 +10,9 @@ import time
 from block_store.errors import BlockStoreError
 from common.api_keys import read_keys
 from common.errors import StartupError
-from common.rpc import RpcServer, wait_for_signal, write_ready_file
+from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
+from common.trust import trust_of
 from gateway.admission import Admission
 from gateway.assets import load_assets
 from gateway.credentials import Authenticator
@@ -36,16 +37,21 @@ logger = logging.getLogger("gateway")
 
 async def main(settings: GatewaySettings) -> None:
     raise_file_limit()
+    trust = trust_of(settings)
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
     keys = read_keys(settings.api_key, settings.api_key_file)
     authenticator = Authenticator(keys.tenants)
     grpc_server = RpcServer(
-        settings.host, settings.grpc_port, reuse_port=settings.reuse_port, check=key_check(authenticator)
+        settings.host,
+        settings.grpc_port,
+        reuse_port=settings.reuse_port,
+        check=key_check(authenticator),
+        protection=Protection(reflection=settings.reflection),
     )
     bind_grpc(grpc_server, settings.grpc_port)
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
-    workers = Workers(Limits(settings.silence_s, settings.stall_s))
+    workers = Workers(Limits(settings.silence_s, settings.stall_s), trust)
     try:
         discovery = Discovery(settings.redis_url, settings.poll_s, workers.on_records)
         await discovery.check()
@@ -105,7 +111,7 @@ async def main(settings: GatewaySettings) -> None:
     logger.info("http on %s, grpc on %s", *addresses)
     tasks = [
         asyncio.create_task(discovery.run()),
-        asyncio.create_task(watch_blocks(settings.block_store, workers, metrics)),
+        asyncio.create_task(watch_blocks(settings.block_store, workers, metrics, trust)),
         asyncio.create_task(
             watch_readiness(workers, grpc_server, gate.wake, lambda: write_ready_file(settings.ready_file, addresses))
         ),

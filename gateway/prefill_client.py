@@ -15,6 +15,7 @@ from common import convert
 from common.errors import DeadlineExceeded
 from common.rpc import open_channel
 from common.status import error_of
+from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.lost import WorkerLost, incarnation, internal, is_death, queue_full
 from gateway.silence import Silence
@@ -38,16 +39,17 @@ class PrefillClient:
     nothing for `silence_s`, not even progress, is lost.
     """
 
-    def __init__(self, on_load: OnLoad, silence_s: float) -> None:
+    def __init__(self, on_load: OnLoad, silence_s: float, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load
         self._silence_s = silence_s
+        self._trust = trust
         self._peers: dict[str, _Peer] = {}
 
     async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
         """Prefill a prompt; cancelling cancels the call. Errors: WorkerLost, DeadlineExceeded, what the worker says."""
         peer = self._peer(worker.address)
         peer.num_calls += 1
-        call, accepted = peer.stub.Prefill(request, timeout=timeout_s), False
+        call, accepted = peer.stub.Prefill(request, timeout=timeout_s, metadata=self._trust.metadata), False
         try:
             async with aclosing(_unless_silent(call, self._silence_s)) as responses:
                 async for response in responses:

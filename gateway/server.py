@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from common.errors import StartupError
 from common.rpc import RpcServer, open_channel
 from common.telemetry import fallback_counts
+from common.trust import NO_TRUST, Trust
 from gateway.metrics import Metrics
 from gateway.workers import Workers
 from protos.v1 import block_store_pb2, block_store_pb2_grpc
@@ -117,7 +118,7 @@ async def watch_readiness(
         await asyncio.sleep(READY_POLL_S)
 
 
-async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics) -> None:
+async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
     """Keep the gauges of blocks, workers and fallbacks fresh for /metrics."""
     channel = None if address is None else open_channel(address)
     try:
@@ -129,17 +130,17 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics) 
             by_address = {s.record.address: s.record.fallbacks for s in workers.states.values()}
             metrics.set_fallbacks({"gateway": fallback_counts(), **by_address})
             if channel is not None:
-                await _inspect(channel, metrics)
+                await _inspect(channel, metrics, trust)
             await asyncio.sleep(INSPECT_POLL_S)
     finally:
         if channel is not None:
             await channel.close()
 
 
-async def _inspect(channel: grpc.aio.Channel, metrics: Metrics) -> None:
+async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) -> None:
     stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
     try:
-        reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S)
+        reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S, metadata=trust.metadata)
     except grpc.aio.AioRpcError:
         return  # the gauges keep their last values
     names = ("free", "reserved", "sealed", "cached", "quarantine")

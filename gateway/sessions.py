@@ -17,6 +17,7 @@ import grpc.aio
 
 from common import convert
 from common.rpc import open_channel
+from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.lost import WorkerLost, incarnation, is_death
 from gateway.silence import Silence
@@ -178,8 +179,9 @@ class OutputStream:
 class DecodeSession:
     """The session with one decode worker. It lives as long as `run`."""
 
-    def __init__(self, record: WorkerRecord, on_load: OnLoad, limits: Limits) -> None:
+    def __init__(self, record: WorkerRecord, on_load: OnLoad, limits: Limits, trust: Trust = NO_TRUST) -> None:
         self.record = record
+        self._trust = trust
         self.connected = False
         self._silence = Silence(limits.silence_s)
         self._limits = limits
@@ -254,7 +256,7 @@ class DecodeSession:
         channel = open_channel(self.record.address)
         helpers: list[asyncio.Task[None]] = []
         try:
-            call = decode_pb2_grpc.DecodeServiceStub(channel).Session()  # type: ignore[no-untyped-call]
+            call = decode_pb2_grpc.DecodeServiceStub(channel).Session(metadata=self._trust.metadata)  # type: ignore[no-untyped-call]
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await call.wait_for_connection()
             self.connected = True
@@ -307,8 +309,9 @@ class DecodeSession:
 class SessionPool:
     """Sessions with all decode workers that the registry names."""
 
-    def __init__(self, on_load: OnLoad, limits: Limits) -> None:
+    def __init__(self, on_load: OnLoad, limits: Limits, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load
+        self._trust = trust
         self._limits = limits
         self._sessions: dict[str, DecodeSession] = {}
         self._retry_at: dict[str, float] = {}
@@ -336,7 +339,7 @@ class SessionPool:
                 self._retry_at[worker_id] = now + RECONNECT_S
         for worker_id, record in wanted.items():
             if worker_id not in self._sessions and now >= self._retry_at.get(worker_id, 0.0):
-                session = self._sessions[worker_id] = DecodeSession(record, self._on_load, self._limits)
+                session = self._sessions[worker_id] = DecodeSession(record, self._on_load, self._limits, self._trust)
                 session.start()
         self._retry_at = {w: t for w, t in self._retry_at.items() if t > now}
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.gate import Place
 from gateway.lost import WorkerLost
@@ -48,11 +49,11 @@ class DecodePlace:
 class Workers:
     """The workers that the registry names, and the way to them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, trust: Trust = NO_TRUST) -> None:
         self._router = Router()
-        self._sessions = SessionPool(self._on_load, limits)
+        self._sessions = SessionPool(self._on_load, limits, trust)
         self._usable = self._sessions.usable
-        self._prefills = PrefillClient(self._on_load, limits.silence_s)
+        self._prefills = PrefillClient(self._on_load, limits.silence_s, trust)
         self._ready_at = -math.inf
         self._lookup: Lookup | None = None
         self._promised: dict[Place, int] = {}

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from common.errors import StartupError
+from common.trust import write_secret
 from looseleaf.children import Child, ChildDied, Echo, ServiceSpec, end, wait_ready
 from looseleaf.model_source import ModelSource, resolve
 from looseleaf.placement import by_turns, child_environment, describe, settled, threads_per_worker, worker_processes
@@ -84,6 +85,7 @@ class Launcher:
         for port in (settings.port, settings.grpc_port):
             check_port_free(settings.host, port)
         self._shared = SharedDirectory(Path(settings.directory) if settings.directory else ROOT)
+        write_secret(self._secret_file)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
         self._echo(describe(asked, settings))
         # Workers beside the store: who needs its address, or Redis', waits for it itself.
@@ -112,13 +114,20 @@ class Launcher:
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
         assert self._shared is not None
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
-        child = self._child(ServiceSpec(name, package, tuple(flags), environment, self._shared.lock_fd))
+        inside = flags_of({"secret_file": self._secret_file})
+        child = self._child(ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd))
         self._children.append(child)
         return child
 
     def _child(self, spec: ServiceSpec) -> Child:
         assert self._run_directory is not None
         return Child(spec, self._run_directory, self._echo)
+
+    @property
+    def _secret_file(self) -> Path:
+        """With what all internal calls of this launch must show. Beside the arena: who can write there need not ask."""
+        assert self._shared is not None
+        return self._shared.path / "secret"
 
     @property
     def pids(self) -> dict[str, int]:

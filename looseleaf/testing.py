@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import grpc
-
+from block_store import operator_file
+from common.rpc import open_blocking_channel
+from common.trust import NO_TRUST, Trust
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
@@ -21,12 +22,19 @@ def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size
     return [[rng.randrange(10, vocab_size) for _ in range(rng.randint(*lengths))] for _ in range(num_prompts)]
 
 
+def trust_at(block_store: str) -> Trust:
+    """What the launch of the store at this address has to be shown."""
+    found = operator_file.find(block_store)
+    return NO_TRUST if found is None else found.trust.read()
+
+
 def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResponse:
     """The block store's counts."""
-    with grpc.insecure_channel(block_store) as channel:
+    trust = trust_at(block_store)
+    with open_blocking_channel(block_store) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
         request = pb.InspectRequest(include_blocks=include_blocks)
-        return cast(pb.InspectResponse, stub.Inspect(request, timeout=10))
+        return cast(pb.InspectResponse, stub.Inspect(request, timeout=10, metadata=trust.metadata))
 
 
 def assert_nothing_held(block_store: str, *, within_s: float = 15.0) -> pb.InspectResponse:

@@ -40,7 +40,7 @@ from looseleaf.bench.server import WatchedServer
 from looseleaf.bench.steps import StepRecord
 from looseleaf.client import AsyncClient
 from looseleaf.options import GenerateOptions
-from looseleaf.testing import assert_nothing_held
+from looseleaf.testing import assert_nothing_held, trust_at
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
@@ -85,10 +85,11 @@ class Poll:
 
 async def poll(address: str, polls: list[Poll]) -> None:
     """Look at the ledger until cancelled."""
+    shown = trust_at(address).metadata
     async with open_channel(address) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
         while True:
-            state = await stub.Inspect(pb.InspectRequest(), timeout=10)
+            state = await stub.Inspect(pb.InspectRequest(), timeout=10, metadata=shown)
             polls.append(Poll(time.monotonic_ns(), state.sealed + state.reserved))
             await asyncio.sleep(POLL_S)
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from block_store import operator_file
 from common.errors import Unavailable
+from common.rpc import open_blocking_channel
 from common.settings import Settings, settings_config
 from common.status import error_of
+from common.trust import NO_TRUST, Trust
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
@@ -30,22 +34,30 @@ class BlocksSettings(Settings):
 
     address: CliPositionalArg[str] = Field("127.0.0.1:50054", description="host:port of the block store's gRPC")
     all: bool = Field(False, description="free blocks too")
+    directory: Path | None = Field(
+        None, description="of the block store, which says how to ask it; default: found below /dev/shm by its address"
+    )
     timeout: float = Field(10.0, gt=0, description="seconds to wait for the answer")
 
 
 def run(argv: Sequence[str]) -> int:
     settings = BlocksSettings.load(argv)
-    for line in lines(ask(settings.address, settings.timeout), settings.all):
+    found = (
+        operator_file.find(settings.address) if settings.directory is None else operator_file.read(settings.directory)
+    )
+    trust = NO_TRUST if found is None else found.trust.read()
+    for line in lines(ask(settings.address, settings.timeout, trust), settings.all):
         print(line)
     return 0
 
 
-def ask(address: str, timeout_s: float) -> pb.InspectResponse:
+def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
     """The store's map of blocks. Unavailable, or what the store says."""
-    with grpc.insecure_channel(address) as channel:
+    with open_blocking_channel(address) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
+        request = pb.InspectRequest(include_blocks=True)
         try:
-            reply: pb.InspectResponse = stub.Inspect(pb.InspectRequest(include_blocks=True), timeout=timeout_s)
+            reply: pb.InspectResponse = stub.Inspect(request, timeout=timeout_s, metadata=trust.metadata)
         except grpc.RpcError as error:
             raise Unavailable(f"the block store at {address}: {error_of(error).message}") from None
     return reply

@@ -1,4 +1,4 @@
-"""`looseleaf fsck DIRECTORY REDIS_URL`: compare the ledger in Redis, the arena's header and what workers hold."""
+"""`looseleaf fsck DIRECTORY [REDIS_URL]`: compare the ledger in Redis, the arena's header and what workers hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from block_store import operator_file
 from block_store.errors import BlockStoreError
 from block_store.fsck import check
 from common.errors import StartupError
@@ -20,14 +21,21 @@ class FsckSettings(Settings):
     model_config = settings_config("LOOSELEAF_FSCK_", "looseleaf fsck")
 
     directory: CliPositionalArg[str] = Field(description="the block store's directory on shared memory")
-    redis_url: CliPositionalArg[str] = Field(description="Redis of the ledger; the block store logs it")
+    redis_url: CliPositionalArg[str | None] = Field(
+        None, description="Redis of the ledger; default: what the running block store uses"
+    )
     digests: bool = Field(False, description="compare the bytes of sealed blocks with their digests too")
     repair: bool = Field(False, description="have the ledger built anew if there are differences; requests go on")
 
 
 def run(argv: Sequence[str]) -> int:
     settings = FsckSettings.load(argv)
+    directory = Path(settings.directory)
+    if (redis_url := settings.redis_url) is None:
+        if (found := operator_file.read(directory)) is None:
+            raise StartupError(f"no block store of yours runs in {directory}; give the URL of its Redis")
+        redis_url = found.redis_url
     try:
-        return check(Path(settings.directory), settings.redis_url, digests=settings.digests, and_repair=settings.repair)
+        return check(directory, redis_url, digests=settings.digests, and_repair=settings.repair)
     except BlockStoreError as error:
         raise StartupError(str(error)) from error

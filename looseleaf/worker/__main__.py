@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 
 from block_store.attach import attach
-from common.rpc import RpcServer
-from common.service_main import Role, run_service, serve_roles, worker_name
+from common.service_main import Role, internal_server, run_service, serve_roles, worker_name
+from common.trust import trust_of
 from common.turns import Turns
 from decode_svc.role import DecodeRole
 from decode_svc.role import needs_of as decode_needs
@@ -32,7 +32,7 @@ def build(settings: BothSettings) -> list[Role]:
         prefill_needs(runner, settings, f"{name}.prefill"),
         decode_needs(sharing, settings, f"{name}.decode"),
     ]
-    for_prefill, for_decode = attach(settings.block_store, needs)
+    for_prefill, for_decode = attach(settings.block_store, needs, trust_of(settings))
     turns = Turns() if take_turns(settings, runner) else None
     return [
         PrefillRole(runner, needs[0], for_prefill, settings, turns),
@@ -46,7 +46,7 @@ def take_turns(settings: BothSettings, runner: ModelRunner) -> bool:
 
 
 async def main(settings: BothSettings) -> None:
-    server = RpcServer(settings.host, settings.port)
+    server = internal_server(settings)
     server.bind()
     await serve_roles(settings, server, await asyncio.to_thread(build, settings))
 

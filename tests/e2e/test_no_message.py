@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held
+from looseleaf.testing import assert_nothing_held, trust_at
 from protos.v1 import block_store_pb2, decode_pb2, inference_pb2, prefill_pb2
 
 SERVED: dict[str, FileDescriptor] = {
@@ -23,6 +23,7 @@ SERVED: dict[str, FileDescriptor] = {
     "decode": decode_pb2.DESCRIPTOR,
 }
 ROUNDS = 20
+Metadata = tuple[tuple[str, str], ...]
 
 
 def methods(service: str) -> Iterator[str]:
@@ -31,9 +32,9 @@ def methods(service: str) -> Iterator[str]:
             yield from (f"/{file.package}.{name}/{method.name}" for method in found.methods)
 
 
-def outcome(channel: grpc.Channel, method: str, messages: list[bytes]) -> grpc.StatusCode:
+def outcome(channel: grpc.Channel, method: str, messages: list[bytes], shown: Metadata) -> grpc.StatusCode:
     try:
-        for _ in channel.stream_stream(method)(iter(messages), timeout=3):
+        for _ in channel.stream_stream(method)(iter(messages), timeout=3, metadata=shown):
             pass
     except grpc.RpcError as error:
         return error.code()
@@ -43,11 +44,12 @@ def outcome(channel: grpc.Channel, method: str, messages: list[bytes]) -> grpc.S
 @pytest.mark.parametrize("service", SERVED)
 def test_no_message(llm: LLM, service: str) -> None:
     draw, found = random.Random(service), Counter[grpc.StatusCode]()
+    shown = trust_at(llm.addresses.block_store).metadata
     with grpc.insecure_channel(llm.addresses.services[service]) as channel:
         for method in methods(service):
             for _ in range(ROUNDS):
                 garbage = b"\x0b" + draw.randbytes(draw.randrange(40))  # a group that does not end
-                found[outcome(channel, method, [garbage])] += 1
+                found[outcome(channel, method, [garbage], shown)] += 1
                 assert set(found) == {grpc.StatusCode.INVALID_ARGUMENT}, method
 
 
@@ -55,13 +57,14 @@ def test_no_message(llm: LLM, service: str) -> None:
 def test_anything_at_all(llm: LLM, service: str) -> None:
     draw = random.Random(service)
     allowed = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "ABORTED", "DEADLINE_EXCEEDED", "UNIMPLEMENTED"}
+    shown = trust_at(llm.addresses.block_store).metadata
     with grpc.insecure_channel(llm.addresses.services[service]) as channel:
         for method in methods(service):
             if method.endswith("Watch"):
                 continue  # answers until its caller has enough
             for _ in range(ROUNDS):
                 messages = [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 4))]
-                assert outcome(channel, method, messages).name in allowed, (method, messages)
+                assert outcome(channel, method, messages, shown).name in allowed, (method, messages)
 
 
 def test_nothing_is_held_and_answers_come(llm: LLM) -> None:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held
+from looseleaf.testing import assert_nothing_held, trust_at
 from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos.v1 import types_pb2 as pb
 
@@ -26,7 +26,7 @@ def prefill(llm: LLM, **changes: Any) -> prefill_pb2.PrefillDone:
     request.MergeFrom(prefill_pb2.PrefillRequest(**changes))
     with grpc.insecure_channel(llm.addresses.services["prefill"]) as channel:
         stub = cast(Any, prefill_pb2_grpc.PrefillServiceStub)(channel)
-        *_, last = stub.Prefill(request, timeout=20)
+        *_, last = stub.Prefill(request, timeout=20, metadata=trust_at(llm.addresses.block_store).metadata)
     return cast(prefill_pb2.PrefillDone, last.done)
 
 
@@ -36,7 +36,8 @@ def decode(llm: LLM, submit: decode_pb2.Submit) -> Iterator[decode_pb2.SequenceO
         stub = cast(Any, decode_pb2_grpc.DecodeServiceStub)(channel)
         commands: queue.SimpleQueue[decode_pb2.SessionRequest | None] = queue.SimpleQueue()
         commands.put(decode_pb2.SessionRequest(submit=submit))
-        for response in stub.Session(iter(commands.get, None), timeout=20):
+        shown = trust_at(llm.addresses.block_store).metadata
+        for response in stub.Session(iter(commands.get, None), timeout=20, metadata=shown):
             plain = response.plain_tokens
             for index, token_id in zip(plain.output_indices, plain.token_ids, strict=True):
                 yield decode_pb2.SequenceOutput(first_index=index, token_ids=[token_id])

@@ -1,0 +1,64 @@
+"""What whoever operates a running block store needs to ask it: its address, Redis, and where the launch's secret lies.
+
+A file in the store's directory that only its user can read, so that `looseleaf blocks` and `looseleaf fsck` find what
+they need. It holds a password of Redis where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from common.trust import TrustFiles
+
+SHARED_MEMORY = Path("/dev/shm")
+_NAME = "operator.json"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorFile:
+    """Its content."""
+
+    address: str
+    """host:port of the store's gRPC."""
+    redis_url: str
+    trust: TrustFiles
+
+
+_ADAPTER = TypeAdapter(OperatorFile)
+
+
+def write(directory: Path, content: OperatorFile) -> None:
+    """Atomic; never readable by others."""
+    temporary = directory / f".{_NAME}.{os.getpid()}"
+    temporary.touch(mode=0o600)
+    temporary.write_bytes(_ADAPTER.dump_json(content))
+    temporary.rename(directory / _NAME)
+
+
+def remove(directory: Path) -> None:
+    (directory / _NAME).unlink(missing_ok=True)
+
+
+def read(directory: Path) -> OperatorFile | None:
+    """None: no store runs there, or it is another user's."""
+    try:
+        return _ADAPTER.validate_json((directory / _NAME).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def find(address: str, root: Path = SHARED_MEMORY) -> OperatorFile | None:
+    """Of the store of this user and machine that listens at `address`."""
+    found = (read(directory) for directory in root.glob("looseleaf-*") if _is_ours(directory))
+    return next((content for content in found if content is not None and content.address == address), None)
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        return directory.stat().st_uid == os.getuid()
+    except OSError:  # being removed
+        return False

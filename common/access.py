@@ -1,0 +1,77 @@
+"""Who may call which gRPC method: everybody, or only processes of the same launch, which know its secret.
+
+The policy names every method of every service; what it does not name is internal. The secret is checked before the
+first message of a call is read, let alone parsed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from common.telemetry import Fallbacks
+
+SECRET_HEADER = "looseleaf-secret"
+logger = logging.getLogger("access")
+
+
+class Access(Enum):
+    """Who may call a method."""
+
+    PUBLIC = "public"
+    """Everybody; the service itself may ask for an API key."""
+    INTERNAL = "internal"
+    """Whoever knows the launch's secret."""
+    REFLECTION = "reflection"
+    """Everybody at the front; inside as INTERNAL."""
+
+
+POLICY: Mapping[str, Access] = {
+    "/looseleaf.v1.InferenceService/Generate": Access.PUBLIC,
+    "/looseleaf.v1.InferenceService/Tokenize": Access.PUBLIC,
+    "/looseleaf.v1.InferenceService/Detokenize": Access.PUBLIC,
+    "/looseleaf.v1.InferenceService/ListModels": Access.PUBLIC,
+    "/grpc.health.v1.Health/Check": Access.PUBLIC,
+    "/grpc.health.v1.Health/List": Access.PUBLIC,
+    "/grpc.health.v1.Health/Watch": Access.PUBLIC,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.REFLECTION,
+    "/looseleaf.v1.BlockStoreService/Attach": Access.INTERNAL,
+    "/looseleaf.v1.BlockStoreService/Inspect": Access.INTERNAL,
+    "/looseleaf.v1.BlockStoreService/ReadBlocks": Access.INTERNAL,
+    "/looseleaf.v1.PrefillService/Prefill": Access.INTERNAL,
+    "/looseleaf.v1.DecodeService/Session": Access.INTERNAL,
+}
+
+
+class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The first interceptor of every server but the front's: what is not public needs the secret."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+        self.fallbacks = Fallbacks(logger)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        if POLICY.get(method) is Access.PUBLIC or self._knows_secret(handler_call_details.invocation_metadata):
+            return await continuation(handler_call_details)
+        self.fallbacks.note("internal call refused", f"{method[:100]!r} without the launch's secret")
+        return _REFUSAL
+
+    def _knows_secret(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        given = next((value for key, value in metadata if key == SECRET_HEADER), "")
+        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._secret)
+
+
+async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    text = f"this call is internal: it needs the launch's secret ({SECRET_HEADER} in its metadata)"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+
+# To the client all kinds of calls are the same; of this kind no message is read before the handler asks for it.
+_REFUSAL: Any = grpc.stream_stream_rpc_method_handler(_refuse)
