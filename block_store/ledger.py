@@ -32,6 +32,7 @@ MAX_BATCH = 16384
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "lookup",
     "reap", "inspect", "assert_held", "distrust", "report",
+    "readable",
 )  # fmt: skip
 
 
@@ -135,6 +136,11 @@ class Ledger:
     def claim(self, lane: Lane, ticket: TicketId) -> list[BlockRef]:
         """The ticket's references become the holder's, once, in the order of `hand_over`. Fenced, Gone."""
         return codec.unpack_refs(self._call("claim", *lane, ticket.epoch, ticket.secret))
+
+    def check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
+        """Gone: there is no such ticket, or this is not its secret. NotHolder: it does not hold one of `refs`."""
+        _bounded(len(refs))
+        self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
 
     def release(self, lane: Lane, refs: Sequence[BlockRef]) -> int:
         """Gives up `refs` (a chain, head first); returns how many were held. Refuses nothing."""

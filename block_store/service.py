@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import xxhash
 
 from block_store.arena import Arena, ref_arrays
-from block_store.errors import BlockStoreError, LedgerUnavailable
+from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder
 from block_store.header import HeaderState, Memory
 from block_store.inspection import BlockView, HolderView, Inspection, inspect
 from block_store.owner import ArenaOwner
 from block_store.placing import place_name
 from block_store.sizing import CannotSize, WorkerNeeds, granted_floor
 from common import convert
-from common.errors import Aborted, FailedPrecondition, Internal, InvalidArgument, LooseleafError, NotFound, Unavailable
-from common.types import BlockRef, KvLayout
+from common.errors import (
+    Aborted,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    LooseleafError,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
+from common.types import BlockRef, Epoch, KvLayout, TicketId
 from protos.v1 import block_store_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
+_READ_CHUNK = 256
+"""Blocks of one reading for which the ledger is asked at once."""
 
 
 class BlockStoreServicer:
@@ -81,15 +92,34 @@ class BlockStoreServicer:
         return _inspect_response(arena, moment)
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
-        """Block by block, each checked before and after it was read. ABORTED: a block lives another life."""
+        """Block by block, each checked before and after it was read, to whom the ticket was issued that holds them.
+
+        ABORTED: a block lives another life, or the ticket is over. PERMISSION_DENIED: it does not hold a block.
+        """
         arena = self._owner.arena
         if arena is None or request.arena_id != arena.arena_id:
             raise NotFound(f"arena_id {request.arena_id} is not served here")
         if arena.placement.memory is Memory.WORKER_DEVICE:
             raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
-        for index, ref in enumerate(convert.table_from_pb(request.table)):
+        refs = convert.table_from_pb(request.table)
+        ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
+        for index, ref in enumerate(refs):
+            if index % _READ_CHUNK == 0:
+                await self._check_readable(ticket, refs[index : index + _READ_CHUNK])
             data, digest = await asyncio.to_thread(read_block, arena, ref)
             yield pb.ReadBlocksResponse(index=index, data=data, digest=digest)
+
+    async def _check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
+        ledger = self._owner.ledger
+        try:
+            assert ledger is not None
+            await asyncio.to_thread(ledger.check_readable, ticket, refs)
+        except NotHolder as error:
+            raise PermissionDenied(f"the ticket does not hold what is to be read: {error}") from error
+        except Gone as error:
+            raise Aborted("there is no such ticket any more") from error
+        except BlockStoreError as error:
+            raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
 
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
         if self._made.done():  # of an arena that is lost by now

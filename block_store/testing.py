@@ -168,8 +168,10 @@ class StoreProcess:
         reply: pb.InspectResponse = self.stub.Inspect(pb.InspectRequest(include_blocks=blocks), timeout=5)
         return reply
 
-    def read(self, arena_id: str, refs: Sequence[BlockRef]) -> list[pb.ReadBlocksResponse]:
-        request = pb.ReadBlocksRequest(arena_id=arena_id, table=convert.table_to_pb(refs))
+    def read(self, arena_id: str, ticket: TicketId, refs: Sequence[BlockRef]) -> list[pb.ReadBlocksResponse]:
+        request = pb.ReadBlocksRequest(
+            arena_id=arena_id, table=convert.table_to_pb(refs), ticket_epoch=ticket.epoch, ticket_secret=ticket.secret
+        )
         return list(self.stub.ReadBlocks(request, timeout=5))
 
     def kill(self) -> None:

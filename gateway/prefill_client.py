@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from gateway.silence import Silence
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc
 
+logger = logging.getLogger("prefill_client")
 OnLoad = Callable[[str, WorkerLoad], None]
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillResponse]"
 _LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
@@ -114,6 +116,9 @@ def _translated(error: grpc.aio.AioRpcError, accepted: bool, worker: WorkerRecor
         return WorkerLost("prefill_unreachable", counted=False, unreachable=True)
     if code is grpc.StatusCode.UNAVAILABLE:
         return WorkerLost("prefill_unavailable", death=incarnation(worker) if is_death(error) else None)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        logger.error("prefill worker %s refuses this gateway: %s", worker.worker_id, error.details())
+        return WorkerLost("prefill_refuses_us")
     if code in _LOST:
         return WorkerLost(f"prefill_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from common.access import Door
 from common.blocks import blocks_of
 from common.errors import LooseleafError, Unavailable
-from common.rpc import RpcServer
+from common.rpc import Protection, RpcServer
 from common.types import Role, WorkerRecord
 from gateway.testing import BLOCK_SIZE, Fault, Script, beam_score, expected_ids, make_record, next_id
 from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -232,10 +233,12 @@ class _Group:
 class ScriptedWorker:
     """One worker of either role on a free port."""
 
-    def __init__(self, role: Role, name: str, script: Script, **record: Any) -> None:
+    def __init__(self, role: Role, name: str, script: Script, secret: str | None = None, **record: Any) -> None:
+        """`secret`: what gateways must show."""
         self.role: Role = role
         self.name = name
-        self.server = RpcServer("127.0.0.1", 0)
+        door = None if secret is None else Door(secret)
+        self.server = RpcServer("127.0.0.1", 0, protection=Protection(door))
         if role == "prefill":
             add: Any = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
             self.server.add(add, _Prefill(script), "looseleaf.v1.PrefillService")

@@ -135,12 +135,16 @@ class InspectResponse(_message.Message):
     def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
-    __slots__ = ("arena_id", "table")
+    __slots__ = ("arena_id", "table", "ticket_epoch", "ticket_secret")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_SECRET_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     table: _types_pb2.BlockTable
-    def __init__(self, arena_id: _Optional[str] = ..., table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ...) -> None: ...
+    ticket_epoch: int
+    ticket_secret: bytes
+    def __init__(self, arena_id: _Optional[str] = ..., table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ..., ticket_epoch: _Optional[int] = ..., ticket_secret: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
     __slots__ = ("index", "data", "digest")

@@ -71,7 +71,7 @@ class BlockStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """ReadBlocks streams the bytes of sealed blocks to another host.
+        """ReadBlocks streams the bytes of sealed blocks to another host, to which the ticket was issued that holds them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

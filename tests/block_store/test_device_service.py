@@ -20,7 +20,7 @@ from block_store.member import Member
 from block_store.redis_server import RedisHandle
 from block_store.testing import LAYOUT, StoreProcess, chain, content, line, python, view, wait_until
 from common.errors import StartupError
-from common.types import BlockRef, WorkerLoad, WorkerRecord
+from common.types import BlockRef, Epoch, TicketId, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
 
 MIB = 1 << 20
@@ -68,10 +68,12 @@ def test_workers_share_an_arena_sized_by_what_the_gpu_has_left(shm: Path, gpus: 
         # 0.75 x 64 MiB - weights 8 - activations 2 - others 4 = 34, less 4 for alignment and 53 bytes a block
         assert 27 * MIB < prefill.arena.num_blocks * LAYOUT.block_bytes <= 30 * MIB
         refs = fill(prefill, "a", 2)
-        assert [block.data for block in store.read(prefill.arena.arena_id, refs)] == [
+        prefill.held.share(refs)
+        ticket = prefill.held.hand_over([[refs]])
+        assert [block.data for block in store.read(prefill.arena.arena_id, ticket, refs)] == [
             content(prefix_hash).tobytes() for prefix_hash in chain("a", 2)
         ]
-        assert store.read(prefill.arena.arena_id, refs[:1])[0].digest == prefill.arena.digest(refs[0].block)
+        assert store.read(prefill.arena.arena_id, ticket, refs[:1])[0].digest == prefill.arena.digest(refs[0].block)
         seen = store.inspect()
         assert seen.memory == pb.ARENA_MEMORY_STORE_DEVICE and seen.device_uuid == gpus.uuid(0) and seen.sealed == 2
         prefill.close()
@@ -155,7 +157,7 @@ def test_without_ipc_one_process_owns_the_arena_and_takes_it_along(
         arena_id = line(worker)
         assert store.inspect().memory == pb.ARENA_MEMORY_WORKER_DEVICE
         with pytest.raises(grpc.RpcError) as refusal:
-            store.read(arena_id, [BlockRef(0, 1)])
+            store.read(arena_id, TicketId(Epoch(0), b""), [BlockRef(0, 1)])
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         with pytest.raises(StartupError, match="without CUDA IPC one process must host both roles"):
             attach(store.address, [needs(cuda_library)])

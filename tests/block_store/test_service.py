@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -22,10 +23,12 @@ from block_store.holder import Holder
 from block_store.ledger import Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
+from block_store.service import read_block
 from block_store.testing import LAYOUT, StoreProcess, chain, wait_until
 from common import convert
+from common.errors import Aborted
 from common.rpc import check_health
-from common.types import BlockRef, KvLayout, KvSpec
+from common.types import BlockRef, KvLayout, KvSpec, TicketId
 from protos.v1 import block_store_pb2 as pb
 
 OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "bfloat16"),))
@@ -90,18 +93,31 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
     assert seen.blocks[refs[0].block].prefix_hash == chain("a", 1)[0]
     assert list(seen.blocks[refs[0].block].holders) == [held.epoch]
 
-    assert [block.data for block in running.read(reply.arena_id, refs[:2])] == [
-        held.arena.data[ref.block].tobytes() for ref in refs[:2]
-    ]
-    assert next(iter(running.read(reply.arena_id, refs[:1]))).digest == held.arena.digest(refs[0].block)
-    for arena_id, refs_asked, code in (
-        ("x", refs[:1], grpc.StatusCode.NOT_FOUND),
-        (reply.arena_id, refs[2:], grpc.StatusCode.ABORTED),
-        (reply.arena_id, [BlockRef(refs[0].block, 1)], grpc.StatusCode.ABORTED),
+    for ref in (refs[2], BlockRef(refs[0].block, 1)):
+        with pytest.raises(Aborted):
+            read_block(held.arena, ref)
+    held.share(refs[:1])
+    ticket = held.hand_over([[refs[:1]]])
+    [read] = running.read(reply.arena_id, ticket, refs[:1])
+    assert read.data == held.arena.data[refs[0].block].tobytes()
+    assert read.digest == held.arena.digest(refs[0].block)
+    guessed, own = replace(ticket, secret=bytes(16)), TicketId(held.epoch, b"")
+    for arena_id, shown, refs_asked, code in (
+        ("x", ticket, refs[:1], grpc.StatusCode.NOT_FOUND),
+        (reply.arena_id, ticket, refs[1:2], grpc.StatusCode.PERMISSION_DENIED),
+        (reply.arena_id, ticket, refs[:2], grpc.StatusCode.PERMISSION_DENIED),
+        (reply.arena_id, ticket, [BlockRef(refs[0].block, 1)], grpc.StatusCode.PERMISSION_DENIED),
+        (reply.arena_id, ticket, [BlockRef(10**9, 1)], grpc.StatusCode.PERMISSION_DENIED),
+        (reply.arena_id, guessed, refs[:1], grpc.StatusCode.ABORTED),
+        (reply.arena_id, own, refs[:1], grpc.StatusCode.ABORTED),
     ):
         with pytest.raises(grpc.RpcError) as refusal:
-            running.read(arena_id, refs_asked)
+            running.read(arena_id, shown, refs_asked)
         assert refusal.value.code() is code
+    held.holder.claim(ticket)
+    with pytest.raises(grpc.RpcError) as refusal:
+        running.read(reply.arena_id, ticket, refs[:1])
+    assert refusal.value.code() is grpc.StatusCode.ABORTED, "the ticket is over"
 
     record = WorkerRegistry(open_client(reply.redis_url)).get_store(reply.arena_id)
     assert record is not None and record.address == running.address and record.num_blocks == reply.num_blocks

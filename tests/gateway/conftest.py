@@ -12,6 +12,7 @@ import pytest
 
 from common import convert
 from common.api_keys import ApiKeys
+from common.trust import Trust
 from common.types import WorkerRecord
 from gateway.admission import Admission
 from gateway.assets import ModelAssets
@@ -76,11 +77,17 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         **options: Any,
     ) -> Rig:
         script = script or Script()
-        scripted = [ScriptedWorker("prefill", "p0", script)]
+        secret = options.pop("secret", None)
+        """Of the workers; the gateway shows `shown`, by default the same."""
+        scripted = [ScriptedWorker("prefill", "p0", script, secret)]
         floors = options.pop("floors", [0] * num_decode)
-        scripted += [ScriptedWorker("decode", f"d{i}", script, max_group_blocks=floors[i]) for i in range(num_decode)]
+        scripted += [
+            ScriptedWorker("decode", f"d{i}", script, secret, max_group_blocks=floors[i]) for i in range(num_decode)
+        ]
         records = [await worker.start() for worker in scripted]
-        workers = Workers(Limits(options.pop("silence_s", 60.0), options.pop("stall_s", 60.0)))
+        workers = Workers(
+            Limits(options.pop("silence_s", 60.0), options.pop("stall_s", 60.0)), Trust(options.pop("shown", secret))
+        )
         metrics = Metrics("tiny")
         gate = Gate(workers.gate_capacity)
         pool = TokenizerPool(assets, 1)

@@ -1,0 +1,35 @@
+"""The gateway shows the launch's secret to its workers; one that refuses it is its own trouble, not the client's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from common.access import Door
+from common.errors import Unavailable
+from tests.gateway.conftest import MakeRig
+from tests.gateway.test_requests import PROMPT, expected_ids, ids_of, run
+
+SECRET = "0123456789abcdef"
+
+
+async def test_workers_that_ask_for_the_secret_are_shown_it(make_rig: MakeRig) -> None:
+    rig = await make_rig(secret=SECRET)
+    assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
+
+
+async def test_a_decode_worker_that_refuses_is_never_ready(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TimeoutError):
+        await make_rig(secret=SECRET, shown=None)
+    assert "UNAUTHENTICATED" in caplog.text and SECRET not in caplog.text
+
+
+async def test_a_prefill_worker_that_refuses_is_no_401(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = await make_rig(secret=SECRET, recover_s=0.2)
+    door = rig.scripted[0].server._protection.door
+    assert isinstance(door, Door)
+    door._secret = b"that of another launch"
+    with caplog.at_level(logging.ERROR), pytest.raises(Unavailable):
+        await run(rig)
+    assert "prefill worker p0 refuses this gateway" in caplog.text
