@@ -22,7 +22,7 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -87,6 +87,9 @@ bench-frontend: install ## CPU time of gateway and decode front end for each str
 
 bench-preemption: install ## swapping and giving back against an arena with room, by block size
 	@exec $(PY) -m looseleaf.bench.preemption $(ARGS)
+
+bench-hostile: install ## what hostile HTTP bodies cost other streams, and the gateway's memory
+	@exec $(PY) -m looseleaf.bench.hostile $(ARGS)
 
 model-check: dev ## the ledger's model, at length (its small tier is part of the tests)
 	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99

@@ -40,6 +40,10 @@ MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
 _PATH = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*)`", re.DOTALL)
+_FIRST = re.compile(rb"\[\s*([^\s\]])")
+"""The first character of an array's first element."""
+_AFTER_LIST = re.compile(rb"\s*(?:,\s*)?([\[\]])")
+"""What stands after a list in a list of lists: the end, or the next."""
 _MIX = "must hold strings, or integers, or lists of integers, and not a mix"
 _KINDS = "must be a string, a list of strings, token ids or a list of these, not empty"
 
@@ -145,13 +149,13 @@ def _prompts(name: str, raw: bytes, limits: PromptLimits) -> list[TextPrompt | I
     """The prompts of a completion: a string, strings, ids, or lists of ids."""
     if raw.startswith(b'"'):
         return [TextPrompt(_text(name, raw, limits) or "")]
-    inside = raw[1:-1].lstrip()
-    if not raw.startswith(b"[") or not inside:
+    first = _FIRST.match(raw)
+    if first is None:
         raise InvalidArgument.of(name, _KINDS)
-    if inside.startswith(b'"'):
+    if first[1] == b'"':
         return [TextPrompt(text) for text in _strings(name, raw)]
-    if inside.startswith(b"["):
-        return [IdsPrompt(ids) for ids in _id_lists(name, inside, limits)]
+    if first[1] == b"[":
+        return [IdsPrompt(ids) for ids in _id_lists(name, raw, first.end() - 1, limits)]
     return [IdsPrompt(_prompt_ids(name, name, raw, limits))]
 
 
@@ -165,30 +169,37 @@ def _strings(name: str, raw: bytes) -> list[str]:
     return _at_most_a_batch(name, strings)
 
 
-def _id_lists(name: str, inside: bytes, limits: PromptLimits) -> list[list[int]]:
-    """`inside` is what stands between the outer brackets. Of these lists each ends at the next bracket."""
-    num_lists = inside.count(b"[")
-    if b'"' in inside:
+def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[list[int]]:
+    """`begin` is where the first list does. With no strings between them lists end at the next bracket."""
+    num_lists = raw.count(b"[") - 1
+    if b'"' in raw:
         raise InvalidArgument.of(name, _MIX)
     if num_lists > MAX_BATCH_PROMPTS:
         raise InvalidArgument.of(name, f"must hold at most {MAX_BATCH_PROMPTS} prompts, got {num_lists}")
-    *lists, rest = inside.split(b"]")
-    if rest.strip():
-        raise InvalidArgument.of(name, _MIX)
-    return [
-        _prompt_ids(name, name if num_lists == 1 else f"{name}[{index}]", ids.lstrip(b", \t\r\n") + b"]", limits)
-        for index, ids in enumerate(lists)
-    ]
+    lists: list[list[int]] = []
+    while True:
+        end = raw.index(b"]", begin) + 1
+        own_name = name if num_lists == 1 else f"{name}[{len(lists)}]"
+        lists.append(_prompt_ids(name, own_name, raw, limits, begin, end))
+        after = _AFTER_LIST.match(raw, end)
+        if after is None:
+            raise InvalidArgument.of(name, _MIX)
+        if after[1] == b"]":
+            return lists
+        begin = after.end() - 1
 
 
-def _prompt_ids(name: str, own_name: str, raw: bytes, limits: PromptLimits) -> list[int]:
-    count = _num_ids(raw)
+def _prompt_ids(
+    name: str, own_name: str, raw: bytes, limits: PromptLimits, begin: int = 0, end: int | None = None
+) -> list[int]:
+    """The ids in this part of `raw`, whose prompt is called `own_name`."""
+    count = raw.count(b",", begin, end) + 1
     if count > limits.max_model_len:
         checker = Checker(vocab_size=0, max_model_len=limits.max_model_len)
         checker.prompt_len(own_name, count)
         checker.finish()
     try:
-        ids: list[int] = _decoded(name, raw, _IDS)
+        ids: list[int] = _decoded(name, raw[begin:end], _IDS)
     except InvalidArgument:
         raise InvalidArgument.of(name, _MIX) from None
     return ids
@@ -196,7 +207,7 @@ def _prompt_ids(name: str, own_name: str, raw: bytes, limits: PromptLimits) -> l
 
 def _tokens(name: str, raw: bytes, limits: PromptLimits) -> list[int]:
     """Ids to make text of: as many as the longest text can have."""
-    count = _num_ids(raw)
+    count = raw.count(b",") + 1
     if count > limits.text_bytes:
         raise InvalidArgument.of(name, f"must hold at most {limits.text_bytes} ids, got {count}")
     ids: list[int] = _decoded(name, raw, _IDS)
@@ -215,10 +226,6 @@ def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
     if len(prompts) > MAX_BATCH_PROMPTS:
         raise InvalidArgument.of(name, f"must hold at most {MAX_BATCH_PROMPTS} prompts, got {len(prompts)}")
     return prompts
-
-
-def _num_ids(raw: bytes) -> int:
-    return raw.count(b",") + bool(raw[1:-1].strip())
 
 
 def _num_quotes(raw: bytes) -> int:

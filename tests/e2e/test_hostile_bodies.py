@@ -1,0 +1,17 @@
+"""Hostile bodies sent to a served model: refused, while other streams go on and the gateway's memory stays."""
+
+from __future__ import annotations
+
+from looseleaf import LLM
+from looseleaf.bench.hostile import HostileSettings, measure
+from looseleaf.bench.hostile_bodies import HOSTILE_BODIES
+from looseleaf.testing import assert_nothing_held
+
+
+def test_hostile_bodies_do_not_stop_other_streams(llm: LLM) -> None:
+    settings = HostileSettings(repeats=1, quiet_s=0.15)
+    for row in measure(llm, HOSTILE_BODIES, settings):
+        assert row.status == 400, row
+        assert row.gap_ms < row.quiet_gap_ms + 1000, "was seconds to minutes"
+        assert row.rss_mib < 256, "was gigabytes"
+    assert_nothing_held(llm.addresses.block_store)
