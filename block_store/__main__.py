@@ -20,7 +20,7 @@ from protos.v1 import block_store_pb2_grpc
 
 
 async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
-    """Serves until a signal; removes what it made."""
+    """Serves until a signal; leaves nothing behind."""
     server = internal_server(settings)
     server.bind()
     owner = ArenaOwner(settings, redis, settings.advertise or f"{settings.host}:{server.port}")
@@ -34,7 +34,7 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
         operator_file.write(directory, OperatorFile(address, redis.url, files_of(settings)))
         await server.start()
         await server.set_ready(True)
-        write_ready_file(settings.ready_file, [address, redis.url])
+        write_ready_file(settings.ready_file, [address])
         await wait_for_signal(asyncio.Event())
         await server.stop(1.0)
     finally:

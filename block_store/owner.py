@@ -40,7 +40,6 @@ class ArenaOwner:
         self._redis = redis
         self._address = address
         self._directory = Path(settings.directory)
-        self._created = False
         self._reaper: Reaper | None = None
         self.arena: Arena | None = None
         self.ledger: Ledger | None = None
@@ -83,7 +82,6 @@ class ArenaOwner:
             arena = self._create_on_host(layout, sizing.num_blocks)
         else:
             arena = create_on_device(self._directory, layout, sizing.num_blocks, device, self._settings.memory_owner)
-        self._created = True
         self._begin(arena)
 
     def _take_ahead(self) -> None:
@@ -120,13 +118,13 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps; removes an arena that was made here, unless it is to be kept and can be."""
+        """Ends the sweeps; removes the arena, whichever store made it, unless it is to be kept and can be."""
         self._stop_reaper()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
             return
         dies_with_us = self.arena.placement.memory is Memory.STORE_DEVICE
-        if dies_with_us or (self._created and not self._settings.keep_arena):
+        if dies_with_us or not self._settings.keep_arena:
             self._lose(self.arena)
 
     def _begin(self, arena: Arena) -> None:

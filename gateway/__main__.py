@@ -23,7 +23,7 @@ from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
-from gateway.server import HttpServer, bind_grpc, bind_http, raise_file_limit, watch_blocks, watch_readiness
+from gateway.server import HttpServer, bind_grpc, bind_http, drain, raise_file_limit, watch_blocks, watch_readiness
 from gateway.sessions import Limits
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
@@ -119,7 +119,7 @@ async def main(settings: GatewaySettings) -> None:
     await wait_for_signal(asyncio.Event())
     logger.info("draining: at most %.0f s", settings.drain_s)
     admission.draining = True
-    await asyncio.gather(grpc_server.stop(settings.drain_s), http_server.stop(settings.drain_s))
+    await drain(admission.answers, grpc_server, http_server, settings.drain_s)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

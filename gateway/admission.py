@@ -16,6 +16,7 @@ from typing import Self
 
 from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
 from gateway.gate import Gate
+from gateway.open_answers import OpenAnswers
 from gateway.tenants import Bucket, Tenants
 from gateway.validate import ResolvedRequest
 
@@ -59,6 +60,7 @@ class Admission:
         """Sequences of all tenants."""
         self.num_requests = 0
         self.draining = False
+        self.answers = OpenAnswers()
 
     def enter(self, tenant: str = "") -> Entry:
         """A request has come; nothing but its headers is known yet. To be used in a `with`.

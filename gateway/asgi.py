@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -131,15 +131,15 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         direct: Direct[Any],
         on_error: OnError,
-        timeout_s: float,
+        scope: AbstractAsyncContextManager[None],
         at_end: contextlib.ExitStack,
     ) -> None:
-        """`direct` may send events too, made by `event_message`, from the first event on. `at_end` is closed when
-        there is nothing more to send."""
+        """`direct` may send events too, made by `event_message`, from the first event on. All is written within
+        `scope` (`OpenAnswers.within`). `at_end` is closed when there is nothing more to send."""
         self._events = events
         self._direct = direct
         self._on_error = on_error
-        self._timeout_s = timeout_s
+        self._scope = scope
         self._at_end = at_end
         self.background = None
 
@@ -153,15 +153,13 @@ class EventStream(Response):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
         try:
-            async with asyncio.timeout(self._timeout_s), aclosing(self._events) as events:  # type: ignore[type-var]
+            async with self._scope, aclosing(self._events) as events:  # type: ignore[type-var]
                 async for event in events:
                     if not started:
                         started = True
                         await send(_STREAM_START)
                         self._direct.open(scope.get(SERVER_SEND, send))
                     await self._direct.write(event_message(event))
-        except TimeoutError:
-            error: LooseleafError = DeadlineExceeded("the client did not read its answer in time")
         except Exception as failure:
             error = expected(failure)
         else:

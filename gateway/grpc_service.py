@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from common import convert
-from common.errors import DeadlineExceeded, InvalidArgument, LooseleafError
+from common.errors import InvalidArgument, LooseleafError
 from common.guard import Check, Context
 from common.types import EarlyStopping
 from gateway.admission import Admission
@@ -26,6 +27,8 @@ from protos.v1 import inference_pb2_grpc, types_pb2
 
 STALLED_CLIENT_S = 5.0
 """How long after its deadline a request may still wait for a client that does not read."""
+LAST_WORD_S = 5.0
+"""How long its status waits for that."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -62,17 +65,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _stream(self, request: ResolvedRequest, write: Write[pb.GenerateResponse]) -> None:
         direct = Direct(partial(_token_response, request.request_id), write)
+        scope = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
         try:
-            async with asyncio.timeout(request.timeout_s + STALLED_CLIENT_S):
-                try:
-                    async with aclosing(self._runner.generate(request, direct)) as pieces:
-                        async for piece in pieces:
-                            await direct.write(response_of(request.request_id, piece))
-                except LooseleafError:
+            async with scope, aclosing(self._runner.generate(request, direct)) as pieces:
+                async for piece in pieces:
+                    await direct.write(response_of(request.request_id, piece))
+        except LooseleafError:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(LAST_WORD_S):
                     await direct.settle()  # the status goes after the last message
-                    raise
-        except TimeoutError:
-            raise DeadlineExceeded("the client did not read its answer in time") from None
+            raise
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         self._authenticator.tenant(_authorization(context))

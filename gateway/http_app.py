@@ -106,8 +106,9 @@ class HttpApi:
         if answer.body.stream:
             writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
             direct = Direct(partial(_token_event, writer))
+            scope = self._admission.answers.within(self._timeout_s)
             events = self._events(answer, entry, writer, direct)
-            return EventStream(events, direct, self._count_error, self._timeout_s, stack.pop_all())
+            return EventStream(events, direct, self._count_error, scope, stack.pop_all())
         content = await while_connected(request.receive, self._whole(answer, entry))
         return Response(content, media_type="application/json")
 
@@ -124,12 +125,13 @@ class HttpApi:
         entry.take(requests)
 
     async def _whole(self, answer: Answer, entry: Entry) -> bytes:
-        await self._take(answer, entry)
-        await _together(
-            _collect(self._runner, resolved, partial(answer.add, number))
-            for number, resolved in enumerate(answer.requests)
-        )
-        return answer.whole()
+        async with self._admission.answers.within(self._timeout_s):
+            await self._take(answer, entry)
+            await _together(
+                _collect(self._runner, resolved, partial(answer.add, number))
+                for number, resolved in enumerate(answer.requests)
+            )
+            return answer.whole()
 
     async def _events(
         self, answer: Answer, entry: Entry, writer: ChunkWriter, direct: Direct[Any]

@@ -18,6 +18,7 @@ from common.rpc import RpcServer, open_channel
 from common.telemetry import fallback_counts
 from common.trust import NO_TRUST, Trust
 from gateway.metrics import Metrics
+from gateway.open_answers import OpenAnswers
 from gateway.workers import Workers
 from protos.v1 import block_store_pb2, block_store_pb2_grpc
 
@@ -26,6 +27,8 @@ READY_POLL_S = 0.1
 INSPECT_POLL_S = 1.0
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
+LAST_WORDS_S = 2.0
+"""What answers get that were told that it is over, to be written."""
 
 
 class HttpServer(uvicorn.Server):
@@ -61,6 +64,13 @@ class HttpServer(uvicorn.Server):
         self.force_exit = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
+    """Refuse what is new, let answers that run finish for `seconds`, tell the others that it is over, then close."""
+    timer = asyncio.get_running_loop().call_later(seconds, answers.end)
+    await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in (grpc_server, http_server)))
+    timer.cancel()
 
 
 def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:

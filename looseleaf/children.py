@@ -1,4 +1,7 @@
-"""Child processes of the launcher: start, logs, readiness, an orderly end. Does not know which services."""
+"""Child processes of the launcher: start, logs, readiness, how often they may start again, an orderly end.
+
+Does not know which services.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from looseleaf.child import later
 
 _POLL_S = 0.05
 _TAIL_LINES = 20
+_MAX_RESTARTS = 5
+_RESTART_WINDOW_S = 60.0
 Echo = Callable[[str], None]
 """Takes one line of log."""
 
@@ -37,6 +42,22 @@ class ServiceSpec:
 
 class ChildDied(StartupError):
     """A service ended by itself. The message names it and ends with its last log lines."""
+
+
+class Restarts:
+    """How often each service was started again. One that ends more than `_MAX_RESTARTS` times in `_RESTART_WINDOW_S`
+    seconds is not.
+    """
+
+    def __init__(self) -> None:
+        self._moments: dict[str, list[float]] = {}
+
+    def allow(self, name: str) -> bool:
+        """Whether `name` may be started again now; counted."""
+        now = time.monotonic()
+        recent = [at for at in self._moments.get(name, ()) if now - at < _RESTART_WINDOW_S]
+        self._moments[name] = [*recent, now]
+        return len(recent) < _MAX_RESTARTS
 
 
 class Child:

@@ -72,4 +72,4 @@ class ServeSettings(Settings):
     api_key_file: str | None = Field(None, description='a file with a line "TENANT KEY" for each key that is accepted')
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     startup_timeout_s: float = Field(600.0, gt=0, description="most seconds until all services are ready")
-    grace_s: float = Field(10.0, ge=0, description="seconds that services get to end before they are killed")
+    grace_s: float = Field(10.0, ge=0, description="seconds that requests in flight get at the end")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from looseleaf.chaos import cancels, freezes, kills, outages, plain, poison, pressure, rolling, staleness
+from looseleaf.chaos import cancels, central, freezes, kills, outages, plain, poison, pressure, rolling, staleness
 from looseleaf.chaos.book import make_book, make_model
 from looseleaf.chaos.report import Report, Row
 from looseleaf.chaos.run import Run
@@ -30,6 +30,8 @@ SCENARIOS = {
     "none": Scenario(plain.none, 2000),
     "decode-kill": Scenario(kills.decode_kill, 100),
     "prefill-kill": Scenario(kills.prefill_kill, 100),
+    "store-kill": Scenario(central.store_kill, 30),
+    "gateway-kill": Scenario(central.gateway_kill, 30),
     "freeze": Scenario(freezes.freeze, 30),
     "redis-killed": Scenario(outages.killed, 20),
     "redis-flushed": Scenario(outages.flushed, 20),

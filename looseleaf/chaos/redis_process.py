@@ -12,7 +12,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from block_store.redis_server import find_server, open_client
+from block_store.private_redis import find_server
+from block_store.redis_server import open_client
 
 START_S = 10.0
 

@@ -62,10 +62,12 @@ class Plan:
     """Environment of all services."""
     preemption: Literal["auto", "swap", "give-back"] | None = None
     """None: the decode worker's default."""
+    restarted: tuple[str, ...] = ("prefill", "decode")
+    """Services that may die and are started again, however often, by the beginnings of their names."""
 
 
 class Stack:
-    """Started at construction, ended by `close`. Dead workers are started again, however often."""
+    """Started at construction, ended by `close`."""
 
     def __init__(self, model: Path, plan: Plan) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-chaos-")
@@ -277,7 +279,7 @@ class _Launcher(Launcher):
         return super()._spawn(name, entry, flags, {**(self._plan.variables or {}), **(extra or {})})
 
     def _may_restart(self, spec: ServiceSpec) -> bool:
-        return spec.name.partition("-")[0] in ("prefill", "decode")
+        return spec.name.startswith(self._plan.restarted)
 
 
 def free_ports(count: int) -> list[int]:

@@ -157,6 +157,7 @@ def attention() -> str:
 
 def redis(url: str | None) -> str:
     server: Any = importlib.import_module("block_store.redis_server")
+    private: Any = importlib.import_module("block_store.private_redis")
     errors: Any = importlib.import_module("block_store.errors")
     with tempfile.TemporaryDirectory(prefix="looseleaf-doctor-") as directory:
         try:
@@ -164,7 +165,7 @@ def redis(url: str | None) -> str:
         except errors.RedisUnusable as error:
             raise Problem(str(error)) from error
         handle.close()
-    return f"{handle.version}, " + ("at the given URL" if url else f"private, {server.find_server()[0]}")
+    return f"{handle.version}, " + ("at the given URL" if url else f"private, {private.find_server()[0]}")
 
 
 def shared_memory() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from block_store import invariants, redis_server
+from block_store import invariants, private_redis, redis_server
 from block_store.arena import Arena
 from block_store.codec import SealItem
 from block_store.errors import Exhausted, LedgerUnavailable, StaleDataset
@@ -211,7 +211,7 @@ def test_an_index_entry_that_the_header_contradicts(running: Running) -> None:
 def test_restarted_with_everything(shm: Path) -> None:
     """Append-only file: all is there, but nobody can know that, so it is built anew all the same."""
     directory = Path(tempfile.mkdtemp(prefix="ll-redis-"))
-    binary, _ = redis_server.find_server()
+    binary, _ = private_redis.find_server()
     socket = directory / "own.sock"
     command = [
         binary, "--port", "0", "--unixsocket", str(socket), "--dir", str(directory), "--appendonly", "yes",
@@ -220,7 +220,7 @@ def test_restarted_with_everything(shm: Path) -> None:
 
     def start() -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command)
-        wait_until(lambda: redis_server._answers(socket), 15)
+        wait_until(lambda: private_redis._answers(socket), 15)
         return process
 
     process = start()

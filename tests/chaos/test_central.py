@@ -1,0 +1,35 @@
+"""A block store and a gateway that are killed under load, at the smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from looseleaf.chaos import central
+from looseleaf.chaos.run import Run
+from looseleaf.chaos.stack import Plan, Stack
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module")
+def all_restarted(run: Run) -> Iterator[Stack]:
+    with run.stack(Plan(restarted=("block_store", "gateway", "prefill", "decode"))) as running:
+        yield running
+
+
+def test_a_killed_store_costs_no_request_and_the_next_decode_worker_finds_its_successor(
+    run: Run, all_restarted: Stack
+) -> None:
+    report = central.store_kill_on(replace(run, trials=2), all_restarted)
+    assert report.good, report.text()
+
+
+def test_a_killed_gateway_comes_back_to_warm_blocks_and_leaves_none_held(
+    run: Run, all_restarted: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(central, "BACK_MOST_S", 60.0)  # how fast is the benchmark's question
+    report = central.gateway_kill_on(run, all_restarted)
+    assert report.good, report.text()

@@ -1,0 +1,129 @@
+"""The end of a gateway: what runs may finish for a while, and the rest is told so before its connection closes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from common.rpc import RpcServer
+from common.status import error_of
+from gateway.grpc_service import InferenceServicer
+from gateway.http_app import HttpApi
+from gateway.server import HttpServer, bind_http, drain
+from gateway.testing import Script
+from protos.v1 import inference_pb2 as pb
+from protos.v1 import inference_pb2_grpc
+from protos.v1 import types_pb2 as types_pb
+from tests.gateway.conftest import MakeRig, Rig
+from tests.gateway.test_requests import until
+
+BODY = {"prompt": "the mill", "max_tokens": 400}
+STEP_S = 0.02
+
+
+@dataclass
+class Gateway:
+    """Both servers around one rig."""
+
+    rig: Rig
+    grpc_server: RpcServer
+    http_server: HttpServer
+    client: httpx.AsyncClient
+    stub: Any
+
+    async def drain(self, seconds: float) -> float:
+        """How long it took."""
+        began = time.monotonic()
+        self.rig.admission.draining = True
+        await drain(self.rig.admission.answers, self.grpc_server, self.http_server, seconds)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
+    running: list[Gateway] = []
+    channels: list[grpc.aio.Channel] = []
+
+    async def start(script: Script) -> Gateway:
+        rig = await make_rig(script)
+        grpc_server, sock = RpcServer("127.0.0.1", 0), bind_http("127.0.0.1", 0)
+        add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+        grpc_server.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
+        await grpc_server.start()
+        app = HttpApi(*rig.parts).app(lambda: True, show_metrics=True, timeout_s=60.0)
+        http_server = HttpServer(app, sock)
+        await http_server.start()
+        channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}"))
+        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60)
+        stub = inference_pb2_grpc.InferenceServiceStub(channels[-1])  # type: ignore[no-untyped-call]
+        running.append(Gateway(rig, grpc_server, http_server, client, stub))
+        return running[-1]
+
+    yield start
+    for gateway, channel in zip(running, channels, strict=True):
+        await channel.close()
+        await gateway.client.aclose()
+        await gateway.grpc_server.stop(0)
+        await gateway.http_server.stop(0)
+
+
+async def stream(gateway: Gateway, **body: Any) -> list[str]:
+    """The data of all events; httpx raises where the last chunk does not come."""
+    async with gateway.client.stream("POST", "/v1/completions", json={**BODY, "stream": True, **body}) as reply:
+        return [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
+
+
+async def generate(gateway: Gateway, max_tokens: int = 400) -> tuple[int, grpc.aio.AioRpcError | None]:
+    """Tokens that came, and the error at their end."""
+    count, stopping = 0, types_pb.StoppingParams(max_tokens=max_tokens)
+    try:
+        async for reply in gateway.stub.Generate(pb.GenerateRequest(text="the mill", stopping=stopping)):
+            count += len(reply.token_ids)
+    except grpc.aio.AioRpcError as error:
+        return count, error
+    return count, None
+
+
+async def test_what_has_not_finished_gets_an_error_and_a_proper_end(serve: Any) -> None:
+    gateway = await serve(Script(step_s=STEP_S))
+    rig = gateway.rig
+    streamed = asyncio.create_task(stream(gateway))
+    whole = asyncio.create_task(gateway.client.post("/v1/completions", json=BODY))
+    called = asyncio.create_task(generate(gateway))
+    await until(lambda: len(rig.script.submitted) == 3)
+    rig.script.prefills.append(60.0)
+    queued = asyncio.create_task(gateway.client.post("/v1/completions", json={**BODY, "stream": True}))
+    await until(lambda: len(rig.script.prefilled) == 4)
+    took = await gateway.drain(0.3)
+    assert 0.25 < took < 2.0, "it waits for what runs, and then only until all are told"
+
+    *chunks, error, done = await streamed
+    assert done == "[DONE]" and "shuts down" in json.loads(error)["error"]["message"]
+    assert len(chunks) > 2 and all("choices" in json.loads(chunk) for chunk in chunks)
+    for reply in (await whole, await queued):
+        assert reply.status_code == 503 and "shuts down" in reply.json()["error"]["message"]
+        assert reply.headers["retry-after"] == "1"
+    count, status = await called
+    assert status is not None and status.code() is grpc.StatusCode.UNAVAILABLE and 0 < count < 400
+    assert error_of(status).retry_after_s == 1.0
+    await until(lambda: len(rig.script.cancelled) == 3)
+    assert rig.script.prefills_cancelled == 1 and rig.admission.current == 0
+
+
+async def test_what_finishes_in_time_is_whole_and_ends_the_drain(serve: Any) -> None:
+    gateway = await serve(Script(step_s=STEP_S))
+    streamed = asyncio.create_task(stream(gateway, max_tokens=20))
+    called = asyncio.create_task(generate(gateway, 20))
+    await until(lambda: len(gateway.rig.script.submitted) == 2)
+    assert await gateway.drain(30.0) < 10.0
+    *chunks, done = await streamed
+    assert done == "[DONE]" and json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
+    assert await called == (20, None)
