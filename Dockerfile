@@ -24,6 +24,8 @@ COPY pyproject.toml /tmp/pyproject.toml
 RUN python -c "import tomllib; print(*tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
         > /tmp/requirements.txt \
     && pip install -r /tmp/requirements.txt
+# A volume mounted here takes over the owner: compose keeps the launch's secrets in one.
+RUN install -d -o 10001 -g 10001 -m 0700 /run/looseleaf
 STOPSIGNAL SIGTERM
 
 FROM base AS worker

@@ -9,6 +9,7 @@ from block_store import operator_file, redis_server
 from block_store.errors import BlockStoreError
 from block_store.operator_file import OperatorFile
 from block_store.owner import ArenaOwner, DirectoryLock
+from block_store.redis_password import with_password
 from block_store.redis_server import RedisHandle
 from block_store.service import BlockStoreServicer
 from block_store.settings import BlockStoreSettings
@@ -45,7 +46,8 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
 async def main(settings: BlockStoreSettings) -> None:
     lock = DirectoryLock(Path(settings.directory))
     try:
-        redis = redis_server.connect(settings.redis_url, settings.directory)
+        url, password_file = settings.redis_url, settings.redis_password_file
+        redis = redis_server.connect(url and with_password(url, password_file), settings.directory)
         try:
             await serve(settings, redis)
         finally:

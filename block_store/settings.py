@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -23,6 +24,7 @@ class BlockStoreSettings(ServerSettings):
         description="shared memory for arena and writer slots",
     )
     redis_url: str | None = Field(None, description="Redis for the ledger; default: a private redis-server")
+    redis_password_file: Path | None = Field(None, description="a file with the password of the Redis at --redis-url")
     expect_workers: int = Field(2, ge=1, le=1024, description="workers to wait for before the arena is made")
     attach_timeout_s: float = Field(600.0, gt=0, description="most seconds that a worker waits for the others")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: where the workers compute")

@@ -8,6 +8,7 @@ import secrets
 import time
 
 from block_store.errors import BlockStoreError
+from block_store.redis_password import with_password
 from common.api_keys import read_keys
 from common.errors import StartupError
 from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
@@ -53,7 +54,9 @@ async def main(settings: GatewaySettings) -> None:
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
     workers = Workers(Limits(settings.silence_s, settings.stall_s), trust)
     try:
-        discovery = Discovery(settings.redis_url, settings.poll_s, workers.on_records)
+        discovery = Discovery(
+            with_password(settings.redis_url, settings.redis_password_file), settings.poll_s, workers.on_records
+        )
         await discovery.check()
     except (BlockStoreError, ValueError):
         raise StartupError("--redis-url: the Redis there cannot be reached") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from common.settings import ServerSettings, settings_config
@@ -20,6 +22,7 @@ class GatewaySettings(ServerSettings):
         False, description="share both ports with a gateway that says so too: start the new one, then end the old one"
     )
     redis_url: str = Field(description="the Redis in which workers register")
+    redis_password_file: Path | None = Field(None, description="a file with the password of the Redis at --redis-url")
     block_store: str | None = Field(None, description="host:port of a block store, to show block states in /metrics")
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the workers'")
     max_queue: int = Field(

@@ -1,4 +1,4 @@
-"""The command `looseleaf`: serve, complete, chat, health, doctor, blocks, fsck. Each command loads only what it needs.
+"""The command `looseleaf`. Each of its commands loads only what it needs.
 
     looseleaf serve [MODEL]             start everything on this machine
     looseleaf complete "Once upon"      stream a continuation
@@ -6,7 +6,8 @@
     looseleaf health [ADDRESS]          exit status 0 if the service there is ready
     looseleaf doctor [MODEL]            check this machine
     looseleaf blocks [ADDRESS]          who holds which KV block
-    looseleaf fsck DIRECTORY REDIS_URL  compare ledger, arena and workers
+    looseleaf fsck DIRECTORY            compare ledger, arena and workers
+    looseleaf secrets DIRECTORY         make what services show each other, where no launcher does
 
 Exit status: 0 fine, 1 refused or failed (one sentence on stderr), 2 a mistake in flags or variables, 130 interrupted.
 """
@@ -26,6 +27,7 @@ _COMMANDS = {
     "doctor": "looseleaf.commands.doctor",
     "blocks": "looseleaf.commands.blocks",
     "fsck": "looseleaf.commands.fsck",
+    "secrets": "looseleaf.commands.secrets",
 }
 
 

@@ -135,9 +135,69 @@ def test_only_the_gateway_is_published(compose: Compose) -> None:
 
 
 def test_redis_does_not_evict_and_the_gateway_has_no_torch(compose: Compose) -> None:
-    assert "noeviction" in compose("exec", "-T", "redis", "redis-cli", "config", "get", "maxmemory-policy")
+    asked = "REDISCLI_AUTH=$(cat /run/looseleaf/redis-password) redis-cli config get maxmemory-policy"
+    assert "noeviction" in compose("exec", "-T", "redis", "sh", "-c", asked)
     script = "import importlib.util; print(importlib.util.find_spec('torch'))"
     assert compose("exec", "-T", "gateway", "python", "-c", script).strip() == "None"
+
+
+INTRUDER = """
+import socket, grpc
+with socket.create_connection(("redis", 6379), 5) as redis:
+    for command in ("PING", "EVAL 'return 1' 0", "FLUSHALL", "CONFIG GET *", "HGETALL looseleaf:workers"):
+        redis.sendall(command.encode() + b"\\r\\n")
+        print(redis.recv(1000).decode().split()[0])
+calls = [
+    ("block_store:50054", "BlockStoreService/Inspect"),
+    ("prefill:50052", "PrefillService/Prefill"),
+    ("decode:50053", "DecodeService/Session"),
+]
+for address, method in calls:
+    try:
+        next(grpc.insecure_channel(address).stream_stream("/looseleaf.v1." + method)(iter([b""]), timeout=5))
+    except grpc.RpcError as error:
+        print(error.code().name)
+"""
+
+
+def test_a_container_without_the_secrets_gets_nothing(compose: Compose) -> None:
+    """Another image's process on the same network: Redis asks for a password, every service for the secret."""
+    command = [
+        "docker",
+        "run",
+        "--rm",
+        "--network",
+        f"{PROJECT}_default",
+        "looseleaf-gateway",
+        "python",
+        "-c",
+        INTRUDER,
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert said == ["-NOAUTH"] * 5 + ["UNAUTHENTICATED"] * 3
+
+
+def test_the_operator_sees_blocks(compose: Compose, client: Client) -> None:
+    greedy(client, "Once upon a time")
+    asked = ("looseleaf", "blocks", "127.0.0.1:50054", "--directory", "/arena")
+    assert "cached" in compose("exec", "-T", "block_store", *asked)
+    assert " 0 differences" in compose("exec", "-T", "block_store", "looseleaf", "fsck", "/arena")
+
+
+def test_no_secret_is_in_a_command_line_or_an_environment(compose: Compose) -> None:
+    found = compose(
+        "exec", "-T", "block_store", "cat", "/run/looseleaf/secret", "/run/looseleaf/redis-password"
+    ).split()
+    assert len(found) == 2 and all(len(secret) == 64 for secret in found)
+    for service in SERVICES:
+        for container in compose.containers(service):
+            shown = (
+                json.dumps(inspect(container))
+                + subprocess.run(
+                    ["docker", "top", container, "-eo", "args"], capture_output=True, text=True, check=True
+                ).stdout
+            )
+            assert not any(secret in shown for secret in found), service
 
 
 def test_two_of_each_serve_and_back_to_one(compose: Compose, client: Client) -> None:

@@ -1,0 +1,21 @@
+"""The password of a Redis, from a file: in a URL among the flags every user of the machine could read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from common.errors import StartupError
+from common.trust import read_secret
+
+
+def with_password(url: str, file: Path | None) -> str:
+    """`url` with the password in `file`, if one is named. StartupError."""
+    if file is None:
+        return url
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    if ":" in user:
+        raise StartupError("--redis-url has a password already, --redis-password-file names another one")
+    password = quote(read_secret(file, "--redis-password-file"), safe="")
+    return urlunsplit(parts._replace(netloc=f"{user}:{password}@{host}"))

@@ -1,0 +1,40 @@
+"""`looseleaf secrets DIRECTORY`: a launch's secret and a password for its Redis, each in a file of its own.
+
+For compose and whoever starts services by hand; `looseleaf serve` makes its own. What is there stays, so that services
+which run already and those that come later agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic_settings import CliPositionalArg
+
+from common.errors import StartupError
+from common.settings import Settings, settings_config
+from common.trust import write_secret
+
+NAMES = ("secret", "redis-password")
+
+
+class SecretsSettings(Settings):
+    """Makes the files `secret` and `redis-password`, for --secret-file and --redis-password-file of every service."""
+
+    model_config = settings_config("LOOSELEAF_SECRETS_", "looseleaf secrets")
+
+    directory: CliPositionalArg[Path]
+
+
+def run(argv: Sequence[str]) -> int:
+    settings = SecretsSettings.load(argv)
+    try:
+        settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in NAMES:
+            with suppress(FileExistsError):
+                write_secret(settings.directory / name)
+    except OSError as error:
+        raise StartupError(f"{settings.directory}: {error.strerror}") from error
+    print(" ".join(str(settings.directory / name) for name in NAMES))
+    return 0
