@@ -31,7 +31,11 @@ def anybody(method: str, context: Context) -> None:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Methods get their requests as bytes, so that these are parsed behind the check and inside the guard."""
+    """Methods get their requests as bytes, so that these are parsed behind the check and inside the guard.
+
+    To gRPC each of them is a stream of requests, of which nothing is received before it is asked for: a message of a
+    caller without the right does not get into memory.
+    """
 
     def __init__(self, check: Check = anybody) -> None:
         self._check = check
@@ -40,17 +44,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        call = _Call(handler_call_details.method, handler, self._check)
-        run = call.stream if handler.response_streaming else call.unary
-        return _MAKERS[handler.request_streaming, handler.response_streaming](run, None, handler.response_serializer)
-
-
-_MAKERS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
+        run = _Call(handler_call_details.method, handler, self._check).run
+        return grpc.stream_stream_rpc_method_handler(run, None, handler.response_serializer)
 
 
 class _Call:
@@ -61,28 +56,30 @@ class _Call:
         self._handler = handler
         self._check = check
 
-    async def unary(self, raw: Any, context: Context) -> Any:
+    async def run(self, raws: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
         try:
-            result = self._begin(self._handler.stream_unary or self._handler.unary_unary, raw, context)
-            return await result if asyncio.iscoroutine(result) else result
-        except Exception as error:
-            await _abort(context, error)
-
-    async def stream(self, raw: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            result = self._begin(self._handler.stream_stream or self._handler.unary_stream, raw, context)
-            if asyncio.iscoroutine(result):  # a method that writes to the context itself
+            self._check(self._name, context)
+            result = await self._begin(raws, context)
+            if not asyncio.iscoroutine(result):
+                async for response in result:
+                    yield response
+            elif self._handler.response_streaming:  # a method that writes to the context itself
                 await result
-                return
-            async for response in result:
-                yield response
+            else:
+                yield await result
         except Exception as error:
             await _abort(context, error)
 
-    def _begin(self, method: Callable[[Any, Context], Any], raw: Any, context: Context) -> Any:
-        self._check(self._name, context)
+    async def _begin(self, raws: AsyncIterator[bytes], context: Context) -> Any:
         parse = self._handler.request_deserializer
-        return method(_each(parse, raw) if self._handler.request_streaming else _parsed(parse, raw), context)
+        if self._handler.request_streaming:
+            method = self._handler.stream_stream or self._handler.stream_unary
+            return method(_each(parse, raws), context)
+        method = self._handler.unary_stream or self._handler.unary_unary
+        raw = await context.read()
+        if raw is grpc.aio.EOF:
+            raise InvalidArgument(NOT_A_MESSAGE)
+        return method(_parsed(parse, raw), context)
 
 
 def _parsed(parse: Parse, raw: bytes) -> Any:

@@ -64,25 +64,24 @@ def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
     return run
 
 
-async def read_body(request: Request, limit: int, take: Callable[[int], None]) -> bytes:
+async def read_body(request: Request, limit: int, take: Callable[[int], None]) -> bytearray:
     """The body, of bounded size and in bounded time; `take` hears of its bytes as they come and may refuse them."""
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:
         raise _too_large(limit)
-    parts, num_bytes = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
-                num_bytes += len(part)
-                if num_bytes > limit:
+                if len(body) + len(part) > limit:
                     raise _too_large(limit)
                 take(len(part))
-                parts.append(part)
+                body += part
     except TimeoutError:
         raise DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
-    return b"".join(parts)
+    return body
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -54,7 +54,7 @@ def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
     return min(MAX_BODY_BYTES, BODY_SLACK_BYTES + prompts * limits.text_bytes)
 
 
-def parse_body(kind: type[M], raw: bytes, limits: PromptLimits) -> M:
+def parse_body(kind: type[M], raw: bytes | bytearray, limits: PromptLimits) -> M:
     """A body. InvalidArgument names the first field that is wrong, Unimplemented one that is not supported."""
     values: dict[str, Any] = {}
     for name, part in _fields(kind, raw).items():
@@ -70,7 +70,7 @@ def parse_body(kind: type[M], raw: bytes, limits: PromptLimits) -> M:
     return kind(**values)
 
 
-def _fields(kind: type[Body], raw: bytes) -> Mapping[str, msgspec.Raw]:
+def _fields(kind: type[Body], raw: bytes | bytearray) -> Mapping[str, msgspec.Raw]:
     """The values of the fields that are given, but for ignored ones, as they stand in the body."""
     try:
         found = _outline(kind).decode(raw)
