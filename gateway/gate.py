@@ -11,16 +11,18 @@ import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.fair_queue import FairQueue
-from gateway.queue_wait import ServiceRate, work_before
+from gateway.queue_wait import Margin, ServiceRate, work_before
 from gateway.shares import Shares
 
 QUANTUM = 2048
 """Tokens that a tenant may spend with each of its turns: most requests cost less, so that a turn is seldom idle."""
 RETURN_POLL_S = 0.05
 """At least so often a group that was given back asks whether there is room for it: workers report it without a word."""
+BUSY_SHARE = 0.7
+"""Of the places (`Workers.gate_capacity`)."""
 RESERVED_RANK = -(1 << 32)
 """Added to the priority of who has a reserved place: it goes before every priority that there is."""
 
@@ -38,6 +40,8 @@ class Place:
     arrival: int
     """The number of its request in the order in which requests came to the gate."""
     reserved: bool = False
+    predicted_s: float | None = 0.0
+    """How long it would wait, when it came; None: not known."""
 
     @property
     def rank(self) -> int:
@@ -80,6 +84,7 @@ class Gate:
         self._returning: list[_Returning] = []
         self._shares = Shares()
         self._rate = ServiceRate()
+        self._margin = Margin()
         self._arrivals = 0
         self._num_places = 0
         self.inside = 0
@@ -100,21 +105,31 @@ class Gate:
         return self._shares.of(tenant)
 
     def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """How long a request that comes now will wait; None until a rate has been measured. `coming`: sequences by
-        tenant that have been admitted and are not here yet."""
+        """How long a request that comes now will wait at most, most likely; None until a rate has been measured.
+        `coming`: sequences by tenant that have been admitted and are not here yet."""
+        predicted = self._predict(tenant, priority, coming)
+        return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
+
+    def waited(self, place: Place, seconds: float) -> None:
+        """A request's prefill has begun, so long after it came here."""
+        if place.predicted_s is not None:
+            self._margin.learn(place.predicted_s, seconds)
+
+    def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
+        """As `wait_s`, the mean. 0 for a place that is there."""
         self._note_time()
-        rate = self._rate.per_second
+        rate, capacity = self._rate.per_second, self._capacity()
         if rate is None:
             return None
-        if self._shares.may_reserve(tenant, priority, 1, self._capacity()):
+        if self._shares.may_reserve(tenant, priority, 1, capacity):
             return 0.0
         each = self._rate.mean_cost
         work = Counter({name: count * each for name, count in coming.items()})
         for other, queue in self._queues.items():
             if other <= priority:
                 work.update(queue.costs())
-        spare = max(0, self._capacity() - self.inside) * each
-        return max(0.0, work_before(tenant, work, self._quantum) - spare) / rate
+        before = work_before(tenant, work, self._quantum) + each - (capacity - self.inside) * each
+        return max(0.0, before) / rate
 
     async def enter(self, priority: int, tenant: str, weight: int, cost: int) -> Place:
         """Wait for places for `weight` sequences; `cost` is in tokens. The place must be given to `leave`."""
@@ -123,6 +138,7 @@ class Gate:
         wanted = Place(priority, tenant, weight, cost, self._arrivals)
         if not self._queues and not self._returning and self._fits(weight):
             return self._take(wanted, reserved=self._may_reserve(wanted))
+        wanted = replace(wanted, predicted_s=self._predict(tenant, priority, {}))
         waiter = _Waiter(wanted, asyncio.get_running_loop().create_future())
         self._queues.setdefault(priority, FairQueue(self._quantum)).push(tenant, cost, waiter)
         self._shares.wait(tenant, weight)
@@ -218,7 +234,7 @@ class Gate:
         return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
 
     def _take(self, wanted: Place, *, reserved: bool) -> Place:
-        place = Place(wanted.priority, wanted.tenant, wanted.weight, wanted.cost, wanted.arrival, reserved)
+        place = replace(wanted, reserved=reserved)
         self.inside += place.weight
         self._num_places += 1
         self._shares.enter(place.tenant, place.weight, reserved=reserved)
@@ -239,5 +255,6 @@ class Gate:
             del self._queues[priority]
 
     def _note_time(self) -> None:
-        """Busy while a request that came now would wait."""
-        self._rate.pass_time(self._clock(), busy=bool(self._queues) or not self._fits(1))
+        """Busy while decode's batches are full, which they are before all places are taken."""
+        busy = bool(self._queues) or self.inside >= BUSY_SHARE * self._capacity()
+        self._rate.pass_time(self._clock(), busy=busy)

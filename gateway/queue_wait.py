@@ -2,7 +2,8 @@
 
 Work is counted in the tokens that a request may take at most, where it is queued and where it is done, so that a guess
 that is too high on the one side is so on the other. Time counts for the rate only while places are taken: an idle
-service forgets nothing, and is not taken for a slow one.
+service forgets nothing, and is not taken for a slow one. Places do not become free evenly, and prompts wait for each
+other with the workers: how much longer than the mean most requests have waited is measured too, and added.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ MIN_BUSY_S = 1.0
 MIN_DONE = 16
 """No rate is told before so much has been seen."""
 _MEAN_WEIGHT = 0.05
+_QUANTILE = 0.98
+"""Of all requests so many wait no longer than what is told."""
+_STEP = 0.1
+"""Seconds, and of the margin itself the share, by which a request moves the margin."""
 
 
 class ServiceRate:
@@ -59,6 +64,19 @@ class ServiceRate:
         if self._busy:
             self._work += work
             self._num_done += 1
+
+
+class Margin:
+    """What is added to predictions so that nearly all requests wait no longer. Follows a quantile, one step each."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def learn(self, predicted_s: float, waited_s: float) -> None:
+        """A request has waited; `predicted_s` is without a margin."""
+        step = _STEP * (1.0 + self.seconds)
+        above = waited_s > predicted_s + self.seconds
+        self.seconds = max(0.0, self.seconds + step * (_QUANTILE if above else _QUANTILE - 1.0))
 
 
 def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:

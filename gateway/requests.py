@@ -174,6 +174,8 @@ class RequestRunner:
             async with asyncio.timeout(life.remaining_s()):
                 prefill = await self._enter_prefill(life)
                 done = await self._prefill(life, prefill)
+                if life.attempts == 1:
+                    self._gate.waited(place, life.times.queue_ns / 1e9)
         except TimeoutError:
             raise too_late(life.request.timeout_s) from None
         finally:

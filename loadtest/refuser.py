@@ -1,26 +1,38 @@
-"""A gRPC server that refuses every call: what grpc.aio itself takes for a refusal, to compare a gateway's with.
+"""A server that refuses every call: what grpc.aio or uvicorn take for a refusal, to compare a gateway's with.
 
-`python -m loadtest.refuser` prints its address and serves until it is terminated.
+`python -m loadtest.refuser [http]` prints its address and serves until it is terminated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_status import rpc_status
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from common.errors import ResourceExhausted
 from common.rpc import SERVER_OPTIONS
 from common.status import status_of
+from gateway.asgi import error_response
+from gateway.server import HttpServer, bind_http
 
-REFUSAL = rpc_status.to_status(status_of(ResourceExhausted("full", retry_after_s=1.0)))
+ERROR = ResourceExhausted("full", retry_after_s=1.0)
+REFUSAL = rpc_status.to_status(status_of(ERROR))
 
 
 async def refuse(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort_with_status(REFUSAL)
+
+
+async def refuse_over_http(request: Request) -> Response:
+    return error_response(ERROR)
 
 
 async def main() -> None:
@@ -32,5 +44,13 @@ async def main() -> None:
     await server.wait_for_termination()
 
 
+async def main_http() -> None:
+    sock = bind_http("127.0.0.1", 0)
+    app = Starlette(routes=[Route("/{path:path}", refuse_over_http, methods=["POST"])])
+    await HttpServer(app, sock).start()
+    print(f"127.0.0.1:{sock.getsockname()[1]}", flush=True)
+    await asyncio.Event().wait()
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main_http() if sys.argv[1:] == ["http"] else main())

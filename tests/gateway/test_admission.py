@@ -168,8 +168,8 @@ async def test_a_wait_that_is_too_long_is_refused_and_told() -> None:
         waiting.pop().close()
         await asyncio.sleep(0)
     error = door.is_refused(Reason.QUEUE_WAIT, lambda: door.admission.enter("a"))
-    assert error.retry_after_s == pytest.approx(3.6, rel=0.01) and door.admission.wait_s("a") == pytest.approx(
-        3.6, rel=0.01
+    assert error.retry_after_s == pytest.approx(3.7, rel=0.01) and door.admission.wait_s("a") == pytest.approx(
+        3.7, rel=0.01
     )
     assert door.admission.wait_s("b") == 0.0, "its place is reserved"
     door.come("b").close()
@@ -182,7 +182,7 @@ async def test_a_wait_that_is_too_long_is_refused_and_told() -> None:
     with pytest.raises(ResourceExhausted, match="the limit is 2 s"):
         while len(burst) < 50:  # in one instant: those count too which have not come to the gate
             burst.append(door.admission.enter("a"))
-    assert 4 <= len(burst) <= 6, "16 wait already, ten a second are served"
+    assert 3 <= len(burst) <= 4, "16 wait already, ten a second are served"
     for task in tasks[40:]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

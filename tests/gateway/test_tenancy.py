@@ -1,0 +1,108 @@
+"""Tenants at both fronts: who is refused before the body is read, whose sequences go first, what counts as how much."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from common.api_keys import ApiKeys, TenantLimits
+from gateway.gate import RESERVED_RANK
+from gateway.http_app import HttpApi
+from gateway.server import HttpServer, bind_http
+from gateway.testing import Script
+from tests.gateway.conftest import MakeRig, Rig
+from tests.gateway.test_requests import until
+
+KEYS = ApiKeys({"a-key": "a", "b-key": "b"}, {"a": TenantLimits(best_priority=-5), "b": TenantLimits(6, 1000, 0)})
+
+
+class Front:
+    """A gateway with two tenants, over HTTP."""
+
+    def __init__(self, rig: Rig, address: tuple[str, int]) -> None:
+        self.rig = rig
+        self.address = address
+        self.client = httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", timeout=20)
+
+    async def post(self, tenant: str, **body: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {tenant}-key"}
+        return await self.client.post("/v1/completions", json={"prompt": "the mill", **body}, headers=headers)
+
+
+@pytest.fixture
+async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
+    running: list[tuple[Front, HttpServer]] = []
+
+    async def start(script: Script | None = None, **options: Any) -> Front:
+        rig = await make_rig(script, keys=KEYS, **options)
+        sock = bind_http("127.0.0.1", 0)
+        server = HttpServer(HttpApi(*rig.parts).app(lambda: True, show_metrics=True, timeout_s=20.0), sock)
+        await server.start()
+        running.append((Front(rig, sock.getsockname()), server))
+        return running[-1][0]
+
+    yield start
+    for front, server in running:
+        await front.client.aclose()
+        await server.stop(1.0)
+
+
+async def test_a_wait_that_is_too_long_is_refused_before_the_body_comes(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = await serve()
+    monkeypatch.setattr(front.rig.gate, "wait_s", lambda tenant, priority, coming: 12.4)
+    reader, writer = await asyncio.open_connection(*front.address)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a-key\r\ncontent-length: 999\r\n\r\n"
+    )
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert head.startswith(b"HTTP/1.1 429") and b"\r\nretry-after: 12\r\n" in head
+    writer.close()
+    assert front.rig.metric('looseleaf_requests_refused_total{model_name="tiny",reason="queue_wait"}') == 1
+    assert front.rig.admission.current == 0
+
+
+async def test_a_newcomer_is_served_beside_a_flood_and_goes_first_at_the_workers(serve: Any) -> None:
+    front = await serve(Script(step_s=0.05), max_queue=24)
+    flood = [asyncio.create_task(front.post("a", max_tokens=400, priority=-5)) for _ in range(40)]
+    await until(lambda: front.rig.admission.current == 24 and len(front.rig.script.submitted) >= 16)
+    reply = await asyncio.wait_for(front.post("b", max_tokens=2), 10)
+    assert reply.status_code == 200 and sum(task.done() for task in flood) == 40 - 24
+    assert {task.result().status_code for task in flood if task.done()} == {429}
+    assert front.rig.script.prefilled[-1].priority == front.rig.script.submitted[-1].priority == RESERVED_RANK
+    assert {message.priority for message in front.rig.script.submitted[:-1]} == {-5}
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+    await until(lambda: front.rig.admission.current == 0 and front.rig.gate.inside == 0)
+
+
+async def test_samples_and_prompts_count_each_until_the_answer_has_ended(serve: Any) -> None:
+    front = await serve(Script(step_s=0.05), max_queue=8)
+    for stream in (False, True):
+        task = asyncio.create_task(front.post("a", prompt=["x", "y"], n=3, max_tokens=60, stream=stream))
+        await until(lambda: front.rig.gate.inside == 6)
+        assert front.rig.admission.current == 6 and front.rig.admission.num_requests == 1
+        refused = await front.post("a", n=3)
+        assert refused.status_code == 429 and "max_queue" in refused.json()["error"]["message"]
+        assert (await front.post("a", n=2, max_tokens=1)).status_code == 200
+        assert (await task).status_code == 200
+        assert front.rig.admission.current == front.rig.admission.num_requests == 0
+
+
+async def test_quotas_and_priorities_have_their_statuses_and_what_was_not_used_comes_back(serve: Any) -> None:
+    front = await serve()
+    refused = await front.post("b", priority=-1)
+    assert refused.status_code == 403 and "priority -1" in refused.json()["error"]["message"]
+    for _ in range(4):  # each may take 300 tokens, and ends early
+        assert (await front.post("b", max_tokens=300, stop=[front.rig.assets.tokenizer.decode([9])])).status_code == 200
+    assert (await front.post("b", max_tokens=1)).status_code == 200
+    reply = await front.post("b", max_tokens=1)
+    assert reply.status_code == 429 and "6 requests per minute" in reply.json()["error"]["message"]
+    assert 1 <= int(reply.headers["retry-after"]) <= 10
+    assert (await front.post("a", max_tokens=1)).status_code == 200
