@@ -25,7 +25,7 @@ from block_store.errors import ArenaBusy, ArenaLost, BlockStoreError, FloorsExce
 from block_store.header import Memory
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
-from block_store.ledger import MAX_BATCH, Ledger
+from block_store.ledger import Ledger
 from block_store.placing import open_blocks
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
@@ -207,10 +207,7 @@ def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> lis
 
 
 def _request_of(needs: Needs) -> pb.AttachRequest:
-    """StartupError: the ledger cannot serve such needs, or there is no such device."""
-    longest = MAX_BATCH * needs.layout.block_size // len(needs.layout.groups)
-    if needs.max_model_len > longest:
-        raise StartupError(f"max_model_len {needs.max_model_len} is more than one ledger call takes ({longest} tokens)")
+    """StartupError: there is no such device."""
     return pb.AttachRequest(
         worker_id=needs.worker_id,
         role=needs.role,

@@ -19,7 +19,7 @@ from block_store import redis_server
 from block_store.arena import Arena, ref_arrays
 from block_store.codec import SealItem
 from block_store.hashing import chain_start, hash_blocks
-from block_store.ledger import Lane, Ledger
+from block_store.ledger import CHUNK, Lane, Ledger
 from block_store.rebuild import open_ledger
 from common.types import Epoch, KvLayout, KvSpec
 
@@ -69,6 +69,7 @@ class Bench:
         items = [SealItem(*pair) for pair in zip(refs, hashes, strict=True)]
         self._timed("seal", lambda: ledger.seal(self._lane(prefill), items))
         ticket = self._timed("hand_over", lambda: ledger.hand_over(self._lane(prefill), refs))
+        ledger.release(self._lane(prefill), refs)
         self._timed("claim", lambda: ledger.claim(self._lane(decode), ticket))
         self._timed("lookup", lambda: ledger.lookup([hashes]))
         self._timed("release", lambda: ledger.release(self._lane(decode), refs))
@@ -81,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="block_store.bench")
     parser.add_argument("--url", help="Redis to use; default: a private one")
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--table-len", type=int, default=64, help="blocks per call")
+    parser.add_argument("--table-len", type=int, default=64, help=f"blocks per call, at most {CHUNK}")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="looseleaf-bench-") as directory:
         redis = redis_server.connect(options.url, directory)

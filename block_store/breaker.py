@@ -16,8 +16,6 @@ BUDGET_S = 0.25
 """Most of what a step may wait for Redis, once; then the breaker is open. A call takes a millisecond, but on two cores
 that all services and a load generator share, Redis itself waits for a core: with 50 ms (DESIGN) the breaker opened six
 times in a minute of 32 users, for up to 2.3 s, and requests waited for it."""
-BUDGET_PER_BLOCK_S = 20e-6
-"""More time for calls over very many blocks, whose scripts take long: 64 blocks 1 ms, 16,384 a third of a second."""
 PROBE_S = 0.1
 """How often an open breaker is tried."""
 

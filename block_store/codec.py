@@ -48,8 +48,13 @@ def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
     return b"".join(parts)
 
 
+def pack_report(missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> bytes:
+    """u32 count of the first list, then the references of both."""
+    return struct.pack("<I", len(missing)) + pack_refs(missing) + pack_refs(surplus)
+
+
 def unpack_report(packed: bytes) -> tuple[list[BlockRef], list[BlockRef]]:
-    """What `report` keeps: u32 count of the first list, then the references of both."""
+    """The other half of `pack_report`."""
     (num_missing,) = struct.unpack_from("<I", packed)
     refs = unpack_refs(packed[4:])
     return refs[:num_missing], refs[num_missing:]

@@ -134,7 +134,9 @@ def _ask_workers(ledger: Ledger, wait_s: float) -> tuple[list[str], tuple[str, .
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: nothing found (or repaired), 1: differences, 2: it could not be looked at."""
+    """Exit status 0: nothing found (or repaired), 1: differences, 2: it could not be looked at, 3: no differences, but
+    a worker did not report, so that what it believes is not known.
+    """
     parser = argparse.ArgumentParser(prog="block_store.fsck", description="compare Redis, arena header and workers")
     parser.add_argument("directory", type=Path, help="of the arena")
     parser.add_argument("redis_url")
@@ -159,7 +161,7 @@ def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -
         print(f"{name} has a lease but did not report")
     print(f"arena {arena.arena_id}: {arena.num_blocks} blocks, {len(findings.differences)} differences")
     if not findings.differences:
-        return 0
+        return 3 if findings.silent else 0
     if and_repair and repair(arena, ledger):
         print("the ledger was built anew")
         return 0

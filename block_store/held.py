@@ -14,16 +14,18 @@ wait (LedgerUnavailable: nothing has changed, try again).
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 
 from block_store.codec import SealItem
-from block_store.errors import Exhausted, LedgerError, LedgerUnavailable, NotHolder, Stale
+from block_store.errors import LedgerError, LedgerUnavailable, NotHolder, Stale
+from block_store.holder import Attempt
+from block_store.ledger import chunks, parts_of
 from block_store.link import LedgerLink, locked
 from common.types import BlockRef, Epoch, Ticket, TicketId
 
-_LOG = logging.getLogger(__name__)
 Tables = Sequence[Sequence[Sequence[BlockRef]]]
 """tables[branch][group] is a block table."""
 
@@ -62,40 +64,46 @@ class HeldBlocks(LedgerLink):
         if num_blocks > len(self._reserve):
             self._refill(num_blocks)
         self._check_fence()
-        refs = [self._reserve.popleft() for _ in range(num_blocks)]
+        refs = list(islice(self._reserve, num_blocks))
+        for ref in refs:
+            del self._reserve[ref]
         self._counts.update(refs)
         return refs
 
-    @locked
     def top_up(self) -> None:
-        """Fills the reserve, as far as blocks can be had; for a moment when nobody waits."""
-        try:
-            self._refill(0)
-        except (Exhausted, LedgerUnavailable):
-            return
+        """Fills the reserve, as far as blocks can be had; the beat thread does so with every beat."""
+        self._check_fence()
+        self._level_reserve()
 
-    @locked
+    def expect(self, num_blocks: int) -> None:
+        """What may be needed while the ledger does not answer; kept in reserve from the next beat on. An eighth of the
+        arena at most: cached blocks make room for it.
+        """
+        self._reserve_target = max(self._least_reserve, min(num_blocks, self.arena.num_blocks // 8))
+
     def give_up_reserve(self) -> None:
         """Returns the reserve to everybody."""
-        refs = list(self._reserve)
-        self._reserve.clear()
-        self._release_all(refs)
+        self._give_back(len(self._reserve))
 
     @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """The longest cached prefix, per group; every block of it counts one more sequence. Without the ledger none."""
+        found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
-            refs_by_group = self._call(lambda: self.holder.acquire(hashes_by_group))
+            for part in parts_of(hashes_by_group):
+                refs_by_group = self._call(lambda part=part: self.holder.acquire(part))  # type: ignore[misc]
+                for refs, more in zip(found, refs_by_group, strict=True):
+                    self._counts.update(more)
+                    refs += more
+                if len(refs_by_group[0]) < len(part[0]):
+                    break
         except LedgerUnavailable as error:
             self.fallbacks.note("no prefix looked up", str(error))
-            return [[] for _ in hashes_by_group]
-        for refs in refs_by_group:
-            self._counts.update(refs)
-        if not all(map(self.arena.check_refs, refs_by_group)):
-            self.release_many(refs_by_group)
+        if not all(map(self.arena.check_refs, found)):
+            self.release_many(found)
             self._contradicted("an indexed block lives another life")
             return [[] for _ in hashes_by_group]
-        return refs_by_group
+        return found
 
     @locked
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
@@ -108,6 +116,10 @@ class HeldBlocks(LedgerLink):
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
         self.arena.mark_sealed(refs, [item.prefix_hash for item in items], self.arena.seal_digests(refs))
+        return [ref for part in chunks(items) for ref in self._seal_in_ledger(part)]
+
+    def _seal_in_ledger(self, items: Sequence[SealItem]) -> list[BlockRef]:
+        refs = [item.ref for item in items]
         try:
             final = self._call(lambda: self.holder.seal(items))
         except LedgerUnavailable as error:
@@ -138,30 +150,28 @@ class HeldBlocks(LedgerLink):
         self._release_all(self._uncount(tables)[0])
 
     @locked
-    def hand_over(self, tables: Tables) -> TicketId:
+    def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
         """A ticket for these block tables, every block sealed; each table's sequence gives its blocks up.
 
-        Blocks that other sequences here share stay held too. Errors: Stale, NotHolder, LedgerUnavailable (try again
-        with the same tables); then nothing has changed.
+        Blocks that other sequences here share stay held too. Errors: Stale, NotHolder, LedgerUnavailable: then nothing
+        has changed, and with the same tables and the same `attempt` it may be tried again, or `forget` it.
         """
-        self._call(lambda: None)  # reconcile with what is held still counted
         flat = [table for branch in tables for table in branch]
-        before = self._counts.copy()
-        moved, kept = self._uncount(flat)
-        try:
-            return self._call(lambda: self.holder.hand_over(moved, kept))
-        except (Stale, NotHolder, LedgerUnavailable):
-            self._counts = before
-            raise
+        refs = list(self._times(flat))
+        with self._once(attempt) as attempt:
+            ticket = self._call(lambda: self.holder.hand_over(refs, attempt))
+        self._release_all(self._uncount(flat)[0])
+        return ticket
 
     @locked
-    def claim(self, ticket: Ticket) -> Tables:
+    def claim(self, ticket: Ticket, attempt: Attempt | None = None) -> Tables:
         """Takes over the ticket's block tables. Gone: claimed already or expired. Stale: it holds less than it says.
-        LedgerUnavailable: claim it again, or `decline` it.
+        LedgerUnavailable: claim it again with the same `attempt`, or `decline` it.
         """
         if ticket.arena_id != self.arena.arena_id:
             raise ValueError(f"the ticket is for arena {ticket.arena_id}, this one is {self.arena.arena_id}")
-        claimed = self._claim(ticket.id)
+        with self._once(attempt) as attempt:
+            claimed = self._claim(ticket.id, attempt)
         named = [ref for branch in ticket.tables for table in branch for ref in table]
         if not set(named) <= set(claimed):
             self._release_all([ref for ref in claimed if ref not in self._counts])
@@ -171,31 +181,51 @@ class HeldBlocks(LedgerLink):
         return ticket.tables
 
     @locked
-    def decline(self, ticket: Ticket) -> None:
+    def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
         """Lets a ticket's blocks go now rather than at the end of its lease, if the ledger answers; not those that
-        sequences here use."""
-        try:
-            claimed = self._claim(ticket.id)
-            self._release_all([ref for ref in claimed if ref not in self._counts])
-        except LedgerError as error:
-            _LOG.info("ticket %d is left to its lease: %s", ticket.id.epoch, error)
-        self._wanted.discard(ticket.id)
+        sequences here use. `attempt`: of a claim that was begun.
+        """
+        self._check_fence()
+        self.holder.give_up(ticket.id)
+        if attempt is not None:
+            self.forget(attempt)
 
-    def _claim(self, ticket: TicketId) -> list[BlockRef]:
-        self._wanted.add(ticket)
+    @locked
+    def forget(self, attempt: Attempt) -> None:
+        """A hand-over or a claim that was begun is not made again: what it has got is let go."""
+        self._wanted.discard(attempt)
+        self._unsure = True  # of a claim that happened unheard
+        self.holder.forget(attempt)
+        self._release_all([ref for ref in attempt.refs if ref not in self._counts])
+
+    @contextmanager
+    def _once(self, attempt: Attempt | None) -> Iterator[Attempt]:
+        """`attempt`, or one that ends with this call."""
+        made = attempt or Attempt()
         try:
-            claimed = self._call(lambda: self.holder.claim(ticket))
+            yield made
+        except LedgerError:
+            if attempt is None:
+                self.forget(made)
+            raise
+
+    def _claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
+        self._wanted.add(attempt)
+        try:
+            claimed = self._call(lambda: self.holder.claim(ticket, attempt))
         except LedgerUnavailable:
             raise
-        except LedgerError:
-            self._wanted.discard(ticket)
+        except LedgerError:  # some of it may be here already, if its lease ended on the way
+            self.forget(attempt)
             raise
-        self._wanted.discard(ticket)
+        self._wanted.discard(attempt)
         return claimed
 
     def assert_idle(self) -> None:
         """AssertionError unless nothing is held but the reserve, here and in the ledger."""
         assert not self._counts, f"{len(self._counts)} blocks are still counted: {dict(self._counts)}"
+        if self._unsure or self._late_seals:
+            self._reconcile()
         ledger_side = set(self._call(self.holder.holdings))
         assert ledger_side == set(self._reserve), f"the ledger also has {ledger_side - set(self._reserve)}"
 
@@ -211,11 +241,7 @@ class HeldBlocks(LedgerLink):
 
         In that order a shared head stands before every tail, so that tails are evicted before heads.
         """
-        times: Counter[BlockRef] = Counter()
-        for table in tables:
-            times.update(table)
-        if missing := [ref for ref, n in times.items() if self._counts.get(ref, 0) < n]:
-            raise NotHolder(f"block {missing[0].block} is given up more often than it is held")
+        times = self._times(tables)
         gone: list[BlockRef] = []
         kept: list[BlockRef] = []
         for ref, n in times.items():
@@ -224,6 +250,15 @@ class HeldBlocks(LedgerLink):
         for ref in gone:
             del self._counts[ref]
         return gone, kept
+
+    def _times(self, tables: Iterable[Sequence[BlockRef]]) -> Counter[BlockRef]:
+        """How many of the tables name each block. NotHolder: more than there are sequences that hold it."""
+        times: Counter[BlockRef] = Counter()
+        for table in tables:
+            times.update(table)
+        if missing := [ref for ref, n in times.items() if self._counts.get(ref, 0) < n]:
+            raise NotHolder(f"block {missing[0].block} is given up more often than it is held")
+        return times
 
     def _expect(self, refs: Iterable[BlockRef]) -> None:
         self._check_fence()

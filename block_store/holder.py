@@ -2,7 +2,8 @@
 
 The lane: mutating calls carry a running number, one at a time. A call that got no answer is repeated with the same
 number, and before any later call, so that each happens once. A call has a budget; when it is spent the breaker opens
-and calls fail at once, until a beat gets through. Knows nothing of sequences; `held.HeldBlocks` counts those.
+and calls fail at once, until a beat gets through. What is over more blocks than one call takes is made in several.
+Knows nothing of sequences; `held.HeldBlocks` counts those.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from block_store.breaker import BUDGET_PER_BLOCK_S, BUDGET_S, PROBE_S, Breaker
+from block_store.breaker import BUDGET_S, PROBE_S, Breaker
 from block_store.codec import SealItem
-from block_store.errors import Fenced, LedgerDamaged, LedgerError, LedgerUnavailable, StaleDataset
-from block_store.ledger import LEASE_S, MAX_BATCH, TICKET_LEASE_S, Lane, Ledger, Standing
+from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerError, LedgerUnavailable, StaleDataset
+from block_store.joining import Joining
+from block_store.ledger import CHUNK, LEASE_S, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
 from common.types import BlockRef, Epoch, TicketId
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +28,24 @@ _REPEAT_PAUSE_S = 0.002
 T = TypeVar("T")
 Key = tuple[object, ...]
 """What tells a call that is made again from another one."""
+MOST_PROBE_PAUSE_S = 8 * PROBE_S
+"""A new ledger that does not let a holder in is tried ever more rarely, down to this."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One hand-over or one claim, over all its calls and their repetitions: answers to them are for nobody else.
+
+    Whoever makes it again after LedgerUnavailable passes the same object; whoever does not, says so by
+    `Holder.forget`.
+    """
+
+    ticket: TicketId | None = None
+    """That a hand-over has begun."""
+    refs: list[BlockRef] = field(default_factory=list)
+    """That a claim has got."""
+    num_answered: int = 0
+    is_over: bool = False
 
 
 class Holder:
@@ -58,8 +79,10 @@ class Holder:
         self._number = 0
         self._answered = 0
         self._pending: tuple[Key | None, Callable[[Lane], object]] | None = None
-        self._settled: tuple[Key, object] | None = None
-        self._joining: tuple[Ledger, Epoch, int] | None = None
+        self._settled: dict[Key, object] = {}
+        """Answers to unanswered calls, as later ones found them out, for those who make them again."""
+        self._joining: Joining | None = None
+        self._probe_pause_s = PROBE_S
         self._stop = threading.Event()
         self._on_fenced: Callable[[], None] | None = None
         self._beats: threading.Thread | None = None
@@ -92,52 +115,104 @@ class Holder:
             raise
 
     def alloc(self, num_blocks: int) -> list[BlockRef]:
-        """RESERVED blocks; raise their header generation before the first store. Fenced, Exhausted."""
-        return self._in_lane(lambda lane: self.ledger.alloc(lane, num_blocks), num_blocks)
+        """RESERVED blocks; raise their header generation before the first store. Fenced, Exhausted: none taken."""
+        refs: list[BlockRef] = []
+        try:
+            while (wanted := num_blocks - len(refs)) > 0:
+                refs += self._in_lane(
+                    lambda lane, wanted=wanted: self.ledger.alloc(lane, min(CHUNK, wanted), wanted)  # type: ignore[misc]
+                )
+        except Exhausted:
+            self.release(refs)
+            raise
+        return refs
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
-        """The reference to use from now on for each item: its own, or the one that is indexed already (then both are
-        held).
+        """The reference to use from now on for each item, of which there are at most CHUNK: its own, or the one that is
+        indexed already (then both are held).
         """
+        # In a generation a block is sealed once: whoever seals it makes the same call.
         key = ("seal", *(item.ref for item in items))
-        return self._in_lane(lambda lane: self.ledger.seal(lane, items), len(items), key)
+        return self._in_lane(lambda lane: self.ledger.seal(lane, items), key)
 
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """References on the longest prefix that is there for every group, per group."""
-        return self._in_lane(lambda lane: self.ledger.acquire(lane, hashes_by_group), sum(map(len, hashes_by_group)))
+        """References on the longest prefix that is there for every group, per group; at most CHUNK hashes."""
+        return self._in_lane(lambda lane: self.ledger.acquire(lane, hashes_by_group))
 
-    def hand_over(
-        self, moved: Sequence[BlockRef], kept: Sequence[BlockRef] = (), ticket_lease_s: float = TICKET_LEASE_S
-    ) -> TicketId:
-        """A ticket on `moved` (given up) and `kept` (still held here too). Fenced, Stale, NotHolder.
-
-        May be made again after LedgerUnavailable: if it happened in the meantime, its ticket is the answer.
+    def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
+        """A ticket on `refs`, which are still held here too. Fenced, Stale, NotHolder; after LedgerUnavailable it may
+        be made again.
         """
-        key = ("hand_over", *moved, None, *kept)
-        operation = lambda lane: self.ledger.hand_over(lane, moved, kept, ticket_lease_s)  # noqa: E731
-        return self._in_lane(operation, len(moved) + len(kept), key)
+        while attempt.ticket is None or attempt.num_answered * CHUNK < len(refs):
+            first = attempt.num_answered * CHUNK
+            part = refs[first : first + CHUNK]
+            try:
+                attempt.ticket = self._in_lane(
+                    lambda lane, part=part: self.ledger.hand_over(lane, part, ticket_lease_s, attempt.ticket),  # type: ignore[misc]
+                    (attempt, attempt.num_answered),
+                )
+            except Gone:  # its lease ended between two calls, or the ledger was built anew
+                attempt.ticket, attempt.num_answered = None, 0
+            else:
+                attempt.num_answered += 1
+        return attempt.ticket
 
-    def claim(self, ticket: TicketId) -> list[BlockRef]:
-        """Everything the ticket holds. Fenced, Gone. May be made again after LedgerUnavailable, like `hand_over`."""
-        return self._in_lane(lambda lane: self.ledger.claim(lane, ticket), MAX_BATCH // 16, ("claim", ticket))
+    def claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
+        """Everything the ticket holds. Fenced, Gone; after LedgerUnavailable it may be made again. Until it is over,
+        `attempt.refs` has what it got, and `unfetched` what it has got unheard.
+        """
+        more = True
+        while more:
+            part, more = self._in_lane(lambda lane: self.ledger.claim(lane, ticket), (attempt, attempt.num_answered))
+            attempt.refs += part
+            attempt.num_answered += 1
+        return attempt.refs
 
-    def unfetched(self, ticket: TicketId) -> list[BlockRef]:
-        """What an unanswered claim of `ticket` got, as a later call found out; until it is claimed again."""
-        key, answer = self._settled or (None, [])
-        return cast(list[BlockRef], answer) if key == ("claim", ticket) else []
+    def unfetched(self, attempt: Attempt) -> list[BlockRef]:
+        """What an unanswered call of this claim got, as a later call found out; until it is made again."""
+        part, _ = cast(tuple[list[BlockRef], bool], self._settled.get((attempt, attempt.num_answered), ([], False)))
+        return part
+
+    def forget(self, attempt: Attempt) -> None:
+        """Nobody makes this hand-over or claim again: a ticket that it has begun, or is found to have begun, is ended.
+        What a claim has got is for the caller to release.
+        """
+        attempt.is_over = True
+        with self._lock:
+            late = self._settled.pop((attempt, attempt.num_answered), None)
+        for ticket in (attempt.ticket, late):
+            if isinstance(ticket, TicketId):
+                self.give_up(ticket)
+
+    def give_up(self, ticket: TicketId) -> None:
+        """Ends a ticket; if the ledger does not answer it is left to its lease."""
+        try:
+            if not self.breaker.refuses():
+                self.ledger.give_up(ticket)
+        except LedgerError as error:
+            _LOG.info("ticket %d is left to its lease: %s", ticket.epoch, error)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Gives up `refs` (chains head first). Says that writes into them are complete. No refusal, not even when
-        fenced.
+        """Gives up `refs` (chains head first, let go of from their tails on). Says that writes into them are complete.
+        No refusal, not even when fenced.
         """
         try:
-            self._in_lane(lambda lane: self.ledger.release(lane, refs), len(refs))
+            for part in reversed(list(chunks(refs))):
+                self._in_lane(lambda lane, part=part: self.ledger.release(lane, part))  # type: ignore[misc]
         except Fenced:
             return
 
+    def holdings_after(self, place: int) -> tuple[list[BlockRef], int]:
+        """As of the ledger, after a call that is still unanswered was repeated. Fenced."""
+        return self._in_lane(lambda lane: self.ledger.holdings_after(lane.epoch, place), changes=False)
+
     def holdings(self) -> list[BlockRef]:
-        """What the ledger says is held here, after a call that is still unanswered was repeated. Fenced."""
-        return self._in_lane(lambda lane: self.ledger.holdings(lane.epoch), MAX_BATCH // 16, changes=False)
+        """What the ledger says is held here, all of it. Fenced."""
+        return self._in_lane(lambda lane: self.ledger.holdings(lane.epoch), changes=False)
+
+    def holds(self, refs: Sequence[BlockRef]) -> list[bool]:
+        """Which of at most CHUNK references the ledger says are held here. Fenced."""
+        return self._in_lane(lambda lane: self.ledger.holds(lane.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:
         """Of blocks that the ledger gave this holder the header says that they live another life: as `distrust`.
@@ -161,40 +236,29 @@ class Holder:
         except LedgerError as error:
             _LOG.warning("could not ask for a rebuild: %s", error)
 
-    def rejoin(self, dataset: str, refs: Sequence[BlockRef]) -> list[Standing]:
-        """Registers under a ledger that was built anew and asserts `refs`: everything that is held, may be written, or
-        is in reserve here. From then on calls go to that ledger.
+    def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
+        """Registers under a ledger that was built anew and asserts `refs` there: everything that is held, may be
+        written, or is in reserve here. Calls go there from `join` on. Takes no lock; for one thread.
 
-        Errors: as `register`; nothing has changed then, and the next try goes on where this one ended.
+        Errors: as `register`; the next try goes on where this one ended.
         """
-        with self._lock:
-            if self._joining is None or self._joining[0].dataset != dataset:
-                ledger = self.ledger.under(dataset)
-                epoch = ledger.register(
-                    self.name, writer_slot=self._writer_slot, floor=self._floor, lease_s=self._lease_s
-                )
-                self._joining = (ledger, epoch, 0)
-            standings = self._assert_all(refs)
-            self.ledger, self.epoch, self._number = self._joining
-            self._answered = self._number
-            self._joining = self._pending = self._settled = None
-        return standings
-
-    def _assert_all(self, refs: Sequence[BlockRef]) -> list[Standing]:
-        """A try that failed half-way is made again from the start: asserting twice is like asserting once."""
-        assert self._joining is not None
-        ledger, epoch, number = self._joining
-        standings: list[Standing] = []
+        if self._joining is None or self._joining.ledger.dataset != dataset:
+            self._joining = Joining(self.ledger.under(dataset))
         try:
-            for first in range(0, max(1, len(refs)), MAX_BATCH):
-                number += 1
-                self._joining = (ledger, epoch, number)
-                part, is_last = refs[first : first + MAX_BATCH], first + MAX_BATCH >= len(refs)
-                standings += ledger.assert_held(Lane(epoch, number), part, is_last)
+            self._joining.register(self.name, self._writer_slot, self._floor, self._lease_s)
+            return self._joining.assert_all(refs, self._lease_s)
         except (Fenced, StaleDataset):
             self._joining = None
             raise
-        return standings
+
+    def join(self) -> None:
+        """Calls go to the ledger in which everything was asserted. What was under way in the old one is over."""
+        assert self._joining is not None and self._joining.epoch is not None
+        with self._lock:
+            self.ledger, self.epoch, self._number = self._joining.ledger, self._joining.epoch, self._joining.number
+            self._answered = self._number
+            self._joining = self._pending = None
+            self._settled.clear()
 
     def close(self) -> None:
         """Ends the beats and gives everything back. Say so only when this process writes no more."""
@@ -207,41 +271,44 @@ class Holder:
             _LOG.warning("holder %s could not unregister, its lease will run out: %s", self.name, error)
         self.fenced.set()
 
-    def _in_lane(
-        self, operation: Callable[[Lane], T], num_blocks: int, key: Key | None = None, changes: bool = True
-    ) -> T:
-        """`changes` False: a reading, which takes no number."""
-        budget_s = self._budget_s + num_blocks * BUDGET_PER_BLOCK_S
+    def _in_lane(self, operation: Callable[[Lane], T], key: Key | None = None, changes: bool = True) -> T:
+        """`key` None: nobody makes this call again. `changes` False: a reading, which takes no number."""
+        self._check_open()  # without the lock: a call that waits for an answer holds it
         with self._lock:
-            if self.fenced.is_set():
-                raise Fenced(f"holder {self.name} (epoch {self.epoch}) is fenced or closed")
-            if self.breaker.refuses():
-                raise LedgerUnavailable(f"{self.name} goes on without the ledger")
+            self._check_open()
             if self._pending is not None:
-                self._settle(*self._pending, budget_s)
-            if self._settled is not None and self._settled[0] == key:
-                answer, self._settled = self._settled[1], None
-                return cast(T, answer)
+                self._settle(*self._pending)
+            if key in self._settled:
+                return cast(T, self._settled.pop(key))
             self._number += changes
             self._pending = (key, operation)
-            return self._until_answered(operation, budget_s)
+            return self._until_answered(operation)
 
-    def _settle(self, key: Key | None, pending: Callable[[Lane], object], budget_s: float) -> None:
+    def _check_open(self) -> None:
+        if self.fenced.is_set():
+            raise Fenced(f"holder {self.name} (epoch {self.epoch}) is fenced or closed")
+        if self.breaker.refuses():
+            raise LedgerUnavailable(f"{self.name} goes on without the ledger")
+
+    def _settle(self, key: Key | None, pending: Callable[[Lane], object]) -> None:
         """Repeats the unanswered call. Its answer is kept for whoever makes the same call again; its refusal matters to
         nobody; what it got else shows in `holdings`.
         """
         try:
-            answer = self._until_answered(pending, budget_s)
+            answer = self._until_answered(pending)
         except (Fenced, StaleDataset, LedgerUnavailable):
             raise
         except LedgerError as refusal:
             _LOG.info("the repeated call was refused: %s", refusal)
-        else:
-            if key is not None:
-                self._settled = (key, answer)
+            return
+        attempt = key[0] if key else None
+        if key is not None and not (isinstance(attempt, Attempt) and attempt.is_over):
+            self._settled[key] = answer
+        elif isinstance(answer, TicketId):
+            self.give_up(answer)
 
-    def _until_answered(self, operation: Callable[[Lane], T], budget_s: float) -> T:
-        deadline = time.monotonic() + budget_s
+    def _until_answered(self, operation: Callable[[Lane], T]) -> T:
+        deadline = time.monotonic() + self._budget_s
         while True:
             try:
                 answer = operation(Lane(self.epoch, self._number))
@@ -290,7 +357,7 @@ class Holder:
             self.breaker.open(error)
 
     def _beat_on(self, beat_s: float) -> None:
-        while not self._stop.wait(PROBE_S if self.breaker.is_open else beat_s) and not self.fenced.is_set():
+        while not self._stop.wait(self._probe_pause_s if self.breaker.is_open else beat_s) and not self.fenced.is_set():
             try:
                 self.probe()
             except Fenced as error:
@@ -302,6 +369,8 @@ class Holder:
         try:
             if self.on_stale():
                 _LOG.warning("holder %s is in the new ledger, as epoch %d", self.name, self.epoch)
+                self._probe_pause_s = PROBE_S
                 self.breaker.close()
         except LedgerError as error:
+            self._probe_pause_s = min(2 * self._probe_pause_s, MOST_PROBE_PAUSE_S)
             _LOG.warning("holder %s cannot join the new ledger yet: %s", self.name, error)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
+import redis
+
+from block_store.errors import LedgerUnavailable
 from block_store.ledger import Ledger
 from common.types import BlockRef, Epoch
 
@@ -15,6 +18,9 @@ RECORD = struct.Struct("<BBHIQQ32s")
 """One block in the packed string of `lua/prelude.lua`: state, hashed, unused, writer slot, generation, writer epoch,
 hash.
 """
+_PIECE = 512
+"""Entries that one command reads."""
+_TRIES = 3
 
 
 class BlockState(IntEnum):
@@ -87,25 +93,84 @@ class Inspection:
 
 
 def inspect(ledger: Ledger, with_blocks: bool = False) -> Inspection:
-    """Reads the ledger in one script; with the map of blocks it is as large as the arena has blocks."""
-    now, counts, holders, *rest = ledger.inspect_raw(with_blocks)
-    views = tuple(_holder(fields, int(now)) for fields in holders)
+    """Reads the ledger; the map of blocks, which is as large as the arena, piece by piece, so that nobody waits for it.
+
+    One moment if nothing changed meanwhile; that is tried some times, and then it is a blur, as of a photograph.
+    """
     if not with_blocks:
-        return Inspection(Counts(*counts), views)
-    records, refs, index, free, cached, quarantine, floors, dying = rest
-    sides = {int(block): _epochs(side) for block, side in _pairs(refs)}
-    blocks = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(RECORD.iter_unpack(records)))
-    return Inspection(
-        Counts(*counts), views, blocks, {key: int(block) for key, block in _pairs(index)},
-        tuple(map(int, free)), tuple(map(int, cached)),
-        tuple((int(block), int(float(slot))) for block, slot in _pairs(quarantine)),
-        {Epoch(int(epoch)): int(floor) for epoch, floor in _pairs(floors)},
-        {Epoch(int(epoch)): tuple(map(int, left)) for epoch, left in dying},
-    )  # fmt: skip
+        return _counts_and_holders(ledger)
+    for _ in range(_TRIES):
+        before = ledger.clock()
+        found = _with_blocks(ledger, BlockMap(ledger.client, ledger.tag))
+        if ledger.clock() == before:
+            break
+    return found
 
 
-def _pairs(flat: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))
+def _counts_and_holders(ledger: Ledger) -> Inspection:
+    now, counts, holders = ledger.inspect_raw()
+    return Inspection(Counts(*counts), tuple(_holder(fields, int(now)) for fields in holders))
+
+
+def _with_blocks(ledger: Ledger, blocks: BlockMap) -> Inspection:
+    seen = _counts_and_holders(ledger)
+    try:
+        sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
+        views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
+        holders = (replace(h, own=_own(blocks.ordered(f"own:{h.epoch}"), views)) for h in seen.holders)
+        floors, dying = blocks.entries("floors"), blocks.ordered("dying")
+        return replace(
+            seen,
+            holders=tuple(holders),
+            blocks=views,
+            index={key: int(block) for key, block in blocks.entries("index")},
+            free=tuple(map(int, blocks.listed("free"))),
+            cached=tuple(int(block) for block, _ in blocks.ordered("cached")),
+            quarantine=tuple((int(block), int(slot)) for block, slot in blocks.ordered("quarantine")),
+            floors={Epoch(int(epoch)): int(floor) for epoch, floor in floors},
+            dying={Epoch(int(e)): tuple(int(b) for b, _ in blocks.ordered(f"dying:{int(e)}")) for e, _ in dying},
+        )
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise LedgerUnavailable(f"inspect: {error}") from error
+
+
+class BlockMap:
+    """The keys of a ledger (`lua/prelude.lua`), each read by commands that take a bounded time. Errors: redis'."""
+
+    def __init__(self, client: redis.Redis, tag: str) -> None:
+        self._client = client
+        self._tag = tag
+
+    def records(self) -> Iterator[tuple[Any, ...]]:
+        """The fields of every block's record."""
+        size = RECORD.size * _PIECE
+        for first in range(0, int(self._client.strlen(self._tag + "blocks")), size):  # type: ignore[arg-type]
+            packed = self._client.getrange(self._tag + "blocks", first, first + size - 1)
+            yield from RECORD.iter_unpack(packed)  # type: ignore[arg-type]
+
+    def entries(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+        """Of a hash, in no order."""
+        return iter(dict(self._client.hscan_iter(self._tag + name, count=_PIECE)).items())
+
+    def listed(self, name: str) -> Iterator[bytes]:
+        """Of a list."""
+        first = 0
+        while part := cast(list[bytes], self._client.lrange(self._tag + name, first, first + _PIECE - 1)):
+            yield from part
+            first += _PIECE
+
+    def ordered(self, name: str) -> Iterator[tuple[bytes, float]]:
+        """Of a sorted set, lowest first."""
+        first = 0
+        while part := cast(
+            list[tuple[bytes, float]], self._client.zrange(self._tag + name, first, first + _PIECE - 1, withscores=True)
+        ):
+            yield from part
+            first += _PIECE
+
+
+def _own(found: Iterator[tuple[bytes, float]], views: Sequence[BlockView]) -> dict[BlockRef, int]:
+    return {BlockRef(int(block), views[int(block)].generation): int(order) for block, order in found}
 
 
 def _epochs(side: bytes) -> tuple[Epoch, ...]:
@@ -113,15 +178,11 @@ def _epochs(side: bytes) -> tuple[Epoch, ...]:
 
 
 def _holder(fields: Sequence[Any], now_ms: int) -> HolderView:
-    epoch, kind, name, floor, slot, deadline, num_references, own = fields
-    held: dict[BlockRef, int] = {}
-    for block, value in _pairs(own):
-        generation, order = struct.unpack("<QQ", value)
-        held[BlockRef(int(block), generation)] = order
+    epoch, kind, name, floor, slot, deadline, num_references = fields
     lease_ms = int(float(deadline)) - now_ms
     return HolderView(
         Epoch(int(epoch)), (kind or b"").decode(), (name or b"").decode(), int(floor), int(slot), lease_ms,
-        num_references, held,
+        num_references, {},
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The ledger of references: each operation of DESIGN section 5 as one call of one Lua script over a whole block table.
+"""The ledger of references: each operation of DESIGN section 5 as one call of one Lua script over up to CHUNK blocks.
 
 Stateless: who calls, and with which running number, comes with every call (`Lane`); `holder.Holder` keeps them. Knows
 nothing of the arena's header but its id, nor of what the blocks contain.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import secrets
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 
@@ -26,12 +26,15 @@ LEASE_S = 5.0
 TICKET_LEASE_S = 8.0
 TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
-MAX_BATCH = 16384
-"""Blocks per call. A script blocks the server while it runs; longer sequences are refused when a worker attaches."""
+CHUNK = 256
+"""Most blocks of one call. A script blocks the server while it runs: none takes 5 ms, however much is held. Who has
+more makes several calls (`holder.Holder`).
+"""
 
+T = TypeVar("T")
 _OPERATIONS = (
-    "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "lookup",
-    "reap", "inspect", "assert_held", "distrust", "report",
+    "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
+    "holdings", "holds", "lookup", "reap", "inspect", "assert_held", "assert_all", "distrust", "report",
     "readable",
 )  # fmt: skip
 
@@ -105,9 +108,11 @@ class Ledger:
         room, census = self._call("beat", epoch, _ms(lease_s), number).decode().split(" ")
         return int(room), census
 
-    def alloc(self, lane: Lane, num_blocks: int) -> list[BlockRef]:
-        """`num_blocks` RESERVED blocks. Fenced, Exhausted."""
-        return codec.unpack_refs(self._call("alloc", *lane, _bounded(num_blocks)))
+    def alloc(self, lane: Lane, num_blocks: int, wanted: int = 0) -> list[BlockRef]:
+        """`num_blocks` RESERVED blocks. `wanted`: how many this and further calls will ask for; Exhausted if there is
+        no room for all. Fenced, Exhausted.
+        """
+        return codec.unpack_refs(self._call("alloc", *lane, _bounded(num_blocks), max(wanted, num_blocks)))
 
     def seal(self, lane: Lane, items: Sequence[SealItem]) -> list[BlockRef]:
         """Seals all items or none; the reference to use for each: its own, or that of the block which has the hash.
@@ -119,23 +124,33 @@ class Ledger:
 
     def acquire(self, lane: Lane, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """References on the longest prefix that is there for every group; equally long lists, one per group. Fenced."""
-        _bounded(sum(len(hashes) for hashes in hashes_by_group))
+        _bounded(sum(map(len, hashes_by_group)))
         reply = self._call("acquire", *lane, codec.pack_hashes(hashes_by_group))
         return codec.unpack_prefix(reply, len(hashes_by_group))
 
     def hand_over(
-        self, lane: Lane, moved: Sequence[BlockRef], kept: Sequence[BlockRef] = (), lease_s: float = TICKET_LEASE_S
+        self, lane: Lane, refs: Sequence[BlockRef], lease_s: float = TICKET_LEASE_S, ticket: TicketId | None = None
     ) -> TicketId:
-        """A ticket with references on `moved` and `kept`; the holder loses `moved`. Fenced, Stale, NotHolder."""
-        _bounded(len(moved) + len(kept))
-        secret = secrets.token_bytes(TICKET_SECRET_BYTES)  # a repeated call is answered with that of the first
-        reply = self._call("hand_over", *lane, codec.pack_refs(moved), codec.pack_refs(kept), _ms(lease_s), secret)
+        """References of a ticket on `refs`, which the holder keeps too. `ticket`: the one that these are added to;
+        None: a new one. Fenced, Stale, NotHolder, Gone.
+        """
+        _bounded(len(refs))
+        # A repeated call is answered with the secret of the first.
+        ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))
+        reply = self._call("hand_over", *lane, codec.pack_refs(refs), _ms(lease_s), ticket.epoch, ticket.secret)
         epoch, _, secret = reply.partition(b" ")
         return TicketId(Epoch(int(epoch)), secret)
 
-    def claim(self, lane: Lane, ticket: TicketId) -> list[BlockRef]:
-        """The ticket's references become the holder's, once, in the order of `hand_over`. Fenced, Gone."""
-        return codec.unpack_refs(self._call("claim", *lane, ticket.epoch, ticket.secret))
+    def claim(self, lane: Lane, ticket: TicketId) -> tuple[list[BlockRef], bool]:
+        """Some of the ticket's references become the holder's, once, in the order of `hand_over`; and whether some are
+        left for another call. Fenced, Gone.
+        """
+        reply = self._call("claim", *lane, ticket.epoch, ticket.secret, CHUNK)
+        return codec.unpack_refs(reply[1:]), reply[:1] == b"1"
+
+    def give_up(self, ticket: TicketId) -> None:
+        """Ends a ticket, or what is left of it, that nobody will claim. Refuses nothing."""
+        self._call("give_up", ticket.epoch, ticket.secret)
 
     def check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
         """Gone: there is no such ticket, or this is not its secret. NotHolder: it does not hold one of `refs`."""
@@ -147,14 +162,19 @@ class Ledger:
         _bounded(len(refs))
         return int(self._call("release", *lane, codec.pack_refs(refs)))
 
-    def assert_held(self, lane: Lane, refs: Sequence[BlockRef], is_last: bool) -> list[Standing]:
-        """After a rebuild and `register`: references on what the holder says it holds, as far as it still can be had.
-
-        `is_last`: that was all, so what else its writer slot was writing becomes FREE. Fenced.
+    def assert_held(self, lane: Lane, refs: Sequence[BlockRef]) -> list[Standing]:
+        """After a rebuild and `register`: references on some of what the holder says it holds, as far as it still can
+        be had. Fenced.
         """
         _bounded(len(refs))
-        reply = self._call("assert_held", *lane, codec.pack_refs(refs), int(is_last))
+        reply = self._call("assert_held", *lane, codec.pack_refs(refs))
         return [Standing(letter) for letter in reply.decode()]
+
+    def assert_all(self, lane: Lane) -> bool:
+        """That was all: what else waited for the holder's writer slot becomes FREE. Returns whether some is left for
+        another call. Fenced.
+        """
+        return self._call("assert_all", *lane) == b"1"
 
     def ask_all(self, census: str) -> None:
         """Asks every worker, with its next beat, for a `report` under this name. LedgerUnavailable."""
@@ -163,9 +183,9 @@ class Ledger:
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise errors.LedgerUnavailable(f"census: {error}") from error
 
-    def report(self, epoch: Epoch, census: str, refs: Sequence[BlockRef]) -> None:
-        """Compares `refs`, all that the holder believes to hold, with the ledger; no call may be under way. Fenced."""
-        self._call("report", epoch, census, codec.pack_refs(refs))
+    def report(self, epoch: Epoch, census: str, missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> None:
+        """What the holder has found to differ: what the ledger lacks, what the holder knows nothing of. Fenced."""
+        self._call("report", epoch, census, codec.pack_report(missing[:CHUNK], surplus[:CHUNK]))
 
     def reports(self, census: str) -> dict[Epoch, tuple[list[BlockRef], list[BlockRef]]]:
         """By holder that has reported: what the ledger lacks, what the holder knows nothing of. LedgerUnavailable."""
@@ -187,13 +207,35 @@ class Ledger:
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:
-        """What the holder holds, oldest reference first. Fenced."""
-        return codec.unpack_refs(self._call("holdings", epoch))
+        """What the holder holds, oldest reference first, read piece by piece. Fenced."""
+        held: list[BlockRef] = []
+        part, place = self.holdings_after(epoch, 0)
+        while part:
+            held += part
+            part, place = self.holdings_after(epoch, place)
+        return held
+
+    def holdings_after(self, epoch: Epoch, place: int) -> tuple[list[BlockRef], int]:
+        """Up to CHUNK of the holder's references, in the order in which they came, and the place of the last; those
+        after it come with the next call. Place 0: from the first on; none: that was all. Fenced.
+        """
+        reply = self._call("holdings", epoch, place, CHUNK)
+        return codec.unpack_refs(reply[8:]), int.from_bytes(reply[:8], "little")
+
+    def holds(self, epoch: Epoch, refs: Sequence[BlockRef]) -> list[bool]:
+        """Which of these references the holder holds. Fenced."""
+        _bounded(len(refs))
+        return [letter == ord("1") for letter in self._call("holds", epoch, codec.pack_refs(refs))]
 
     def lookup(self, hashes_by_group: Sequence[Sequence[bytes]]) -> int:
         """Length in blocks of the longest prefix that is indexed for every group. Takes no references."""
-        _bounded(sum(len(hashes) for hashes in hashes_by_group))
-        return int(self._call("lookup", codec.pack_hashes(hashes_by_group)))
+        length = 0
+        for part in parts_of(hashes_by_group):
+            found = int(self._call("lookup", codec.pack_hashes(part)))
+            length += found
+            if found < max(map(len, part)):
+                break
+        return length
 
     def reap(
         self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S, tick: int = 0
@@ -215,16 +257,23 @@ class Ledger:
         try:
             self.client.delete(self.tag + "meta")
             for key in list(self.client.scan_iter(f"{self.tag}*", count=1000)):
-                self.client.delete(key)
+                self.client.unlink(key)
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise errors.LedgerUnavailable(f"forget: {error}") from error
 
-    def inspect_raw(self, with_blocks: bool) -> list[Any]:
+    def inspect_raw(self) -> list[Any]:
         """The reply of `inspect.lua`; `inspection` decodes it."""
-        reply = self._execute("inspect", int(with_blocks))
+        reply = self._execute("inspect")
         if isinstance(reply, bytes):
             raise _refusal(reply)
         return list(reply)
+
+    def clock(self) -> tuple[bytes | None, ...]:
+        """What changes with every operation but a beat. LedgerUnavailable."""
+        try:
+            return tuple(self.client.hmget(self.tag + "meta", "dataset", "tick", "epoch", "reserved", "sealed"))  # type: ignore[arg-type]
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise errors.LedgerUnavailable(f"clock: {error}") from error
 
     def _call(self, name: str, *args: bytes | str | int) -> bytes:
         reply: bytes = self._execute(name, *args)
@@ -256,9 +305,24 @@ def _ms(seconds: float) -> int:
 
 
 def _bounded(num_blocks: int) -> int:
-    if not 0 <= num_blocks <= MAX_BATCH:
-        raise ValueError(f"{num_blocks} blocks in one call, the limit is {MAX_BATCH}")
+    if not 0 <= num_blocks <= CHUNK:
+        raise ValueError(f"{num_blocks} blocks in one call, the limit is {CHUNK}")
     return num_blocks
+
+
+def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """`items` in pieces of one call each."""
+    for first in range(0, len(items), CHUNK):
+        yield items[first : first + CHUNK]
+
+
+def parts_of(hashes_by_group: Sequence[Sequence[bytes]]) -> Iterator[list[Sequence[bytes]]]:
+    """The hashes of all groups in pieces of one call each, heads first, until the shortest group has ended."""
+    if not hashes_by_group:
+        return
+    size = CHUNK // len(hashes_by_group)
+    for first in range(0, min(map(len, hashes_by_group)), size):
+        yield [hashes[first : first + size] for hashes in hashes_by_group]
 
 
 def _refusal(reply: bytes) -> errors.LedgerError:

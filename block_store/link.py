@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -17,11 +17,11 @@ from block_store.arena import Arena
 from block_store.codec import SealItem
 from block_store.errors import ArenaLost, Exhausted, Fenced, HeaderAheadError, LedgerUnavailable, Stale, StaleDataset
 from block_store.header import FixedHeader
-from block_store.holder import Holder
-from block_store.ledger import MAX_BATCH, Standing
+from block_store.holder import Attempt, Holder
+from block_store.ledger import CHUNK, Standing
 from block_store.writer_slots import WriterSlot
 from common.telemetry import Fallbacks
-from common.types import BlockRef, TicketId
+from common.types import BlockRef
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,14 +53,16 @@ class LedgerLink:
         self._rebuild_count = arena.rebuild_count
         self._late_seals: list[list[SealItem]] = []
         """Sealed in the header, not yet in the ledger."""
-        self._wanted: set[TicketId] = set()
-        """Tickets whose claim was not answered and will be made again."""
+        self._wanted: set[Attempt] = set()
+        """Claims that were not answered and will be made again."""
         holder.on_stale = self.rejoin
         holder.on_answer = self.settle_up
-        self._reserve_target = reserve
-        self._reserve: deque[BlockRef] = deque()
+        self._least_reserve = self._reserve_target = reserve
+        self._reserve: dict[BlockRef, None] = {}
+        """In the order in which they are taken from it."""
         self._counts: Counter[BlockRef] = Counter()
         self._unsure = False
+        """The ledger may hold references for us that we know nothing of."""
 
     def rejoin(self) -> bool:
         """Asserts what is held here in the ledger that the header names, if that is another one than before.
@@ -74,13 +76,18 @@ class LedgerLink:
             return False
         if fixed.dataset == self.holder.ledger.dataset:
             return False
+        # Steps go on meanwhile. They get nothing new, since the old ledger refuses: what is held can only get less.
+        standings = self.holder.assert_held(fixed.dataset, self._everything())
         with self._lock:
-            refs = [*self._counts, *self._reserve]
-            standings = self.holder.rejoin(fixed.dataset, refs)
+            self.holder.join()
             self._rebuild_count = fixed.rebuild_count
-            self._settle_standings(dict(zip(refs, standings, strict=True)))
-            self._unsure = True  # late seals
+            self._settle_standings(standings)
+            self._unsure = True  # what was given up meanwhile
         return True
+
+    @locked
+    def _everything(self) -> list[BlockRef]:
+        return [*self._counts, *self._reserve]
 
     def _settled_page(self) -> FixedHeader:
         """The header's fixed page, not while it is being written."""
@@ -90,30 +97,52 @@ class LedgerLink:
 
     def _settle_standings(self, standings: dict[BlockRef, Standing]) -> None:
         """What was lost can still be read, by the reader rule, until its header changes; nobody writes into it."""
-        self._reserve = deque(ref for ref in self._reserve if standings[ref] is Standing.UNSEALED)
+        self._reserve = {ref: None for ref in self._reserve if standings[ref] is Standing.UNSEALED}
         late = [[item for item in items if standings.get(item.ref) is Standing.UNSEALED] for items in self._late_seals]
         self._late_seals = [items for items in late if items]
-        if lost := sum(standing is Standing.LOST for standing in standings.values()):
+        if lost := sum(standings[ref] is Standing.LOST for ref in self._counts):
             self.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
 
     def settle_up(self) -> None:
-        """Makes up for what the ledger has not heard, and reports to `fsck`; in the beat thread, between two calls."""
-        if self.holder.fenced.is_set() or not (self._unsure or self.holder.census):
+        """Makes up for what the ledger has not heard, fills the reserve, reports to `fsck`. In the beat thread, piece
+        by piece: between two of them a step may have the ledger.
+        """
+        if self.holder.fenced.is_set():
             return
-        with self._lock:
-            self._call(lambda: None)
-            if self.holder.census:
-                self.holder.ledger.report(self.holder.epoch, self.holder.census, [*self._counts, *self._reserve])
+        if self._unsure or self._late_seals:
+            self._reconcile()
+        self._level_reserve()
+        if self.holder.census:
+            self._report(self.holder.census)
+
+    def _level_reserve(self) -> None:
+        """Towards its target, as far as blocks can be had."""
+        try:
+            while (missing := self._reserve_target - len(self._reserve)) > 0:
+                with self._lock:
+                    self._take(min(missing, CHUNK))
+        except (Exhausted, LedgerUnavailable):
+            return
+        if (surplus := len(self._reserve) - 2 * self._reserve_target - CHUNK) > 0:
+            self._give_back(surplus)
+
+    @locked
+    def _give_back(self, num_blocks: int) -> None:
+        """Blocks of the reserve, those that came last."""
+        refs = list(self._reserve)[len(self._reserve) - num_blocks :]
+        for ref in refs:
+            del self._reserve[ref]
+        self._release_all(refs)
 
     def _refill(self, num_blocks: int) -> None:
-        """At least `num_blocks` in the reserve, the target beyond them if it can be had."""
+        """At least `num_blocks` in the reserve, and some towards the target if they can be had."""
         self._check_fence()
         missing = num_blocks - len(self._reserve)
         wanted = missing + self._reserve_target
         if wanted <= 0:
             return
         try:
-            self._take(min(wanted, max(missing, MAX_BATCH)))
+            self._take(min(wanted, max(missing, CHUNK)))
         except Exhausted:
             if missing <= 0 or missing == wanted:
                 raise
@@ -135,7 +164,7 @@ class LedgerLink:
         # Whoever began a rebuild since then may not have seen us in the header (`rebuild`): these are not ours.
         if self.arena.rebuild_count != self._rebuild_count:
             raise LedgerUnavailable("the ledger is built anew")
-        self._reserve.extend(refs)
+        self._reserve.update(dict.fromkeys(refs))
 
     def _contradicted(self, reason: str) -> None:
         """The header is ahead of the ledger, so that this is an older one: write nothing, ask for a rebuild. Fenced."""
@@ -144,21 +173,19 @@ class LedgerLink:
         self.fallbacks.note("rebuild asked for", reason)
 
     def _release_all(self, refs: Sequence[BlockRef]) -> None:
-        for end in range(len(refs), 0, -MAX_BATCH):  # tails first
-            part = refs[max(0, end - MAX_BATCH) : end]
-            try:
-                self._call(lambda part=part: self.holder.release(part))  # type: ignore[misc]
-                self.holder.num_available += len(part)
-            except LedgerUnavailable as error:  # `_reconcile` makes up for it
-                self.fallbacks.note("release not acknowledged", str(error))
-                return
+        if not refs:
+            return
+        try:
+            self._call(lambda: self.holder.release(refs))
+            self.holder.num_available += len(refs)
+        except LedgerUnavailable as error:  # `_reconcile` makes up for it
+            self.fallbacks.note("release not acknowledged", str(error))
 
     def _call(self, operation: Callable[[], T]) -> T:
-        """One ledger call. After an unanswered one the two sides may differ: the ledger's surplus is released first."""
+        """One operation of the ledger. After an unanswered one the two sides may differ, until `_reconcile`."""
         self._check_fence()
         try:
-            if self._unsure:
-                self._reconcile()
+            self._seal_late()
             return operation()
         except StaleDataset as error:
             self._unsure = True
@@ -167,24 +194,60 @@ class LedgerLink:
             self._unsure = True
             raise
 
-    def _reconcile(self) -> None:
-        """Seals made up for first: blocks that no sequence has any more may still serve others."""
-        while self._late_seals:
+    def _seal_late(self) -> None:
+        """Before anything else: blocks that no sequence has any more may still serve others."""
+        while self._late_seals and not self.holder.breaker.is_open:
             try:
                 self.holder.seal(self._late_seals[0])
+                self._unsure = True  # the references on blocks that had the hash already
             except Stale as error:
                 self.fallbacks.note("late seal refused", str(error))
             self._late_seals.pop(0)
-        held = self.holder.holdings()
-        known = {
-            *self._counts,
-            *self._reserve,
-            *(ref for ticket in self._wanted for ref in self.holder.unfetched(ticket)),
-        }
-        surplus = [ref for ref in held if ref not in known]
-        for first in range(0, len(surplus), MAX_BATCH):
-            self.holder.release(surplus[first : first + MAX_BATCH])
-        self._unsure = False
+
+    def _reconcile(self) -> None:
+        """Releases what the ledger holds for us and we know nothing of."""
+        with self._lock:
+            self._call(lambda: None)
+            self._unsure = False
+        try:
+            for part in self._ledger_side():
+                with self._lock:
+                    self._release_all([ref for ref in part if not self._knows(ref)])
+        except BaseException:
+            self._unsure = True
+            raise
+
+    def _ledger_side(self) -> Iterable[list[BlockRef]]:
+        """What the ledger says is held here, piece by piece. A reference of an answered call is known here by the time
+        the lock can be had.
+        """
+        part, place = self.holder.holdings_after(0)
+        while part:
+            yield part
+            part, place = self.holder.holdings_after(place)
+
+    def _knows(self, ref: BlockRef) -> bool:
+        return (
+            ref in self._counts
+            or ref in self._reserve
+            or any(ref in attempt.refs or ref in self.holder.unfetched(attempt) for attempt in self._wanted)
+        )
+
+    def _report(self, census: str) -> None:
+        """What differs is looked at again with nothing under way."""
+        believed = set(self._everything())
+        surplus: list[BlockRef] = []
+        for part in self._ledger_side():
+            surplus += [ref for ref in part if ref not in believed]
+            believed.difference_update(part)
+        with self._lock:
+            missing = self._missing([ref for ref in believed if self._knows(ref)][:CHUNK])
+            surplus = [ref for ref in surplus if not self._knows(ref)][:CHUNK]
+            lasting = [ref for ref, held in zip(surplus, self.holder.holds(surplus), strict=True) if held]
+            self.holder.ledger.report(self.holder.epoch, census, missing, lasting)
+
+    def _missing(self, refs: list[BlockRef]) -> list[BlockRef]:
+        return [ref for ref, held in zip(refs, self.holder.holds(refs), strict=True) if not held]
 
     def _check_fence(self) -> None:
         if self.holder.fenced.is_set():

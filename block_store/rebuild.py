@@ -30,7 +30,7 @@ from block_store.inspection import BlockState
 from block_store.ledger import LEASE_S, Ledger, server_run_id, source
 
 _LOG = logging.getLogger(__name__)
-_CHUNK = 4096
+_CHUNK = 1024
 """Blocks per command."""
 _RECORD = np.dtype(
     [("state", "u1"), ("hashed", "u1"), ("unused", "<u2"), ("slot", "<u4"), ("generation", "<u8"), ("writer", "<u8"),
@@ -84,7 +84,7 @@ def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
     arena.enter_ledger(run_id, dataset, count)
     census = take_census(arena)
     for key in list(client.scan_iter(f"{tag}*", count=1000)):
-        client.delete(key)
+        client.unlink(key)
     _write(client, tag, census)
     args: list[str | int] = [dataset, run_id, arena.num_blocks, count, round(grace_s * 1000)]
     reply = client.register_script(source("open"))(keys=[tag + "meta"], args=args)

@@ -16,6 +16,7 @@ from block_store.arena import Arena, ref_arrays
 from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder
 from block_store.header import HeaderState, Memory
 from block_store.inspection import BlockView, HolderView, Inspection, inspect
+from block_store.ledger import CHUNK
 from block_store.owner import ArenaOwner
 from block_store.placing import place_name
 from block_store.sizing import CannotSize, WorkerNeeds, granted_floor
@@ -34,8 +35,6 @@ from common.types import BlockRef, Epoch, KvLayout, TicketId
 from protos.v1 import block_store_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
-_READ_CHUNK = 256
-"""Blocks of one reading for which the ledger is asked at once."""
 
 
 class BlockStoreServicer:
@@ -104,8 +103,8 @@ class BlockStoreServicer:
         refs = convert.table_from_pb(request.table)
         ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
         for index, ref in enumerate(refs):
-            if index % _READ_CHUNK == 0:
-                await self._check_readable(ticket, refs[index : index + _READ_CHUNK])
+            if index % CHUNK == 0:
+                await self._check_readable(ticket, refs[index : index + CHUNK])
             data, digest = await asyncio.to_thread(read_block, arena, ref)
             yield pb.ReadBlocksResponse(index=index, data=data, digest=digest)
 

@@ -116,7 +116,7 @@ class SmallWorld:
                 items = [SealItem(ref, prefix_hash) for prefix_hash in (*HASHES, None)]
                 calls += [("seal", partial(ledger.seal, lane, [item])) for item in items]
             elif not tickets:
-                calls.append(("hand over", partial(ledger.hand_over, lane, [ref], (), LONG_S)))
+                calls.append(("hand over", partial(ledger.hand_over, lane, [ref], LONG_S)))
         for name, call in calls:
             yield name, partial(self._twice, call), Role(role.slot, role.epoch, role.number + 1)
         yield "die", partial(self._die, role), Role(role.slot, role.epoch, role.number, is_dead=True)

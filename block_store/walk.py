@@ -10,7 +10,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from block_store import errors
 from block_store.codec import SealItem
@@ -137,13 +136,13 @@ class LedgerWalk:
     def hand_over(self, who: int, n: int, keep: int) -> None:
         mine = self._mine(who)
         refs = list(mine.held)[: n % 6 + 1]
-        kept = refs[: keep % 3]
-        moved = refs[len(kept) :]
+        moved = refs[keep % 3 :]
         if not refs:
             return
-        answer = self._once("hand_over", mine, lambda lane: self.ledger.hand_over(lane, moved, kept, LONG_S))
+        answer = self._once("hand_over", mine, lambda lane: self.ledger.hand_over(lane, refs, LONG_S))
         assert isinstance(answer, TicketId), answer
         self.tickets.append(Paper(answer, {ref: mine.held[ref] for ref in refs}))
+        assert self._once("release", mine, lambda lane: self.ledger.release(lane, moved)) == len(moved)
         for ref in moved:
             del mine.held[ref]
 
@@ -161,7 +160,7 @@ class LedgerWalk:
         guess = replace(paper.id, secret=bytes(TICKET_SECRET_BYTES))
         assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, guess)), errors.Gone)
         answer = self._once("claim", mine, lambda lane: self.ledger.claim(lane, paper.id))
-        assert isinstance(answer, list) and set(answer) == set(paper.held), answer
+        assert isinstance(answer, tuple) and not answer[1] and set(answer[0]) == set(paper.held), answer
         mine.held.update(paper.held)
         self._read(mine)
         assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, paper.id)), errors.Gone)
@@ -314,19 +313,17 @@ class LedgerWalk:
         for mine in self.holders:
             caller, refs = mine.caller, [*mine.held, *mine.unsealed]
             past = [BlockRef(ref.block, ref.generation - 1) for ref in refs[:1]]
-            refs += past
+            refs = [*past, *refs]
             caller.ledger, caller.number = self.ledger, 0
             caller.epoch = self.ledger.register("caller", writer_slot=caller.slot.number, lease_s=LONG_S)
             self._known = None
-            standings = self._once("assert", mine, partial(self._assert_held, refs))
-            expected = [Standing.SEALED] * len(mine.held) + [Standing.UNSEALED] * len(mine.unsealed)
-            expected += [Standing.LOST] * len(past)
+            standings = self._once("assert", mine, lambda lane, refs=refs: self.ledger.assert_held(lane, refs))  # type: ignore[misc]
+            expected = [Standing.LOST] * len(past) + [Standing.SEALED] * len(mine.held)
+            expected += [Standing.UNSEALED] * len(mine.unsealed)
             assert standings == expected, f"what is held is not lost in a rebuild: {standings}"
+            assert self._once("assert", mine, self.ledger.assert_all) is False
             self._read(mine)
         self._reap()
-
-    def _assert_held(self, refs: list[BlockRef], lane: Lane) -> object:
-        return self.ledger.assert_held(lane, refs, True)
 
     def _lease_all(self) -> None:
         seconds, _ = self.store.client.time()  # type: ignore[misc]

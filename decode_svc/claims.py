@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from block_store.attach import Attached
 from block_store.errors import Fenced, LedgerError, LedgerUnavailable
 from block_store.hashing import next_hash
+from block_store.holder import Attempt
 from common.blocks import blocks_of, group_blocks
 from common.types import Ticket
 from decode_svc.scheduler import Group
@@ -32,6 +33,7 @@ class Claim:
     """The parent of its first block's hash."""
     candidates: Candidates | None = None
     """The first step of a beam search."""
+    attempt: Attempt = field(default_factory=Attempt)
     cancelled: set[int] = field(default_factory=set)
     """Samples that were cancelled before it could be claimed."""
 
@@ -107,7 +109,7 @@ class Claims:
         for group, claim in list(self._waiting.items()):
             done: Claim | None = claim
             try:
-                self._attached.held.claim(claim.ticket)
+                self._attached.held.claim(claim.ticket, claim.attempt)
             except LedgerUnavailable:
                 return
             except Fenced:
@@ -121,10 +123,10 @@ class Claims:
     def drop(self, group: Group) -> None:
         """Let its ticket go, if it still waits."""
         if (claim := self._waiting.pop(group, None)) is not None:
-            self.decline(claim.ticket)
+            self.decline(claim.ticket, claim.attempt)
 
-    def decline(self, ticket: Ticket) -> None:
-        """Let a ticket go that was not taken in."""
+    def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
+        """Let a ticket go that was not taken in, and what an attempt to claim it has got."""
         if ticket.arena_id == self._attached.arena.arena_id:
             with suppress(Fenced):
-                self._attached.held.decline(ticket)
+                self._attached.held.decline(ticket, attempt)

@@ -16,7 +16,6 @@ from block_store.attach import Attached
 from block_store.codec import SealItem
 from block_store.errors import Exhausted, LedgerUnavailable
 from block_store.hashing import next_hash
-from block_store.ledger import MAX_BATCH
 from common.blocks import blocks_of
 from common.errors import StartupError
 from common.types import BlockRef
@@ -56,7 +55,7 @@ class SwapSpace:
         return len(self._distinct(group.live))
 
     def has_room(self, num_blocks: int) -> bool:
-        return num_blocks <= min(len(self._free), MAX_BATCH)
+        return num_blocks <= len(self._free)
 
     def swap_out(self, group: Group) -> bool:
         """Copy a group's blocks here and release those of the arena; there must be room for them.
@@ -151,7 +150,7 @@ class SwapSpace:
 
     def _alloc(self, num_blocks: int, spare: int) -> list[BlockRef]:
         held = self._attached.held
-        refs = held.alloc(min(num_blocks + spare, MAX_BATCH))
+        refs = held.alloc(num_blocks + spare)
         if refs[num_blocks:]:
             held.release(refs[num_blocks:])
         return refs[:num_blocks]

@@ -18,7 +18,7 @@ from typing import TypeVar
 from block_store.breaker import Breaker
 from block_store.errors import BlockStoreError, LedgerUnavailable
 from block_store.hashing import chain_start, hash_blocks
-from block_store.ledger import MAX_BATCH, Ledger
+from block_store.ledger import Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
 from common.telemetry import Fallbacks
@@ -126,8 +126,7 @@ class Discovery:
         for arena_id, record in by_arena.items():
             if (ledger := self._ledgers.get(arena_id)) is not None:
                 start = chain_start(bytes.fromhex(record.hash_domain), salt)
-                ids = prompt_ids[: MAX_BATCH * record.block_size]
-                found[arena_id] = ledger.lookup([hash_blocks(start, ids, record.block_size)]) * record.block_size
+                found[arena_id] = ledger.lookup([hash_blocks(start, prompt_ids, record.block_size)]) * record.block_size
         return found
 
     def _open_ledgers(self) -> dict[str, Ledger]:

@@ -115,12 +115,19 @@ class GroupBlocks:
             branches.append(sequence)
         return branches
 
-    def hand_over(self, sequences: Seq[Sequence]) -> Ticket:
-        """A ticket with a table per sequence. Errors as of `HeldBlocks.hand_over`."""
-        ticket_id = self._attached.held.hand_over([[sequence.table] for sequence in sequences])
+    def hand_over(self, job: Job) -> Ticket:
+        """A ticket with a table per sequence. Errors as of `HeldBlocks.hand_over`; call it again, or `forget`."""
+        sequences = job.sequences
+        ticket_id = self._attached.held.hand_over([[sequence.table] for sequence in sequences], job.hand_over)
         tables = tuple((tuple(sequence.table),) for sequence in sequences)
         num_tokens = tuple(sequence.num_computed for sequence in sequences)
         return Ticket(self._attached.arena.arena_id, ticket_id, tables, num_tokens)
+
+    def forget(self, job: Job) -> None:
+        """Give up a job's blocks, and a ticket that was begun for it."""
+        with suppress(Fenced):
+            self._attached.held.forget(job.hand_over)
+        self.release(job.sequences)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         """Give up all blocks of these; those that hold none may be among them."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from block_store.holder import Attempt
 from common.blocks import blocks_of
 from common.types import Branch, SamplingParams, StoppingParams
 from engine.beam import Candidates
@@ -43,6 +44,7 @@ class Job:
     """The next token of each branch whose sequence is complete, by its place in `branches`."""
     candidates: Candidates | None = None
     """What a beam search begins with."""
+    hand_over: Attempt = field(default_factory=Attempt)
 
     def __post_init__(self) -> None:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]

@@ -210,12 +210,12 @@ class PrefillWorker:
         ticket: Ticket | None = None
         if job.sequences:
             try:
-                ticket = self._blocks.hand_over(job.sequences)
+                ticket = self._blocks.hand_over(job)
             except LedgerUnavailable:
                 self._parked[job] = lambda: self._conclude(job, done)
                 return
             except (Stale, NotHolder):  # a block was lost in a rebuild
-                self._blocks.release(job.sequences)
+                self._blocks.forget(job)
                 self._fail(job, Aborted("a block of the prompt was reclaimed"))
                 return
         self._emits.pop(job)(replace(done, ticket=ticket))
@@ -224,8 +224,10 @@ class PrefillWorker:
 
     def _forget(self, job: Job) -> None:
         """Take a job out, whatever it is doing, and release its blocks."""
-        if self._scheduler.remove(job) or self._parked.pop(job, None) is not None:
+        if self._scheduler.remove(job):
             self._blocks.release(job.sequences)
+        elif self._parked.pop(job, None) is not None:
+            self._blocks.forget(job)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:
         self._forget(job)

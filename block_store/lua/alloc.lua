@@ -1,10 +1,13 @@
--- alloc(epoch, number, n): n blocks RESERVED for the holder; free ones first, then the coldest cached.
-local epoch, number, n = ARGV[2], ARGV[3], tonumber(ARGV[4])
+-- alloc(epoch, number, n, wanted): n blocks RESERVED for the holder; free ones first, then the coldest cached. Refused
+-- if there is no room for all that are wanted, with later calls too.
+local epoch, number, n, wanted = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local early = lane(epoch, number)
 if early then return early end
 local room = room_for(epoch)
 if awaiting() then room = math.min(room, call('LLEN', FREE_LIST)) end
-if n > room then return answer(epoch, number, '-EXHAUSTED ' .. text(n) .. ' ' .. text(math.max(0, room))) end
+if wanted > room then
+  return answer(epoch, number, '-EXHAUSTED ' .. text(wanted) .. ' ' .. text(math.max(0, room)))
+end
 
 local blocks, num_free = {}, math.min(n, call('LLEN', FREE_LIST))
 if num_free > 0 then blocks = call('LPOP', FREE_LIST, num_free) end
@@ -19,7 +22,7 @@ send('HDEL', INDEX, evicted)
 
 local rebuild, slot = tonumber(call('HGET', META, 'rebuild')), tonumber(call('HGET', holder_key(epoch), 'slot'))
 local epoch8, head = u64(epoch), struct.pack('<BBI2I4', RESERVED, 0, 0, slot)
-local sides, owns, reply, order = {}, {}, { '+' }, ticks(n)
+local sides, reply = {}, { '+' }
 for i = 1, n do
   local block, low, high = blocks[i], struct.unpack('<I4I4', records[i], 9)
   -- The upper half is the rebuild count: what a lost ledger issued is never issued again (I11).
@@ -27,11 +30,10 @@ for i = 1, n do
   local generation = struct.pack('<I4I4', low, high)
   records[i] = head .. generation .. epoch8 .. string.sub(records[i], 25)
   sides[2 * i - 1], sides[2 * i] = block, epoch8
-  owns[2 * i - 1], owns[2 * i] = block, generation .. u64(order + i)
   reply[i + 1] = pack_ref(block, generation)
 end
 write_all(blocks, records)
 send('HSET', REFS, sides)
-send('HSET', own_key(epoch), owns)
+add_own(epoch, blocks, ticks(n))
 call('HINCRBY', META, 'reserved', n)
 return answer(epoch, number, table.concat(reply))

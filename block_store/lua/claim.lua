@@ -1,25 +1,30 @@
--- claim(epoch, number, ticket, secret): the ticket's references become the worker's, once.
+-- claim(epoch, number, ticket, secret, most): up to `most` of the ticket's references become the worker's, once. Answers with 1
+-- if some are left for another call, else 0 and the ticket is over; and with the references.
 local epoch, number, ticket, secret = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local early = lane(epoch, number)
 if early then return early end
-if not is_ticket(ticket, secret) then
-  return answer(epoch, number, '-GONE')
-end
-local blocks, generations = owned(ticket)
-local sides, epoch8, ticket8 = hmget(REFS, blocks), u64(epoch), u64(ticket)
-local new_sides, own, reply, order = {}, {}, { '+' }, ticks(#blocks)
+local claimer = is_ticket(ticket, secret) and (call('HGET', holder_key(ticket), 'claimer') or epoch)
+if claimer ~= epoch then return answer(epoch, number, '-GONE') end
+local blocks = call('ZRANGE', own_key(ticket), 0, ARGV[6] - 1)
+local sides, records, epoch8, ticket8 = hmget(REFS, blocks), read_all(blocks), u64(epoch), u64(ticket)
+local new_sides, own, reply = {}, {}, {}
 for i, block in ipairs(blocks) do
   local side = without(sides[i], ticket8)
   if not holds(side, epoch8) then
     side = side .. epoch8
     own[#own + 1] = block
-    own[#own + 1] = generations[i] .. u64(order + i)
   end
   new_sides[2 * i - 1], new_sides[2 * i] = block, side
-  reply[#reply + 1] = pack_ref(block, generations[i])
+  reply[i] = pack_ref(block, generation_of(records[i]))
 end
 send('HSET', REFS, new_sides)
-send('HSET', own_key(epoch), own)
-call('ZREM', LEASES, ticket)
-call('DEL', own_key(ticket), holder_key(ticket))
-return answer(epoch, number, table.concat(reply))
+add_own(epoch, own, ticks(#own))
+send('ZREM', own_key(ticket), blocks)
+local more = call('EXISTS', own_key(ticket)) == 1
+if more then
+  call('HSET', holder_key(ticket), 'claimer', epoch)
+else
+  call('ZREM', LEASES, ticket)
+  call('DEL', holder_key(ticket))
+end
+return answer(epoch, number, (more and '+1' or '+0') .. table.concat(reply))

@@ -5,14 +5,17 @@
 --   blocks (string, RECORD bytes each: state u8, hashed u8, u16, writer slot u32, generation u64, writer epoch u64,
 --           hash[32])
 --   refs   (hash: block -> its holders' epochs, u64 each)          the block side
---   own:<epoch>    (hash: block -> generation u64, order u64)      the holder side
---   holder:<epoch> (hash: kind, name, slot, floor, token, secret, number, reply)
+--   own:<epoch>    (zset: block, by the order in which it came)    the holder side; the generation is the block's
+--   holder:<epoch> (hash: kind, name, slot, floor, token, secret, claimer, number, reply)
 --   index  (hash: prefix hash -> block)
 --   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot; 0: see `awaiting`)
---   dying (zset: epoch -> was it reaped)     dying:<epoch> (list: what it still holds, head first)
+--   dying (zset: epoch -> was it reaped)     dying:<epoch> (zset: what it still holds, as `own` was)
 --   awaited (set: writer slots that were locked when the ledger was built and have not asserted what they hold)
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
 -- Generations are passed on as 8 opaque bytes: a Lua number holds only 53 bits.
+--
+-- A script blocks the server while it runs, so none does more than MOST blocks' worth of work, whatever is held: callers
+-- come again with the rest.
 local call = redis.call
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
@@ -23,7 +26,8 @@ local DYING, AWAITED = TAG .. 'dying', TAG .. 'awaited'
 local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
 local RECORD = 56
 local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
-local BURIAL = 2000 -- blocks that one call lets go of for holders that have ended: a script blocks the server
+local MOST = 256 -- blocks that one call frees or lets go of beside those that it names; ledger.CHUNK of those
+local MOST_HOLDERS = 64 -- holders that one call ends
 
 if call('HGET', META, 'dataset') ~= ARGV[1] then return '-STALE_DATASET' end
 
@@ -161,7 +165,7 @@ local function ticks(n) return call('HINCRBY', META, 'tick', n) - n end
 local function floors_of_others(epoch)
   local sum, floors = 0, call('HGETALL', FLOORS)
   for i = 1, #floors, 2 do
-    if floors[i] ~= epoch then sum = sum + math.max(0, tonumber(floors[i + 1]) - call('HLEN', own_key(floors[i]))) end
+    if floors[i] ~= epoch then sum = sum + math.max(0, tonumber(floors[i + 1]) - call('ZCARD', own_key(floors[i]))) end
   end
   return sum
 end
@@ -176,13 +180,26 @@ local function awaiting()
   return call('SCARD', AWAITED) > 0 and now_ms() < tonumber(call('HGET', META, 'grace_until'))
 end
 
--- Quarantined blocks of a writer slot become FREE. Returns how many.
-local function unquarantine(slot)
-  local blocks = call('ZRANGEBYSCORE', QUARANTINE_SET, slot, slot)
+-- Up to `room` quarantined blocks of a writer slot become FREE. Returns how many.
+local function unquarantine(slot, room)
+  local blocks = call('ZRANGEBYSCORE', QUARANTINE_SET, slot, slot, 'LIMIT', 0, room)
   for _, block in ipairs(blocks) do set_state(block, FREE, 0) end
   send('ZREM', QUARANTINE_SET, blocks)
   send('LPUSH', FREE_LIST, blocks)
   return #blocks
+end
+
+-- The holder side: `epoch` holds `blocks` from now on, in this order, from the clock's `order` on.
+local function add_own(epoch, blocks, order)
+  local pairs_of = {}
+  for i, block in ipairs(blocks) do pairs_of[2 * i - 1], pairs_of[2 * i] = order + i, block end
+  send('ZADD', own_key(epoch), pairs_of)
+end
+
+-- Whether `epoch` holds each of `blocks`; false if not.
+local function owns(epoch, blocks)
+  if #blocks == 0 then return {} end
+  return call('ZMSCORE', own_key(epoch), unpack(blocks))
 end
 
 -- References of `epoch` on sealed blocks, one on each, however often it is named. `records` as they are now.
@@ -196,7 +213,6 @@ local function pin(epoch, epoch8, blocks, records, order)
         new_sides[#new_sides + 1] = block
         new_sides[#new_sides + 1] = side .. epoch8
         own[#own + 1] = block
-        own[#own + 1] = generation_of(record) .. u64(order + i)
       end
       if state_of(record) == CACHED then
         warm[#warm + 1] = block
@@ -205,7 +221,7 @@ local function pin(epoch, epoch8, blocks, records, order)
     end
   end
   send('HSET', REFS, new_sides)
-  send('HSET', own_key(epoch), own)
+  add_own(epoch, own, order)
   send('ZREM', CACHED_SET, warm)
   write_all(warm, warm_records)
   call('HINCRBY', META, 'sealed', #warm)
@@ -254,39 +270,28 @@ local function let_go(epoch, blocks, reaped)
   call('HINCRBY', META, 'sealed', 0 - num_sealed)
 end
 
--- A holder's blocks in the order in which it got them: the order of its block tables.
-local function owned(epoch)
-  local flat, list = call('HGETALL', own_key(epoch)), {}
-  for i = 1, #flat, 2 do
-    list[#list + 1] = { flat[i], (struct.unpack('<I8', flat[i + 1], 9)), string.sub(flat[i + 1], 1, 8) }
-  end
-  table.sort(list, function(a, b) return a[2] < b[2] end)
-  local blocks, generations = {}, {}
-  for i, entry in ipairs(list) do blocks[i], generations[i] = entry[1], entry[3] end
-  return blocks, generations
-end
-
 -- Ends a holder, fence first; `bury` lets go of what it holds.
 local function end_holder(epoch, reaped)
   call('ZREM', LEASES, epoch)
   local token = call('HGET', holder_key(epoch), 'token')
   if token then call('HDEL', TOKENS, token) end
   call('HDEL', FLOORS, epoch)
-  local blocks = owned(epoch)
-  send('RPUSH', dying_key(epoch), blocks)
-  call('ZADD', DYING, reaped and 1 or 0, epoch)
-  call('DEL', own_key(epoch), holder_key(epoch))
+  if call('EXISTS', own_key(epoch)) == 1 then
+    call('RENAME', own_key(epoch), dying_key(epoch))
+    call('ZADD', DYING, reaped and 1 or 0, epoch)
+  end
+  call('DEL', holder_key(epoch))
 end
 
--- Lets go of up to BURIAL blocks of holders that have ended, tails first. Returns whether some are left.
+-- Lets go of up to MOST blocks of holders that have ended, tails first. Returns whether some are left.
 local function bury()
-  local room, dying = BURIAL, call('ZRANGE', DYING, 0, -1, 'WITHSCORES')
+  local room, dying = MOST, call('ZRANGE', DYING, 0, MOST_HOLDERS, 'WITHSCORES')
   for i = 1, #dying, 2 do
     local epoch, key = dying[i], dying_key(dying[i])
-    local blocks = call('LRANGE', key, 0 - room, -1)
+    local blocks = call('ZRANGE', key, 0 - room, -1)
     let_go(epoch, blocks, dying[i + 1] == '1')
-    call('LTRIM', key, 0, -1 - #blocks)
-    if call('LLEN', key) > 0 then return true end
+    call('ZREMRANGEBYRANK', key, 0 - #blocks, -1)
+    if call('EXISTS', key) == 1 then return true end
     call('ZREM', DYING, epoch)
     room = room - #blocks
     if room == 0 then break end

@@ -2,8 +2,8 @@
 local ticket, secret = ARGV[2], ARGV[3]
 if not is_ticket(ticket, secret) then return '-GONE' end
 local blocks, generations = unpack_refs(ARGV[4])
-local own = hmget(own_key(ticket), blocks)
+local own, records = owns(ticket, blocks), read_all(blocks)
 for i, block in ipairs(blocks) do
-  if not own[i] or string.sub(own[i], 1, 8) ~= generations[i] then return '-NOT_HOLDER ' .. block end
+  if not own[i] or generation_of(records[i]) ~= generations[i] then return '-NOT_HOLDER ' .. block end
 end
 return '+'

@@ -12,7 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from looseleaf.chaos import cancels, central, freezes, kills, outages, plain, poison, pressure, rolling, staleness
+from looseleaf.chaos import (
+    cancels,
+    central,
+    freezes,
+    kills,
+    outages,
+    plain,
+    poison,
+    pressure,
+    rolling,
+    size,
+    staleness,
+)
 from looseleaf.chaos.book import make_book, make_model
 from looseleaf.chaos.report import Report, Row
 from looseleaf.chaos.run import Run
@@ -43,6 +55,7 @@ SCENARIOS = {
     "pressure": Scenario(pressure.pressure, 1200),
     "staleness": Scenario(staleness.staleness, 1000),
     "cancels": Scenario(cancels.cancels, 2000),
+    "ledger-size": Scenario(size.ledger_size, 500_000),
 }
 
 

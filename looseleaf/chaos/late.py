@@ -18,8 +18,8 @@ HARMLESS = "of no effect"
 EFFECTIVE = "EFFECTIVE"
 """Something has changed: the fence has a hole."""
 _OF_HOLDERS = frozenset({
-    "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "assert_held",
-    "report",
+    "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "holds",
+    "assert_held", "assert_all", "report",
 })  # fmt: skip
 """Operations whose first argument is the caller's epoch."""
 _COUNTED = """

@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -17,12 +19,15 @@ from block_store.breaker import BUDGET_S
 from block_store.codec import SealItem
 from block_store.errors import LedgerUnavailable
 from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.ledger import Ledger
+from block_store.holder import Attempt, Holder
+from block_store.inspection import HolderView
+from block_store.ledger import CHUNK, Ledger
 from block_store.rebuild import rebuild
 from block_store.redis_server import RedisHandle
 from block_store.testing import TestStore, chain, content, wait_until
 from common.types import BlockRef, Ticket
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -107,8 +112,9 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
     assert held.arena.check_refs([*new, *last])
     with pytest.raises(LedgerUnavailable):
         held.hand_over(tables_of([old[0], *new[:2]]))
+    claiming = Attempt()
     with pytest.raises(LedgerUnavailable):
-        decode.claim(ticket)
+        decode.claim(ticket, claiming)
     assert held.num_held == 4 and held.holder.breaker.num_refused >= 4
     assert held.fallbacks.counts == {
         "seal not acknowledged": 1, "no prefix looked up": 1, "release not acknowledged": 2,
@@ -119,7 +125,7 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
     ticket_id = held.hand_over(tables_of([old[0], *new[:2]]))
     assert store.ledger.lookup([chain("new", 3)]) == 3, "sealed late, the released tail too"
     assert decode.claim(Ticket(store.arena.arena_id, ticket_id, tables_of([old[0], *new[:2]]), (48,)))
-    decode.claim(ticket)
+    decode.claim(ticket, claiming)
     held.release(last)
     held.assert_idle()
     store.check()
@@ -150,29 +156,116 @@ def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silencea
     held.assert_idle()
 
 
-def test_a_hand_over_whose_answer_is_lost_is_one_hand_over(silenceable: Silenceable) -> None:
-    held, store = silenceable.worker(), silenceable.store
-    refs = held.seal(items(held, held.alloc(3), "a"))
+@contextmanager
+def unheard(*names: str) -> Iterator[None]:
+    """The ledger does what it is asked; answers to these operations get lost."""
     execute = Ledger._execute
 
-    def unheard(self: Ledger, name: str, *args: bytes | str | int) -> object:
+    def lose(self: Ledger, name: str, *args: bytes | str | int) -> object:
         answer = execute(self, name, *args)
-        if name == "hand_over":
+        if name in names:
             raise LedgerUnavailable("the answer was lost")
         return answer
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Ledger, "_execute", unheard)
-        with pytest.raises(LedgerUnavailable):
-            held.hand_over(tables_of(refs))
+        patched.setattr(Ledger, "_execute", lose)
+        yield
+
+
+def tickets(store: TestStore) -> list[HolderView]:
+    return [holder for holder in store.moment().holders if holder.kind == "ticket"]
+
+
+def test_a_hand_over_whose_answer_is_lost_is_one_hand_over(silenceable: Silenceable) -> None:
+    held, store = silenceable.worker(), silenceable.store
+    refs = held.seal(items(held, held.alloc(3), "a"))
+    attempt = Attempt()
+    with unheard("hand_over"), pytest.raises(LedgerUnavailable):
+        held.hand_over(tables_of(refs), attempt)
     assert held.num_held == 3 and held.holder.breaker.is_open
     held.holder.probe()
     assert held.alloc(1), "other calls may come in between"
-    ticket_id = held.hand_over(tables_of(refs))
-    tickets = [holder for holder in store.moment().holders if holder.kind == "ticket"]
-    assert [ticket.epoch for ticket in tickets] == [ticket_id.epoch] and tickets[0].num_references == 3
+    ticket_id = held.hand_over(tables_of(refs), attempt)
+    [ticket] = tickets(store)
+    assert ticket.epoch == ticket_id.epoch and ticket.num_references == 3
     assert held.num_held == 1
     store.check()
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_the_answer_to_a_hand_over_is_for_nobody_else(silenceable: Silenceable, settled: bool) -> None:
+    """Its caller gave up; the same prompt comes again, in the very same blocks. It gets a ticket of its own, and what
+    the first one had got is let go."""
+    held, store = silenceable.worker(), silenceable.store
+    refs = held.seal(items(held, held.alloc(3), "a"))
+    attempt = Attempt()
+    with unheard("hand_over"), pytest.raises(LedgerUnavailable):
+        held.hand_over(tables_of(refs), attempt)
+    held.holder.probe()
+    [old] = tickets(store)
+    if settled:  # by a call that came before the caller gave up
+        held.alloc(0)
+        held.holder.holdings()
+    held.forget(attempt)
+    held.release(refs)
+    assert held.acquire([chain("a", 3)]) == [refs]
+    ticket = held.hand_over(tables_of(refs), Attempt())
+    assert [seen.epoch for seen in tickets(store)] == [ticket.epoch] != [old.epoch]
+    held.assert_idle()
+    store.check()
+
+
+@pytest.mark.parametrize("answer", ["hand_over", "claim"])
+def test_tables_of_more_blocks_than_a_call_takes(redis_handle: RedisHandle, shm: Path, answer: str) -> None:
+    """Handed over and claimed in pieces, of which each answer gets lost once."""
+    store = TestStore(redis_handle.client, shm / "big", num_blocks=2 * CHUNK + 200)
+    held, decode = store.held(), store.held()
+    for worker in (held, decode):
+        worker.holder._budget_s = -1.0
+    refs = held.seal(items(held, held.alloc(2 * CHUNK + 10), "a"))
+    handing, claiming, lost = Attempt(), Attempt(), 0
+
+    def persistently(worker: HeldBlocks, call: Callable[[], T]) -> T:
+        nonlocal lost
+        while True:
+            with unheard(answer), suppress(LedgerUnavailable):
+                return call()
+            lost += 1
+            worker.holder.probe()
+            assert worker.holder.holdings()
+
+    ticket_id = persistently(held, lambda: held.hand_over(tables_of(refs), handing))
+    held.assert_idle()
+    ticket = Ticket(store.arena.arena_id, ticket_id, tables_of(refs), (16 * len(refs),))
+    assert persistently(decode, lambda: decode.claim(ticket, claiming)) == ticket.tables
+    assert lost == 3 and decode.num_held == len(refs) and not tickets(store)
+    decode.release(refs)
+    decode.assert_idle()
+    store.check()
+    store.close()
+
+
+def test_a_claim_that_is_given_up_half_way_holds_nothing(redis_handle: RedisHandle, shm: Path) -> None:
+    store = TestStore(redis_handle.client, shm / "big", num_blocks=2 * CHUNK + 200)
+    held, decode = store.held(), store.held()
+    decode.holder._budget_s = -1.0
+    refs = held.seal(items(held, held.alloc(2 * CHUNK + 10), "a"))
+    ticket = Ticket(store.arena.arena_id, held.hand_over(tables_of(refs)), tables_of(refs), (16 * len(refs),))
+    attempt = Attempt()
+    with unheard("claim"), pytest.raises(LedgerUnavailable):
+        decode.claim(ticket, attempt)
+    decode.holder.probe()
+    with unheard("claim"), pytest.raises(LedgerUnavailable):
+        decode.claim(ticket, attempt)
+    decode.holder.probe()
+    assert len(attempt.refs) == CHUNK
+    decode.decline(ticket, attempt)
+    decode.assert_idle()
+    held.assert_idle()
+    while store.ledger.reap(gap_s=60).more:
+        store.check()
+    assert store.moment().counts.cached == len(refs)
+    store.close()
 
 
 def test_a_late_seal_of_what_another_has_sealed_meanwhile(silenceable: Silenceable) -> None:
@@ -192,12 +285,3 @@ def test_a_late_seal_of_what_another_has_sealed_meanwhile(silenceable: Silenceab
     other.release(theirs)
     other.assert_idle()
     store.check()
-
-
-def test_a_call_over_many_blocks_has_more_time(silenceable: Silenceable) -> None:
-    """Its script runs to the end although the client hung up; repeated, it gives the stored answer."""
-    held = silenceable.worker()
-    held.holder.ledger.client.connection_pool.connection_kwargs["socket_timeout"] = 0.0001
-    refs = held.holder._in_lane(lambda lane: held.holder.ledger.alloc(lane, 12), num_blocks=100_000)
-    held.holder.ledger.client.connection_pool.connection_kwargs["socket_timeout"] = 1.0
-    assert len(refs) == 12 and silenceable.store.moment().counts.reserved == 12

@@ -43,7 +43,7 @@ def look(store: TestStore, *workers: HeldBlocks) -> Findings:
 
 
 DAMAGE: dict[str, Callable[[TestStore, HeldBlocks, BlockRef], object]] = {
-    "I4: sides differ": lambda s, h, ref: s.client.hdel(s.ledger.tag + f"own:{h.epoch}", str(ref.block)),
+    "I4: sides differ": lambda s, h, ref: s.client.zrem(s.ledger.tag + f"own:{h.epoch}", str(ref.block)),
     "the header has generation": lambda s, h, ref: s.client.setrange(
         s.ledger.tag + "blocks", ref.block * RECORD.size + 8, struct.pack("<Q", ref.generation + 1)
     ),

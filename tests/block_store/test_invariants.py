@@ -25,10 +25,7 @@ DAMAGE: dict[str, Damage] = {
     "I1: counts ": lambda s, c, refs: s.client.setrange(
         key(s, "blocks"), refs[0].block * RECORD.size, chr(BlockState.CACHED)
     ),
-    "I2: holder": lambda s, c, refs: s.client.setrange(
-        key(s, "blocks"), refs[0].block * RECORD.size + 8, struct.pack("<Q", 77)
-    ),
-    "I4: sides differ": lambda s, c, refs: s.client.hdel(key(s, f"own:{c.epoch}"), str(refs[0].block)),
+    "I4: sides differ": lambda s, c, refs: s.client.zrem(key(s, f"own:{c.epoch}"), str(refs[0].block)),
     "I4: block": lambda s, c, refs: s.client.hset(
         key(s, "refs"), str(refs[0].block), struct.pack("<QQ", c.epoch, c.epoch)
     ),

@@ -10,8 +10,8 @@ import pytest
 from block_store import errors
 from block_store.codec import SealItem
 from block_store.inspection import BlockState
-from block_store.ledger import MAX_BATCH, Lane
-from block_store.redis_server import RedisHandle, open_client
+from block_store.ledger import CHUNK, Lane, chunks
+from block_store.redis_server import RedisHandle
 from block_store.testing import TestStore, chain
 from common.types import BlockRef, Epoch, TicketId
 
@@ -97,10 +97,11 @@ def test_acquire_needs_every_group(store: TestStore) -> None:
 def test_hand_over_moves_and_keeps(store: TestStore) -> None:
     one, two, ledger = store.caller(), store.caller(), store.ledger
     refs = store.fill(one, chain("a", 4))
-    ticket = ledger.hand_over(one.lane(), refs[1:], refs[:1])
+    ticket = ledger.hand_over(one.lane(), refs)
+    ledger.release(one.lane(), refs[1:])
     assert ledger.holdings(one.epoch) == refs[:1]
     assert sorted(ledger.holdings(ticket.epoch)) == sorted(refs)
-    assert ledger.claim(two.lane(), ticket) == [*refs[1:], refs[0]]
+    assert ledger.claim(two.lane(), ticket) == (refs, False)
     with pytest.raises(errors.Gone):
         ledger.claim(one.lane(), ticket)
     with pytest.raises(errors.Gone):
@@ -119,7 +120,7 @@ def test_a_ticket_is_claimed_by_who_was_given_its_secret(store: TestStore) -> No
         with pytest.raises(errors.Gone):
             ledger.claim(thief.lane(), TicketId(ticket.epoch, guess))
     assert ledger.holdings(thief.epoch) == []
-    assert ledger.claim(two.lane(), ticket) == first
+    assert ledger.claim(two.lane(), ticket) == (first, False)
     assert ticket.secret.hex() not in repr(ticket) and repr(ticket.secret) not in repr(ticket)
     store.check()
 
@@ -129,7 +130,7 @@ def test_a_repeated_hand_over_gives_the_first_secret(store: TestStore) -> None:
     refs, lane = store.fill(one, chain("a", 2)), one.lane()
     ticket = ledger.hand_over(lane, refs)
     assert ledger.hand_over(lane, refs) == ticket
-    assert ledger.claim(two.lane(), ticket) == refs
+    assert ledger.claim(two.lane(), ticket) == (refs, False)
 
 
 def test_hand_over_refusals(store: TestStore) -> None:
@@ -152,6 +153,7 @@ def test_a_ticket_expires_and_its_blocks_stay_cached(store: TestStore) -> None:
     one, ledger = store.caller(), store.ledger
     refs = store.fill(one, chain("a", 3))
     ticket = ledger.hand_over(one.lane(), refs, lease_s=0.0)
+    ledger.release(one.lane(), refs)
     assert ledger.reap().reaped == (ticket.epoch,)
     with pytest.raises(errors.Gone):
         ledger.claim(one.lane(), ticket)
@@ -205,7 +207,8 @@ def test_every_call_carries_the_dataset(store: TestStore) -> None:
         lambda: old.seal(lane, [SealItem(refs[0])]), lambda: old.acquire(lane, hashes),
         lambda: old.hand_over(lane, refs), lambda: old.claim(lane, ticket), lambda: old.release(lane, refs),
         lambda: old.unregister(me.epoch), lambda: old.holdings(me.epoch), lambda: old.lookup(hashes), old.reap,
-        lambda: old.inspect_raw(True),
+        lambda: old.inspect_raw(), lambda: old.give_up(ticket), lambda: old.holds(me.epoch, refs),
+        lambda: old.assert_all(lane), lambda: old.assert_held(lane, refs), lambda: old.report(me.epoch, "c", refs, []),
     ):  # fmt: skip
         with pytest.raises(errors.StaleDataset):
             call()
@@ -234,6 +237,14 @@ def test_a_reap_after_a_gap_renews_every_lease(store: TestStore) -> None:
     assert ledger.reap().reaped == (me.epoch,)
 
 
+def test_a_reap_after_a_gap_shortens_no_lease(store: TestStore) -> None:
+    me, ledger = store.caller(), store.ledger
+    ledger.beat(me.epoch, 50.0)
+    store.client.hset(ledger.tag + "meta", "last_reap", 1)
+    assert ledger.reap().postponed
+    assert ledger_lease_ms(store, me.epoch) > 40_000
+
+
 def ledger_lease_ms(store: TestStore, epoch: Epoch) -> int:
     seconds, micros = store.client.time()  # type: ignore[misc]
     deadline = store.client.zscore(store.ledger.tag + "leases", str(epoch))
@@ -247,24 +258,70 @@ def test_a_beat_never_shortens_a_lease(store: TestStore) -> None:
     assert ledger_lease_ms(store, me.epoch) > 40_000
 
 
-@pytest.mark.parametrize("size", [2000, MAX_BATCH])
-def test_whole_tables_of_thousands_of_blocks(store: TestStore, redis_handle: RedisHandle, shm: Path, size: int) -> None:
-    patient = open_client(redis_handle.url, call_timeout_s=60)
-    big = TestStore(patient, shm / "big", num_blocks=size + 500)
-    me, you, ledger, hashes = big.caller(), big.caller(), big.ledger, chain("a", size)
-    ledger.beat(you.epoch, 600)
-    refs = big.fill(me, hashes)
-    ticket = ledger.hand_over(me.lane(), refs)
-    assert ledger.claim(you.lane(), ticket) == refs
-    assert ledger.acquire(me.lane(), [hashes]) == [refs] and ledger.lookup([hashes]) == size
-    assert ledger.release(you.lane(), refs) == size
+def test_a_ticket_is_built_and_claimed_in_pieces(redis_handle: RedisHandle, shm: Path) -> None:
+    """By one worker only, however many calls it takes; what nobody claims is let go with the ticket."""
+    size = 2 * CHUNK + 50
+    store = TestStore(redis_handle.client, shm / "big", num_blocks=size + 500)
+    me, you, thief, ledger, hashes = store.caller(), store.caller(), store.caller(), store.ledger, chain("a", size)
+    refs = [ref for part in chunks(hashes) for ref in store.fill(me, part)]
+    tickets = []
+    for _ in range(2):
+        ticket = None
+        for part in chunks(refs):
+            ticket = ledger.hand_over(me.lane(), part, ticket=ticket)
+        assert ticket is not None
+        tickets.append(ticket)
+    first, second = tickets
+    assert ledger.holdings(first.epoch) == refs
+    assert ledger.claim(you.lane(), first) == (refs[:CHUNK], True)
+    with pytest.raises(errors.Gone):
+        ledger.claim(thief.lane(), first)
+    assert ledger.claim(you.lane(), first) == (refs[CHUNK : 2 * CHUNK], True)
+    assert ledger.claim(you.last, first) == (refs[CHUNK : 2 * CHUNK], True), "repeated"
+    assert ledger.claim(you.lane(), first) == (refs[2 * CHUNK :], False)
+    with pytest.raises(errors.Gone):
+        ledger.claim(you.lane(), first)
+    assert ledger.holdings(you.epoch) == refs and ledger.lookup([hashes]) == size
+    assert ledger.claim(thief.lane(), second)[1]
+    ledger.give_up(TicketId(second.epoch, b"a guess"))
     store.check()
-    big.expire(me.epoch)
+    ledger.give_up(second)
     while ledger.reap(gap_s=60).more:
-        big.check()
-    big.check()
-    assert len(ledger.alloc(you.lane(), size)) == size
-    with pytest.raises(ValueError, match=f"limit is {MAX_BATCH}"):
-        ledger.alloc(you.lane(), MAX_BATCH + 1)
-    big.check()
-    big.close()
+        store.check()
+    assert len(ledger.holdings(thief.epoch)) == CHUNK
+    with pytest.raises(errors.Gone):
+        ledger.hand_over(me.lane(), refs[:1], ticket=second)
+    store.check()
+    with pytest.raises(ValueError, match=f"limit is {CHUNK}"):
+        ledger.alloc(you.lane(), CHUNK + 1)
+    with pytest.raises(errors.Exhausted) as refusal:
+        ledger.alloc(you.lane(), CHUNK, wanted=501)
+    assert (refusal.value.wanted, refusal.value.available) == (501, 500)
+    store.close()
+
+
+def test_the_dead_are_let_go_of_piece_by_piece(redis_handle: RedisHandle, shm: Path) -> None:
+    """Holders with much, many holders, and much that waits for a dead process: no sweep does all of it."""
+    store = TestStore(redis_handle.client, shm / "big", num_blocks=2000)
+    ledger, rich = store.ledger, store.caller()
+    poor = [store.caller() for _ in range(70)]
+    sealed = [ref for part in chunks(chain("a", 600)) for ref in store.fill(rich, part)]
+    for _ in range(3):
+        ledger.alloc(rich.lane(), 200)
+    for one in poor:
+        ledger.alloc(one.lane(), 1)
+    store.expire(*(one.epoch for one in [rich, *poor]))
+    reaped: list[Epoch] = []
+    num_sweeps = 0
+    while (report := ledger.reap(gap_s=60)).more:
+        reaped += report.reaped
+        num_sweeps += 1
+        store.check()
+    assert num_sweeps >= 1200 // CHUNK and set(reaped) == {one.epoch for one in [rich, *poor]}
+    assert store.moment().counts.cached == len(sealed) and store.moment().counts.quarantine == 670
+    freed = 0
+    while (report := ledger.reap([rich.slot.number, *(one.slot.number for one in poor)], gap_s=60)).more:
+        freed += report.num_unquarantined
+        store.check()
+    assert freed + report.num_unquarantined == 670 and store.moment().counts.quarantine == 0
+    store.close()

@@ -220,7 +220,7 @@ NAMED: dict[str, list[Edit]] = {
 
 MORE: dict[str, list[Edit]] = {
     "alloc without others' floors": [("alloc", "- floors_of_others(epoch)", "")],
-    "alloc forgets the holder side": [("alloc", "send('HSET', own_key(epoch), owns)", "")],
+    "alloc forgets the holder side": [("alloc", "add_own(epoch, blocks, ticks(n))", "")],
     "seal by another writer": [("seal", "string.sub(record, 9, 24) ==", "true or string.sub(record, 9, 24) ==")],
     "seal overwrites the index": [("seal", "= hmget(INDEX, hashes), {}", "= {}, {}")],
     "seal of twins indexes both": [("seal", "elseif here[hash] then", "elseif false then")],
@@ -228,17 +228,20 @@ MORE: dict[str, list[Edit]] = {
     "acquire leaves the block cached": [("acquire", "send('ZREM', CACHED_SET, warm)", "")],
     "acquire twice": [("acquire", "if not holds(side, epoch8) then", "if true then")],
     "hand-over of old generations": [("hand_over", "generation_of(record) ~= generations[i]", "false")],
-    "hand-over keeps the block side": [("hand_over", "side = without(side, epoch8)", "")],
+    "hand-over forgets the block side": [("hand_over", "send('HSET', REFS, new_sides)", "")],
+    "hand-over forgets the holder side": [("hand_over", "add_own(ticket, blocks, ticks(#blocks))", "")],
     "claim without the secret": [("claim", "is_ticket(ticket, secret)", "live(ticket)")],
     "claim leaves the ticket alive": [("claim", "call('ZREM', LEASES, ticket)", "")],
     "claim forgets the block side": [("claim", "send('HSET', REFS, new_sides)", "")],
-    "release of old generations": [("release", "and string.sub(own[i], 1, 8) == generations[i]", "")],
-    "release forgets the holder side": [("release", "send('HDEL', own_key(epoch), given_up)", "")],
+    "release of old generations": [("release", "and generation_of(records[i]) == generations[i]", "")],
+    "release forgets the holder side": [("release", "send('ZREM', own_key(epoch), given_up)", "")],
     "reap leaves the lease": [("reap", "call('ZREM', LEASES, epoch)\n", "\n")],
     "reap forgets whom it has begun with": [("reap", "call('ZADD', DYING, reaped and 1 or 0, epoch)", "")],
-    "every slot is freed": [("reap", "'ZRANGEBYSCORE', QUARANTINE_SET, slot, slot", "'ZRANGE', QUARANTINE_SET, 0, -1")],
-    "an assertion leaves the block in quarantine": [("assert_held", "call('ZREM', QUARANTINE_SET, block)", "")],
-    "an assertion frees nothing": [("assert_held", "unquarantine(slot)", "")],
+    "every slot is freed": [
+        ("reap", "'ZRANGEBYSCORE', QUARANTINE_SET, slot, slot, 'LIMIT', 0, room", "'ZRANGE', QUARANTINE_SET, 0, -1")
+    ],
+    "an assertion leaves the block in quarantine": [("assert_held", "send('ZREM', QUARANTINE_SET, taken)", "")],
+    "an assertion frees nothing": [("assert_all", "unquarantine(slot, MOST)", "")],
     "an assertion of any generation": [("assert_held", "generation_of(record) == generations[i]", "true")],
 }
 MUTANTS = {**NAMED, **MORE}

@@ -19,7 +19,7 @@ from block_store.arena import Arena
 from block_store.codec import SealItem
 from block_store.header import arena_bytes
 from block_store.held import HeldBlocks
-from block_store.holder import Holder
+from block_store.holder import Attempt, Holder
 from block_store.ledger import Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
@@ -114,7 +114,7 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
         with pytest.raises(grpc.RpcError) as refusal:
             running.read(arena_id, shown, refs_asked)
         assert refusal.value.code() is code
-    held.holder.claim(ticket)
+    held.holder.claim(ticket, Attempt())
     with pytest.raises(grpc.RpcError) as refusal:
         running.read(reply.arena_id, ticket, refs[:1])
     assert refusal.value.code() is grpc.StatusCode.ABORTED, "the ticket is over"

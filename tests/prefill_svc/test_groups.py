@@ -213,11 +213,11 @@ def test_a_hand_over_that_the_ledger_does_not_answer_is_made_later(
     world = make_world()
     hand_over, refused = world.held.hand_over, []
 
-    def silent_twice(tables: Any) -> Any:
+    def silent_twice(tables: Any, attempt: Any) -> Any:
         if len(refused) < 2:
             refused.append(tables)
             raise LedgerUnavailable("no answer")
-        return hand_over(tables)
+        return hand_over(tables, attempt)
 
     monkeypatch.setattr(world.held, "hand_over", silent_twice)
     done = world.prefill(PROMPT, empty(3), SAMPLED, STOPPING)

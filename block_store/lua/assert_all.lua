@@ -1,0 +1,10 @@
+-- assert_all(epoch, number): the holder has asserted everything that it holds, so what else waited for its writer slot is
+-- free. Answers with 1 if some is left for another call.
+local epoch, number = ARGV[2], ARGV[3]
+local early = lane(epoch, number)
+if early then return early end
+local slot = call('HGET', holder_key(epoch), 'slot')
+unquarantine(slot, MOST)
+local more = call('ZCOUNT', QUARANTINE_SET, slot, slot) > 0
+if not more then call('SREM', AWAITED, slot) end
+return answer(epoch, number, more and '+1' or '+0')

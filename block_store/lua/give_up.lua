@@ -1,0 +1,6 @@
+-- give_up(ticket, secret): ends a ticket that nobody will claim, or the rest of one. Once gone, stays gone.
+if is_ticket(ARGV[2], ARGV[3]) then
+  end_holder(ARGV[2], false)
+  bury()
+end
+return '+'
