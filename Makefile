@@ -91,11 +91,13 @@ bench-preemption: install ## swapping and giving back against an arena with room
 bench-hostile: install ## what hostile HTTP bodies cost other streams, and the gateway's memory
 	@exec $(PY) -m looseleaf.bench.hostile $(ARGS)
 
-model-check: dev ## the ledger's model, at length (its small tier is part of the tests)
-	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99
-	tests="$$(printf 'machine.py::test_random_operations_keep_the_invariants[%s]\n' 0 1 2 3 4 5 6 7)"
-	printf '%s\n' "$$tests" 'machine.py -k bug' actors.py small_world.py |
-		xargs -P 2 -I{} sh -c '$(PY) -m pytest --timeout 7200 -q tests/block_store/test_{}'
+model-check: dev ## the models of the ledger and of both workers' blocks, at length (small tiers are part of the tests)
+	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99 MODEL_CHECK_WORLDS=100
+	ledger="$$(printf 'block_store/test_machine.py::test_random_operations_keep_the_invariants[%s]\n' 0 1 2 3 4 5 6 7)"
+	workers="$$(printf 'equality/test_machine.py::test_no_order_of_events_costs_a_block_or_a_token[%s]\n' 0 1 2 3 4 5 6 7)"
+	printf '%s\n' "$$ledger" 'block_store/test_machine.py -k bug' block_store/test_actors.py \
+		block_store/test_small_world.py "$$workers" 'equality/test_machine.py -k phase' |
+		xargs -P 2 -I{} sh -c '$(PY) -m pytest --timeout 7200 -q tests/{}'
 
 chaos: dev ## services killed, frozen and robbed of Redis, answers compared (ARGS="--trials 5 --scenario decode-kill")
 	@exec $(PY) -m looseleaf.chaos $(or $(ARGS),--scenario all)

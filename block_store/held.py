@@ -127,6 +127,9 @@ class HeldBlocks(LedgerLink):
             self._late_seals.append(list(items))
             return refs
         doubles = [(own, other) for own, other in zip(refs, final, strict=True) if own != other]
+        if not self.arena.check_refs([other for _, other in doubles]):  # else whoever seals it again gets it again
+            self._contradicted("an indexed block lives another life")
+            return refs
         for own, other in doubles:
             self._counts[other] += self._counts.pop(own)
         self._release_all([own for own, _ in doubles])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from block_store.thief import Thief
 from engine.runner import ModelRunner
 from engine.step import StepInput
 
@@ -15,10 +14,12 @@ When = Literal["before it is read", "after it is read"]
 class Meddler:
     """Stands in for `runner.step`, and takes a block inside of one step of one role, before or after the real one."""
 
-    def __init__(self, runner: ModelRunner, thief: Thief, when: When, pick: Callable[[StepInput], int | None]) -> None:
-        """`pick` says which block of a step to take; None: this step is not the one."""
+    def __init__(
+        self, runner: ModelRunner, take: Callable[[int], object], when: When, pick: Callable[[StepInput], int | None]
+    ) -> None:
+        """`take` takes a block; `pick` says which one of a step, None: this step is not the one."""
         self._step = runner.step
-        self._thief, self._when, self._pick = thief, when, pick
+        self._take, self._when, self._pick = take, when, pick
         self.is_armed = False
         self.taken: int | None = None
         self.batch: StepInput | None = None
@@ -30,8 +31,8 @@ class Meddler:
             return self._step(batch)
         self.taken, self.batch = block, batch
         if self._when == "before it is read":
-            self._thief.take(block)
+            self._take(block)
             return self._step(batch)
         logits = self._step(batch)
-        self._thief.take(block)
+        self._take(block)
         return logits

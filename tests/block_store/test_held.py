@@ -117,6 +117,18 @@ def test_seal_of_a_known_prefix_moves_the_count(store: TestStore) -> None:
     store.check()
 
 
+def test_seal_keeps_its_own_block_where_the_indexed_one_lives_another_life(store: TestStore) -> None:
+    """Else the same prompt would get that block again and again, and be sent back by every reader."""
+    one, two = store.held(), store.held()
+    first = filled(one, "a", 2)
+    store.arena.generations[first[1].block] += 1
+    second = filled(two, "a", 2)
+    assert not {*first} & {*second} and two.arena.check_refs(second) and two.num_held == 2
+    assert two.fallbacks.counts["rebuild asked for"] == 1
+    with pytest.raises(StaleDataset):
+        store.ledger.reap()
+
+
 def test_seal_checks_the_header(store: TestStore) -> None:
     held = store.held()
     refs = held.alloc(1)

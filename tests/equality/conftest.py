@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from block_store import redis_server
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A short directory on shared memory."""
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="ll-test-"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ class Scene:
     def meddle(self, worker: Any, when: When, pick: Pick) -> tuple[Meddler, list[list[int]]]:
         """From now on, in the steps of `worker`. Also: how many tokens of each text were out before and after the step
         in which a block was taken."""
-        meddler, out = Meddler(self.runner, self.thief, when, pick), list[list[int]]()
+        meddler, out = Meddler(self.runner, self.thief.take, when, pick), list[list[int]]()
         self.patch.setattr(self.runner, "step", meddler)
         step = worker.step
 

@@ -1,0 +1,273 @@
+"""Both workers' handling of blocks under random requests, cancels, lost answers, rebuilds, fences and thefts.
+
+After every move the ledger's invariants hold. In the end every request that was not cancelled has the oracle's tokens,
+nothing is held, and no block is lost. `make model-check` runs more of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from common.types import BlockRef, SamplingParams, StoppingParams
+from decode_svc.preemption import Choice
+from engine.oracle import Oracle
+from engine.runner import ModelRunner, RunnerSettings
+from engine.step import StepInput
+from engine.tiny import make_checkpoint
+from looseleaf.equality.cases import Answer, Case, differences, expect
+from looseleaf.equality.meddler import Meddler, When
+from looseleaf.equality.rough import Phase, Request, Role, RoughWorld
+
+BLOCK_SIZE = 4
+EXAMPLES, STEPS = (int(os.environ.get(f"MODEL_CHECK_{k}", small)) for k, small in (("EXAMPLES", 30), ("STEPS", 25)))
+"""`make model-check` has more of both, and cuts the examples into shards, for several processes at once."""
+SHARDS = int(os.environ.get("MODEL_CHECK_SHARDS", "1"))
+WORLDS = int(os.environ.get("MODEL_CHECK_WORLDS", "2"))
+GREEDY = SamplingParams(temperature=0.0, logprobs=1)
+KINDS = (
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=5, num_sequences=3, logprobs=1),
+    GREEDY,
+    SamplingParams(temperature=0.0, num_sequences=2, beam_width=2, logprobs=1),
+)
+HEADS = (tuple(range(20, 20 + 2 * BLOCK_SIZE)), tuple(range(40, 40 + 5)))
+CASES = [
+    Case(f"{kind} {head} {tail}", (*HEADS[head], *range(60, 60 + tail)), KINDS[kind], StoppingParams(9, 9))
+    for head in range(2)
+    for tail in (0, 3, 14)
+    for kind in range(4)
+]
+NUMBER, DRAW = st.integers(0, 30), st.randoms(use_true_random=True)
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+PHASES: tuple[Phase, ...] = ("queued", "prefilled", "parked", "under way", "claimed", "decoded")
+EVENTS = (
+    "cancel", "cancel of a sample", "fence", "redis", "theft", "end of the session", "tickets", "death", "nothing",
+)  # fmt: skip
+BACKGROUND = ("beat", "heal", "heal", "sweep", "redis", "fence", "tickets", "theft")
+FLOORS = {"hits": 20, "rebuild": 5, "LOST": 3, "prefill aborts": 3, "answers lost": 5, "finished": 40}
+"""Least number of times in the whole run: a machine that seldom gets deep finds nothing."""
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    model = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.bfloat16)
+    return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=64, device="cpu", block_size=BLOCK_SIZE))
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner) -> dict[str, Answer]:
+    oracle = Oracle(runner)
+    return {case.name: expect(oracle, case) for case in CASES}
+
+
+def happen(world: RoughWorld, draw: random.Random, phase: Phase, event: str) -> None:
+    """A new request, and one event in one phase of it; the ledger answers again then, or not yet."""
+    world.ask(draw.choice(CASES), draw.choice((b"", b"", b"other")))
+    request = world.requests[-1]
+    world.bring(request, phase, draw.randrange(3))
+    role: Role = "prefill" if request.job is not None else "decode"
+    world.seen[f"{event} while {world.phase(request)}"] += 1
+    match event:
+        case "cancel":
+            world.cancel(request)
+        case "cancel of a sample":
+            world.cancel_sample(request, draw.randrange(3))
+        case "end of the session":
+            world.session_ends()
+        case "death":
+            world.kill_decode()
+        case _:
+            befall(world, draw, event, role)
+    if draw.random() < 0.5:
+        world.heal()
+    if draw.random() < 0.5:  # its client tries again
+        world.ask(request.case, request.salt)
+
+
+def befall(world: RoughWorld, draw: random.Random, event: str, role: Role) -> None:
+    """What is no request's own."""
+    match event:
+        case "beat":
+            world.attachments[role].beat()
+        case "heal":
+            world.attachments[role].line.heal()
+            world.attachments[role].beat()
+        case "sweep":
+            world.sweep()
+        case "redis":
+            world.lose_redis()
+            if draw.random() < 0.5:
+                world.sweep()
+        case "fence":
+            world.fence(role)
+        case "tickets":
+            world.expire_tickets()
+        case "theft":
+            steal(world, draw, role)
+
+
+def steal(world: RoughWorld, draw: random.Random, role: Role) -> None:
+    """Of what a worker holds, between two steps or inside one."""
+    refs, when = list(world.attachments[role].held._counts), draw.choice((None, *get_args(When)))
+    if when is None:
+        return world.steal(draw.choice(refs)) if refs else None
+
+    def pick(batch: StepInput) -> int:
+        row = draw.randrange(len(batch.context_lens))
+        return int(batch.block_tables[0][row][draw.randrange(-(-int(batch.context_lens[row]) // BLOCK_SIZE))])
+
+    meddler = Meddler(world.runner, lambda block: world.steal(BlockRef(block, 0)), when, pick)
+    meddler.is_armed = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.runner, "step", meddler)
+        (world.prefill if role == "prefill" else world.decode).step()
+
+
+def finish(world: RoughWorld, expected: dict[str, Answer], seen: Counter[str]) -> None:
+    """Every request that was not cancelled has the oracle's tokens, and nothing is held."""
+    for request in world.finish():
+        kept = [text for i, text in enumerate(expected[request.case.name]) if i not in request.dropped]
+        found = [text for i, text in sorted(request.texts.items()) if i not in request.dropped]
+        assert not (wrong := differences([request.case], [kept], [found])), wrong
+        seen["finished"] += 1
+    seen.update(world.seen)
+    seen["answers lost"] += sum(attachment.line.num_lost for attachment in world.attachments.values())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("how", ["swap", "give-back"])
+def test_each_event_in_each_phase(
+    runner: ModelRunner, redis_client: Any, expected: dict[str, Answer], shm: Path, phase: Phase, how: Choice
+) -> None:
+    """Beside requests that met other events, in another order in each world."""
+    seen: Counter[str] = Counter()
+    for seed in range(WORLDS):
+        draw = random.Random(f"{phase} {how} {seed}")
+        world = RoughWorld(
+            runner, shm / str(seed), redis_client, num_blocks=draw.choice((26, 40, 90)), preemption=how,
+            reserve=draw.choice((0, 2)),
+        )  # fmt: skip
+        try:
+            for event in draw.sample(EVENTS, len(EVENTS)):
+                happen(world, draw, phase, event)
+                world.check()
+                for _ in range(4):
+                    world.pump()
+            finish(world, expected, seen)
+        finally:
+            world.close()
+    missing = [event for event in EVENTS if not seen[f"{event} while {phase}"]]
+    assert len(missing) <= len(EVENTS) // 2, f"never while {phase}: {missing}; {seen}"
+
+
+def make_machine(
+    runner: ModelRunner, client: Any, expected: dict[str, Answer], seen: Counter[str]
+) -> type[RuleBasedStateMachine]:
+    class Machine(RuleBasedStateMachine):
+        world: RoughWorld | None = None
+
+        @initialize(room=st.sampled_from((26, 40, 90)), how=st.sampled_from(("swap", "give-back")), reserve=NUMBER)
+        def start(self, room: int, how: Choice, reserve: int) -> None:
+            self.directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="ll-test-"))
+            self.world = RoughWorld(
+                runner, self.directory, client, num_blocks=room, preemption=how, reserve=(0, 0, 2)[reserve % 3]
+            )
+
+        @property
+        def there(self) -> RoughWorld:
+            assert self.world is not None
+            return self.world
+
+        def pick(self, which: int, fits: Callable[[Request], bool]) -> Request | None:
+            found = [request for request in self.there.requests if not request.is_over and fits(request)]
+            return found[which % len(found)] if found else None
+
+        @rule(draw=DRAW)
+        def ask(self, draw: random.Random) -> None:
+            if sum(not request.is_over for request in self.there.requests) < 6:
+                self.there.ask(draw.choice(CASES), draw.choice((b"", b"", b"other")))
+
+        @rule(draw=DRAW)
+        def something_happens_to_a_request(self, draw: random.Random) -> None:
+            if sum(not request.is_over for request in self.there.requests) < 6:
+                happen(self.there, draw, draw.choice(PHASES), draw.choice(EVENTS))
+
+        @rule(draw=DRAW)
+        def something_happens_elsewhere(self, draw: random.Random) -> None:
+            befall(self.there, draw, draw.choice(BACKGROUND), draw.choice(ROLES))
+
+        @rule(role=st.sampled_from(ROLES), num=st.integers(0, 3), cut=st.booleans())
+        def lose_answers(self, role: Role, num: int, cut: bool) -> None:
+            self.there.attachments[role].line.lose(num, cut)
+
+        @rule(times=st.integers(1, 4))
+        def step_prefill(self, times: int) -> None:
+            for _ in range(times):
+                self.there.prefill.step()
+
+        @rule(times=st.integers(1, 4))
+        def step_decode(self, times: int) -> None:
+            for _ in range(times):
+                self.there.decode.step()
+
+        @rule(which=NUMBER)
+        def deliver(self, which: int) -> None:
+            if (request := self.pick(which, lambda r: r.arrived is not None)) is not None:
+                self.there.deliver(request)
+
+        @rule(which=NUMBER)
+        def cancel(self, which: int) -> None:
+            if (request := self.pick(which, lambda r: True)) is not None:
+                self.there.cancel(request)
+
+        @rule(times=st.integers(1, 6))
+        def go_on(self, times: int) -> None:
+            for _ in range(times):
+                self.there.pump()
+
+        @invariant()
+        def holds(self) -> None:
+            if self.world is not None:
+                self.world.check()
+
+        def teardown(self) -> None:
+            if self.world is None:
+                return
+            try:
+                finish(self.world, expected, seen)
+            finally:
+                self.world.close()
+                shutil.rmtree(self.directory)
+
+    return Machine
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_no_order_of_events_costs_a_block_or_a_token(
+    runner: ModelRunner, redis_client: Any, expected: dict[str, Answer], shard: int
+) -> None:
+    seen: Counter[str] = Counter()
+    seeded = hypothesis.seed(shard) if SHARDS > 1 else lambda machine: machine  # the small tier: as derandomized
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        seeded(make_machine(runner, redis_client, expected, seen)),
+        settings=settings(
+            max_examples=max(1, EXAMPLES // SHARDS), stateful_step_count=STEPS, deadline=None,
+            derandomize=SHARDS == 1, suppress_health_check=list(HealthCheck), database=None,
+        ),
+    )  # fmt: skip
+    short = {name: (seen[name], floor) for name, floor in FLOORS.items() if seen[name] < floor}
+    assert not short, f"(done, wanted): {short}; all: {seen}"
