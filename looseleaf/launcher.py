@@ -21,7 +21,7 @@ from typing import Self
 from block_store.errors import RedisUnusable
 from block_store.private_redis import PrivateServer
 from common.errors import StartupError
-from common.trust import write_secret
+from common.secret_files import write_secret
 from looseleaf.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, wait_ready
 from looseleaf.model_source import resolve
 from looseleaf.placement import by_turns, child_environment, describe, settled, threads_per_worker, worker_processes
@@ -31,6 +31,7 @@ from looseleaf.service_flags import (
     gateway_flags,
     gateway_secrets,
     store_flags,
+    store_secrets,
     with_ports,
     worker_flags,
 )
@@ -96,7 +97,8 @@ class Launcher:
         self._echo(describe(asked, settings))
         # Workers beside the store: who needs its address waits for it itself.
         redis_url = settings.redis_url or self._start_redis()
-        store = self._spawn("block_store", "block_store", store_flags(settings, self._shared.path, redis_url, source))
+        flags = store_flags(settings, self._shared.path, source)
+        store = self._spawn("block_store", "block_store", flags, store_secrets(redis_url))
         store_address = store.later(0)
         assert self._run_directory is not None
         flags = worker_flags(settings, source, store_address)
@@ -107,8 +109,8 @@ class Launcher:
             self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)
-        flags = gateway_flags(settings, source, store_address, redis_url)
-        self._spawn("gateway", "gateway", flags, gateway_secrets(settings, self._salt_secret))
+        flags = gateway_flags(settings, source, store_address)
+        self._spawn("gateway", "gateway", flags, gateway_secrets(settings, redis_url, self._salt_secret))
         ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
         return self._addresses(ready, source.notice)
 

@@ -30,7 +30,7 @@ def flags_of(values: Mapping[str, object | None]) -> list[str]:
     return flags
 
 
-def store_flags(settings: ServeSettings, directory: Path, redis_url: str, source: ModelSource) -> list[str]:
+def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -> list[str]:
     """Flags of `python -m block_store`."""
     tiny_default = _TINY_BLOCKS if source.is_tiny and settings.memory_budget is None else None
     return flags_of(
@@ -38,7 +38,6 @@ def store_flags(settings: ServeSettings, directory: Path, redis_url: str, source
             "host": "127.0.0.1",
             "port": 0,
             "directory": directory,
-            "redis_url": redis_url,
             "expect_workers": settings.prefill + settings.decode,
             "memory_budget": settings.memory_budget,
             "num_blocks": settings.num_blocks or tiny_default,
@@ -69,7 +68,7 @@ def decode_flags(settings: ServeSettings) -> list[str]:
     return flags_of({"preemption": settings.preemption, "swap_space": settings.swap_space})
 
 
-def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str, redis_url: str) -> list[str]:
+def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
     """Flags of `python -m gateway`."""
     names = ("host", "port", "grpc_port", "max_model_len", "max_queue", "max_queue_wait", "api_key_file", "log_level")
     return flags_of(
@@ -77,18 +76,23 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
             "model": source.directory,
             "served_model_name": settings.served_model_name or source.directory.name,
             "block_store": block_store,
-            "redis_url": redis_url,
             "drain_s": settings.grace_s,
             **{name: getattr(settings, name) for name in names},
         }
     )
 
 
-def gateway_secrets(settings: ServeSettings, salt_secret: str) -> dict[str, str]:
-    """Credential and salt as variables: flags can be read by every user of the machine. A gateway that is started again
-    must have the salt of the one before, or no prompt finds its blocks; one that the user has set stays.
+def store_secrets(redis_url: str) -> dict[str, str]:
+    """A URL may hold a password, and flags can be read by every user of the machine."""
+    return {"LOOSELEAF_BLOCK_STORE_REDIS_URL": redis_url}
+
+
+def gateway_secrets(settings: ServeSettings, redis_url: str, salt_secret: str) -> dict[str, str]:
+    """What must be in no flag, as variables. A gateway that is started again must have the salt of the one before, or
+    no prompt finds its blocks; one that the user has set stays.
     """
-    secrets = {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt_secret}
+    secrets = {"LOOSELEAF_GATEWAY_REDIS_URL": redis_url}
+    secrets |= {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt_secret}
     return secrets if settings.api_key is None else secrets | {"LOOSELEAF_GATEWAY_API_KEY": settings.api_key}
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic_settings import CliPositionalArg
 
 from common.errors import StartupError
+from common.secret_files import write_secret
 from common.settings import Settings, settings_config
-from common.trust import write_secret
 
 NAMES = ("secret", "redis-password")
 

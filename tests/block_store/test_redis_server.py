@@ -18,7 +18,7 @@ from block_store.errors import LedgerUnavailable, RedisUnusable
 from block_store.ledger import Ledger
 from block_store.redis_server import RedisHandle
 from block_store.registry import StoreRecord, WorkerRegistry
-from block_store.testing import TestStore
+from block_store.testing import TestStore, wait_until
 from block_store.walk import LedgerWalk
 from common.types import WorkerLoad, WorkerRecord
 
@@ -134,3 +134,29 @@ def test_workers_and_stores_are_found_while_they_publish(redis_handle: RedisHand
     assert registry.get_store("3") is None
     registry.withdraw_store("1")
     assert registry.get_store() == stores[1]
+
+
+def test_a_private_server_asks_for_a_password_that_no_command_line_shows(directory: Path) -> None:
+    handle = redis_server.connect(None, directory)
+    assert handle.process is not None
+    password = (directory / "redis.password").read_text().strip()
+    assert (directory / "redis.password").stat().st_mode & 0o777 == 0o600 and len(password) == 64
+    assert password.encode() not in Path(f"/proc/{handle.process.pid}/cmdline").read_bytes()
+    assert b"requirepass" not in Path(f"/proc/{handle.process.pid}/cmdline").read_bytes()
+    socket = directory.resolve() / "redis.sock"
+    for url in (f"unix://{socket}", f"unix://:{'0' * 64}@{socket}"):
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis.from_url(url, protocol=2).ping()
+    before = handle.process
+    before.kill()
+    wait_until(lambda: handle.process is not before and answers(handle), 5)
+    assert password in handle.url, "its clients come again"
+    handle.close()
+    assert not (directory / "redis.password").exists()
+
+
+def answers(handle: RedisHandle) -> bool:
+    try:
+        return handle.follow() or True
+    except redis.ConnectionError:
+        return False

@@ -18,9 +18,10 @@ import protos.v1
 from common.access import POLICY, SECRET_HEADER, Access, Door
 from common.errors import StartupError
 from common.rpc import Protection, RpcServer
+from common.secret_files import read_secret, write_secret
 from common.service_main import internal_server
 from common.settings import ServerSettings, settings_config
-from common.trust import is_loopback, read_secret, write_secret
+from common.trust import is_loopback
 from protos.v1 import block_store_pb2, block_store_pb2_grpc, decode_pb2, inference_pb2, prefill_pb2
 
 SECRET = "0123456789abcdef"

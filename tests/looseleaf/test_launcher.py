@@ -13,7 +13,15 @@ from gateway.settings import GatewaySettings
 from looseleaf import device
 from looseleaf.model_source import ModelSource
 from looseleaf.placement import settled
-from looseleaf.service_flags import decode_flags, flags_of, gateway_flags, store_flags, worker_flags
+from looseleaf.service_flags import (
+    decode_flags,
+    flags_of,
+    gateway_flags,
+    gateway_secrets,
+    store_flags,
+    store_secrets,
+    worker_flags,
+)
 from looseleaf.settings import ServeSettings
 from looseleaf.worker.settings import BothSettings
 from prefill_svc.settings import PrefillSettings
@@ -59,10 +67,15 @@ def test_workers_that_decode_take_what_is_said_of_preemption(service: type[Decod
     assert (by_default.preemption, by_default.swap_space) == ("auto", 1.0)
 
 
-def test_block_store_and_gateway_take_what_a_launch_gives_them(gpu: None) -> None:
+def test_block_store_and_gateway_take_what_a_launch_gives_them(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settled(ServeSettings(gpu_memory_utilization=0.5, num_blocks=64, max_queue=9))
-    store = BlockStoreSettings.load(store_flags(settings, Path("/dev/shm/x"), "redis://127.0.0.1:2", SOURCE))
+    url = "redis://:password@127.0.0.1:2"
+    for name, value in (store_secrets(url) | gateway_secrets(settings, url, "saltsecret")).items():
+        monkeypatch.setenv(name, value)
+    store = BlockStoreSettings.load(store_flags(settings, Path("/dev/shm/x"), SOURCE))
+    assert store.redis_url == url
     assert (store.device, store.gpu_memory_utilization) == ("cuda", 0.5)
     assert (store.num_blocks, store.expect_workers, store.directory) == (64, 2, "/dev/shm/x")
-    gateway = GatewaySettings.load(gateway_flags(settings, SOURCE, "127.0.0.1:1", "redis://127.0.0.1:2"))
+    gateway = GatewaySettings.load(gateway_flags(settings, SOURCE, "127.0.0.1:1"))
+    assert (gateway.redis_url, gateway.salt_secret) == (url, "saltsecret")
     assert (gateway.max_queue, gateway.block_store, gateway.served_model_name) == (9, "127.0.0.1:1", "m")
