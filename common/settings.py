@@ -16,17 +16,23 @@ from typing import Literal, NoReturn, Self
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
+from common.command_line import hide_values
+
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
 
 
 class Settings(BaseSettings):
-    """Derive, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call `load(argv)`."""
+    """Derive, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call `load(argv)`.
+
+    The values of fields with `repr=False` are secrets: `load` takes them out of the command line that others see.
+    """
 
     model_config = SettingsConfigDict(extra="forbid")
 
     @classmethod
     def load(cls, argv: Sequence[str]) -> Self:
         """Settings from flags and environment; prints what is wrong and exits with status 2 on any mistake."""
+        hide_values([f"--{name.replace('_', '-')}" for name, field in cls.model_fields.items() if not field.repr])
         try:
             cls.refuse_unknown_variables()
             return CliApp.run(cls, cli_args=list(argv))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import time
 
 from block_store.errors import BlockStoreError
@@ -22,6 +23,7 @@ from gateway.gate import Gate
 from gateway.groups import limits_of
 from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
+from gateway.key_ring import KeyRing
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
 from gateway.server import HttpServer, bind_grpc, bind_http, drain, raise_file_limit, watch_blocks, watch_readiness
@@ -119,6 +121,8 @@ async def main(settings: GatewaySettings) -> None:
             watch_readiness(workers, grpc_server, gate.wake, lambda: write_ready_file(settings.ready_file, addresses))
         ),
     ]
+    key_ring = KeyRing(settings.api_key, settings.api_key_file, authenticator, tenants)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, key_ring.reload)
     await wait_for_signal(asyncio.Event())
     logger.info("draining: at most %.0f s", settings.drain_s)
     admission.draining = True

@@ -70,6 +70,7 @@ def _import_for(package: str) -> None:
 def main() -> None:
     """Start the watch, then become the service."""
     parent, package = int(sys.argv[1]), sys.argv[2]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service says what it means
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()
     _import_for(package)
     sys.argv[1:] = _filled(sys.argv[3:])

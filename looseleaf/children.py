@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -123,6 +124,10 @@ class Child:
     def terminate(self) -> None:
         """Ask it to end (SIGTERM)."""
         self._process.terminate()
+
+    def hang_up(self) -> None:
+        """Ask it to read its files again (SIGHUP)."""
+        self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """End it now (SIGKILL)."""

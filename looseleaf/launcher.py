@@ -179,6 +179,12 @@ class Launcher:
     def _may_restart(self, spec: ServiceSpec) -> bool:
         return self._restarts.allow(spec.name)
 
+    def reload(self) -> None:
+        """The gateway reads its key file again."""
+        for child in self._children:
+            if child.spec.package == "gateway":
+                child.hang_up()
+
     def kill(self) -> None:
         """SIGKILL to every service, for whoever does not want to wait for `stop`."""
         for child in self._children:

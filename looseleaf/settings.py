@@ -68,7 +68,7 @@ class ServeSettings(Settings):
     num_blocks: int | None = Field(None, ge=1, description="KV blocks, instead of a memory budget")
     directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")
     redis_url: str | None = Field(None, description="a Redis of its own; default: a private redis-server is started")
-    api_key: str | None = Field(None, description="credential that clients must present (better by variable)")
+    api_key: str | None = Field(None, repr=False, description="credential that clients must present (or by variable)")
     api_key_file: str | None = Field(None, description='a file with a line "TENANT KEY" for each key that is accepted')
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     startup_timeout_s: float = Field(600.0, gt=0, description="most seconds until all services are ready")

@@ -15,7 +15,7 @@ class ClientSettings(Settings):
     """The gateway to talk to, and sampling; absent values take the model's or the gateway's default."""
 
     address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
-    api_key: str | None = Field(None, description="credential (better by variable)")
+    api_key: str | None = Field(None, repr=False, description="credential (or by variable)")
     timeout: float = Field(600.0, gt=0, description="most seconds for an answer")
     temperature: float | None = Field(None, description="0 is greedy")
     top_k: int | None = None

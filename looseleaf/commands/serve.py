@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -44,7 +45,10 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """SIGTERM and SIGINT end the launch in order; a second one kills the services at once."""
+    """SIGTERM and SIGINT end the launch in order; a second one kills the services at once.
+
+    At SIGHUP the gateway reads its key file again. Where it means that the terminal is gone it ends the launch.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
         self.event = threading.Event()
@@ -52,6 +56,14 @@ class StopSignals:
         self._launched = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        self._ends_with_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup
+        signal.signal(signal.SIGHUP, self._on_hang_up)
+
+    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
+        if self._ends_with_terminal and not has_terminal():
+            self._on_signal(number, frame)
+        else:
+            self._launcher.reload()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.event.is_set():
@@ -66,6 +78,15 @@ class StopSignals:
         self._launched = True
         if self.event.is_set():
             raise Interrupted
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal, which is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def banner(addresses: Addresses, seconds: float) -> str:

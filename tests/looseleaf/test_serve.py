@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.errors import Unavailable
+from common.errors import Unauthenticated, Unavailable
 from looseleaf.client import Client
 from looseleaf.device import why_no_gpu
 from looseleaf.model_source import cache_directory, tiny_checkpoint
@@ -268,3 +269,39 @@ def test_two_models_and_mistyped_settings(tmp_path: Path) -> None:
     environment = os.environ | {"LOOSELEAF_SERVE_PREFIL": "2"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "LOOSELEAF_SERVE_PREFIL" in done.stderr
+
+
+def command_lines() -> str:
+    """Of every process on this machine."""
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(entry.read_bytes().decode(errors="replace"))
+    return "\n".join(lines)
+
+
+def test_no_key_is_in_a_command_line_and_a_changed_key_file_is_read_again(tmp_path: Path) -> None:
+    secret, keys = secrets.token_hex(16), tmp_path / "keys"
+    keys.write_text("a first\n")
+    served = Served("--api-key-file", str(keys), f"--api-key={secret}")
+    try:
+        assert secret not in command_lines() and str(keys) in command_lines()
+
+        def accepted(key: str) -> bool:
+            with Client(served.grpc, api_key=key, timeout=60.0) as client, contextlib.suppress(Unauthenticated):
+                return bool(client.generate([20], max_tokens=1).token_ids)
+            return False
+
+        assert accepted(secret) and accepted("first") and not accepted("second")
+        keys.write_text("a second requests_per_minute=none\n")
+        served.process.send_signal(signal.SIGHUP)
+        time.sleep(1.0)
+        assert accepted("first") and not accepted("second"), "there is something wrong with the file"
+        keys.write_text("a second requests_per_minute=600\n")
+        served.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: accepted("second"), bool, 20.0, "the file is not read again")
+        assert not accepted("first") and accepted(secret)
+    finally:
+        status, errors = served.end(signal.SIGTERM)
+    assert status == 0 and "the keys stay as they were" in errors and "line 1: requests_per_minute" in errors
+    assert secret not in errors

@@ -1,0 +1,35 @@
+"""Keeps secrets out of a process's command line, which every user of the machine can read (`ps`).
+
+The operating system shows the original until this has run, which takes a moment after a start: what must never be seen
+is given as a variable or in a file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+_HIDDEN = "***"
+
+
+def hidden(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """`words` with the values of these flags (`--api-key VALUE`, `--api-key=VALUE`) replaced."""
+    shown: list[str] = []
+    for word in words:
+        name, separator, _ = word.partition("=")
+        if shown and shown[-1] in flags:
+            shown.append(_HIDDEN)
+        elif separator and name in flags:
+            shown.append(f"{name}={_HIDDEN}")
+        else:
+            shown.append(word)
+    return shown
+
+
+def hide_values(flags: Collection[str]) -> None:
+    """Do so with this process's command line."""
+    shown = hidden(sys.orig_argv, flags)
+    if shown != sys.orig_argv:
+        import setproctitle  # loaded where it is needed: it moves the environment
+
+        setproctitle.setproctitle(" ".join(shown))
