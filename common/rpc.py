@@ -44,12 +44,42 @@ HEARTBEAT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a server takes from those who may be strangers; None: no limit but gRPC's own."""
+
+    message_bytes: int = MAX_MESSAGE_BYTES
+    rpcs: int | None = None
+    """Calls at once."""
+    streams: int | None = None
+    """Calls at once on one connection; others wait at the client."""
+    handshake_s: float | None = None
+    """From a connection's beginning to its first bytes of HTTP/2."""
+    idle_s: float | None = None
+    """Of a connection without calls."""
+
+    def options(self) -> dict[str, int]:
+        """As options of a server."""
+        given = {
+            "grpc.max_receive_message_length": self.message_bytes,
+            "grpc.max_concurrent_streams": self.streams,
+            "grpc.server_handshake_timeout_ms": None if self.handshake_s is None else round(self.handshake_s * 1000),
+            "grpc.max_connection_idle_ms": None if self.idle_s is None else round(self.idle_s * 1000),
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+INSIDE = Bounds()
+PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0, idle_s=300.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Protection:
     """Who gets into a server, and what it tells of itself."""
 
     door: Door | None = None
     """None: everybody, as far as the services themselves ask for nothing."""
     reflection: bool = True
+    bounds: Bounds = INSIDE
 
 
 class RpcServer:
@@ -68,9 +98,13 @@ class RpcServer:
         `check` is asked before each call.
         """
         self._address = f"{host}:{port}"
-        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
+        options = {**dict(SERVER_OPTIONS), **protection.bounds.options(), "grpc.so_reuseport": int(reuse_port)}
         interceptors = [Guard(check)] if protection.door is None else [protection.door, Guard(check)]
-        self._server = grpc.aio.server(options=options, interceptors=interceptors)
+        self._server = grpc.aio.server(
+            options=list(options.items()),
+            interceptors=interceptors,
+            maximum_concurrent_rpcs=protection.bounds.rpcs,
+        )
         self._protection = protection
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -7,12 +7,13 @@ import logging
 import secrets
 import signal
 import time
+from dataclasses import replace
 
 from block_store.errors import BlockStoreError
 from block_store.redis_password import with_password
 from common.api_keys import read_keys
 from common.errors import StartupError
-from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
+from common.rpc import PUBLIC, Protection, RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
 from common.trust import trust_of
 from gateway.admission import Admission
@@ -26,30 +27,42 @@ from gateway.http_app import HttpApi
 from gateway.key_ring import KeyRing
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
-from gateway.server import HttpServer, bind_grpc, bind_http, drain, raise_file_limit, watch_blocks, watch_readiness
+from gateway.server import (
+    HttpServer,
+    bind_grpc,
+    bind_http,
+    bounds_of,
+    drain,
+    raise_file_limit,
+    watch_blocks,
+    watch_readiness,
+)
 from gateway.sessions import Limits
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import Salts, Validator
 from gateway.workers import Workers
+from gateway.wrong_keys import WrongKeys
 from protos.v1 import inference_pb2_grpc
 
 logger = logging.getLogger("gateway")
 
 
 async def main(settings: GatewaySettings) -> None:
-    raise_file_limit()
+    max_files = raise_file_limit()
     trust = trust_of(settings)
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
     keys = read_keys(settings.api_key, settings.api_key_file)
-    authenticator = Authenticator(keys.tenants)
+    authenticator = Authenticator(keys.tenants, WrongKeys(settings.wrong_keys_per_minute))
     grpc_server = RpcServer(
         settings.host,
         settings.grpc_port,
         reuse_port=settings.reuse_port,
         check=key_check(authenticator),
-        protection=Protection(reflection=settings.reflection),
+        protection=Protection(
+            reflection=settings.reflection, bounds=replace(PUBLIC, rpcs=settings.max_concurrent_rpcs)
+        ),
     )
     bind_grpc(grpc_server, settings.grpc_port)
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
@@ -108,8 +121,13 @@ async def main(settings: GatewaySettings) -> None:
         "looseleaf.v1.InferenceService",
     )
     ready = lambda: workers.ready and not admission.draining  # noqa: E731
-    app = HttpApi(*parts).app(ready, show_metrics=settings.metrics, timeout_s=settings.request_timeout_s)
-    http_server = HttpServer(app, http_socket)
+    app = HttpApi(*parts).app(
+        ready,
+        show_metrics=settings.metrics,
+        timeout_s=settings.request_timeout_s,
+        body_budget_bytes=settings.body_budget_bytes,
+    )
+    http_server = HttpServer(app, http_socket, bounds_of(settings, max_files))
     addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
     await grpc_server.start()
     await http_server.start()

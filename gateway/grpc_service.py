@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 from common import convert
 from common.errors import InvalidArgument, LooseleafError
@@ -105,9 +106,17 @@ def key_check(authenticator: Authenticator) -> Check:
 
     def check(method: str, context: Context) -> None:
         if not method.startswith("/grpc."):
-            authenticator.tenant(_authorization(context))
+            authenticator.tenant(
+                _authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
+            )
 
     return check
+
+
+def _address(context: Context) -> str:
+    """Of the caller, without its port: "ipv4:10.0.0.1:4711", "ipv6:%5B::1%5D:4711"."""
+    _, _, host = str(context.peer()).rpartition(":")[0].partition(":")
+    return unquote(host).strip("[]")
 
 
 def _authorization(context: Context) -> str | None:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from common.errors import NotFound
+from common.errors import NotFound, Unimplemented
 from gateway.admission import Admission, Entry
 from gateway.asgi import (
     EventStream,
@@ -62,11 +62,19 @@ class HttpApi:
         self._runner = runner
         self._metrics = metrics
         self._texts = TokenTexts(assets.tokenizer)
-        self._bodies = BodyReader(validator.prompt_limits, BodyBudget(BODY_BUDGET_BYTES))
         self._ready: Callable[[], bool] = lambda: False
         self._timeout_s = STALLED_CLIENT_S
 
-    def app(self, ready: Callable[[], bool], *, show_metrics: bool, timeout_s: float) -> ASGIApp:
+    def app(
+        self,
+        ready: Callable[[], bool],
+        *,
+        show_metrics: bool,
+        timeout_s: float,
+        body_budget_bytes: int = BODY_BUDGET_BYTES,
+    ) -> ASGIApp:
+        """`body_budget_bytes`: of all bodies that are received and not yet parsed."""
+        self._bodies = BodyReader(self._validator.prompt_limits, BodyBudget(body_budget_bytes))
         self._ready = ready
         self._timeout_s = timeout_s + STALLED_CLIENT_S
         routes = [
@@ -85,8 +93,12 @@ class HttpApi:
     def _route(self, path: str, endpoint: Callable[[Request], Any], method: str) -> Route:
         return Route(path, guarded(endpoint, lambda error: self._metrics.failed(error.grpc_code)), methods=[method])
 
+    def _tenant(self, request: Request) -> str:
+        address = request.client.host if request.client is not None else ""
+        return self._authenticator.tenant(request.headers.get("authorization"), address)
+
     async def completions(self, request: Request) -> Response:
-        tenant = self._authenticator.tenant(request.headers.get("authorization"))
+        tenant = self._tenant(request)
         with ExitStack() as stack:
             entry = stack.enter_context(self._admission.enter(tenant))
             body = await self._bodies.read(request, CompletionBody)
@@ -94,7 +106,7 @@ class HttpApi:
             return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
 
     async def chat(self, request: Request) -> Response:
-        tenant = self._authenticator.tenant(request.headers.get("authorization"))
+        tenant = self._tenant(request)
         with ExitStack() as stack:
             entry = stack.enter_context(self._admission.enter(tenant))
             body = await self._bodies.read(request, ChatBody)
@@ -143,7 +155,7 @@ class HttpApi:
                     yield chunk
 
     async def models(self, request: Request) -> Response:
-        self._authenticator.tenant(request.headers.get("authorization"))
+        self._tenant(request)
         entry = {
             "id": self._assets.name,
             "object": "model",
@@ -157,7 +169,7 @@ class HttpApi:
         return _json({"object": "list", "data": [entry]})
 
     async def tokenize(self, request: Request) -> Response:
-        self._authenticator.tenant(request.headers.get("authorization"))
+        self._tenant(request)
         body = await self._bodies.read(request, TokenizeBody)
         self._validator.check_model(body.model)
         name, prompt = body.input()
@@ -165,7 +177,7 @@ class HttpApi:
         return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
-        self._authenticator.tenant(request.headers.get("authorization"))
+        self._tenant(request)
         body = await self._bodies.read(request, DetokenizeBody)
         self._validator.check_model(body.model)
         return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
@@ -235,8 +247,13 @@ async def _merged(
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = NotFound(f"there is no {request.method} {request.url.path[:200]} here")
-    response = error_response(known)
+    asked = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        response = error_response(Unimplemented(f"there is no {asked} here, only {allowed}"))
+        response.headers["allow"] = allowed
+    else:
+        response = error_response(NotFound(f"there is no {asked} here"))
     response.status_code = error.status_code
     return response
 

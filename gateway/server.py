@@ -8,6 +8,8 @@ import logging
 import resource
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import grpc.aio
 import uvicorn
@@ -17,8 +19,10 @@ from common.errors import StartupError
 from common.rpc import RpcServer, open_channel
 from common.telemetry import fallback_counts
 from common.trust import NO_TRUST, Trust
+from gateway.http_protocol import DEFAULT_BOUNDS, BoundedHttp, HttpBounds
 from gateway.metrics import Metrics
 from gateway.open_answers import OpenAnswers
+from gateway.settings import GatewaySettings
 from gateway.workers import Workers
 from protos.v1 import block_store_pb2, block_store_pb2_grpc
 
@@ -26,7 +30,7 @@ logger = logging.getLogger("gateway")
 READY_POLL_S = 0.1
 INSPECT_POLL_S = 1.0
 BACKLOG = 2048
-KEEP_ALIVE_S = 75
+OTHER_FILES = 512
 LAST_WORDS_S = 2.0
 """What answers get that were told that it is over, to be written."""
 
@@ -34,14 +38,15 @@ LAST_WORDS_S = 2.0
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers, on a socket that we have bound."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, bounds: HttpBounds = DEFAULT_BOUNDS) -> None:
+        protocol: Any = partial(BoundedHttp, bounds)
         super().__init__(
             uvicorn.Config(
-                app, loop="none", http="httptools", ws="none", lifespan="off", access_log=False, log_config=None,
-                server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S,
+                app, loop="none", http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,
+                server_header=False, backlog=BACKLOG, timeout_keep_alive=bounds.keep_alive_s,
             )
         )  # fmt: skip
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every client that sends no HTTP
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
 
@@ -102,12 +107,19 @@ def bind_grpc(server: RpcServer, port: int) -> None:
         raise StartupError(f"port {port} is occupied or the address is not ours; give another --grpc-port") from None
 
 
-def raise_file_limit() -> None:
-    """A connection is a file; take as many as the system allows this process."""
+def raise_file_limit() -> int:
+    """A connection is a file; take as many as the system allows this process, and say how many these are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def bounds_of(settings: GatewaySettings, max_files: int) -> HttpBounds:
+    """HTTP connections leave files for everything else."""
+    connections = max(1, min(settings.max_connections, max_files - OTHER_FILES))
+    return HttpBounds(connections, settings.max_header_bytes, settings.header_timeout_s, settings.keep_alive_s)
 
 
 async def watch_readiness(

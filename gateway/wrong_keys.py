@@ -1,0 +1,80 @@
+"""How many wrong API keys an address may try: a token bucket each, for a bounded number of addresses. No I/O."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.errors import ResourceExhausted
+
+MAX_ADDRESSES = 4096
+MAX_KNOWN = 4096
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tries: float
+    """That are left."""
+    at: float
+
+
+class WrongKeys:
+    """Counts wrong keys. Where an address has used up its tries, no key from there is looked at but those that were
+    right from there before: who shares an address with a guesser is served on.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`per_minute` is also what may be tried at once. 0: no limit."""
+        self._per_minute = per_minute
+        self._clock = clock
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+
+    def check(self, address: str, key: bytes) -> None:
+        """Before a key is looked at. ResourceExhausted when the address has no tries left."""
+        bucket = self._buckets.get(_network(address)) if self._buckets else None
+        if bucket is None or self._tries(bucket) >= 1 or _known(address, key) in self._known:
+            return
+        raise ResourceExhausted(
+            f"too many wrong API keys from this address: the limit is {self._per_minute} a minute",
+            retry_after_s=60 * (1 - self._tries(bucket)) / self._per_minute,
+        )
+
+    def wrong(self, address: str) -> None:
+        if not self._per_minute:
+            return
+        network = _network(address)
+        bucket = self._buckets.pop(network, None) or _Bucket(self._per_minute, self._clock())
+        bucket.tries, bucket.at = self._tries(bucket) - 1, self._clock()
+        self._buckets[network] = bucket
+        if len(self._buckets) > MAX_ADDRESSES:
+            self._buckets.popitem(last=False)
+
+    def right(self, address: str, key: bytes) -> None:
+        known = _known(address, key)
+        self._known.pop(known, None)
+        self._known[known] = None
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _tries(self, bucket: _Bucket) -> float:
+        since = self._clock() - bucket.at
+        return min(self._per_minute, bucket.tries + since * self._per_minute / 60)
+
+
+def _known(address: str, key: bytes) -> tuple[str, bytes]:
+    return _network(address), hashlib.sha256(key).digest()
+
+
+def _network(address: str) -> str:
+    """An IPv6 host has a /64 to itself; what is no address stands for itself."""
+    if ":" not in address:
+        return address[:64]
+    try:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    except ValueError:
+        return address[:64]
