@@ -33,7 +33,7 @@ from common import convert
 from common.errors import StartupError
 from common.rpc import open_blocking_channel
 from common.status import error_of
-from common.telemetry import fallback_counts
+from common.telemetry import Fallbacks, fallback_counts
 from common.trust import NO_TRUST, Trust
 from common.types import KvLayout, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
@@ -154,6 +154,7 @@ class Attached:
         `on_lost` runs, once, so that an idle worker learns it too.
         """
         self._record = record
+        fallbacks = Fallbacks(logger)
 
         def run() -> None:
             while True:
@@ -163,6 +164,8 @@ class Attached:
                     return
                 try:
                     self._registry.publish(self._as_of_now(record, load()))
+                except LedgerUnavailable as error:
+                    fallbacks.note("record not published", str(error))
                 except Exception:
                     logger.exception("the worker's record could not be published")
                 if self._stop.wait(1.0):

@@ -11,6 +11,8 @@ import logging
 import threading
 import time
 
+from common.telemetry import LOG_EVERY_S
+
 _LOG = logging.getLogger(__name__)
 BUDGET_S = 0.25
 """Most of what a step may wait for Redis, once; then the breaker is open. A call takes a millisecond, but on two cores
@@ -21,13 +23,14 @@ PROBE_S = 0.1
 
 
 class Breaker:
-    """Thread-safe. Counts how often it opened and how many calls it refused."""
+    """Thread-safe. Counts how often it opened and how many calls it refused; says so once in LOG_EVERY_S at most."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._closed = threading.Event()
         self._closed.set()
         self._opened_at = 0.0
+        self._said_at = -LOG_EVERY_S
         self.num_opened = 0
         self.num_refused = 0
 
@@ -46,10 +49,13 @@ class Breaker:
             self._closed.clear()
             self._opened_at = time.monotonic()
             self.num_opened += 1
-            _LOG.warning("%s goes on without the ledger: %s", self._name, reason)
+            if self._opened_at - self._said_at >= LOG_EVERY_S:
+                self._said_at = self._opened_at
+                _LOG.warning("%s goes on without the ledger (time %d): %s", self._name, self.num_opened, reason)
 
     def close(self) -> None:
         """The ledger answers."""
         if self.is_open:
             self._closed.set()
-            _LOG.warning("%s has the ledger again after %.1f s", self._name, time.monotonic() - self._opened_at)
+            if self._said_at == self._opened_at:
+                _LOG.warning("%s has the ledger again after %.1f s", self._name, time.monotonic() - self._opened_at)

@@ -20,6 +20,7 @@ from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerError, LedgerUnavailable, StaleDataset
 from block_store.joining import Joining
 from block_store.ledger import CHUNK, LEASE_S, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
+from common.telemetry import Fallbacks
 from common.types import BlockRef, Epoch, TicketId
 
 _LOG = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Holder:
         """Answers to unanswered calls, as later ones found them out, for those who make them again."""
         self._joining: Joining | None = None
         self._probe_pause_s = PROBE_S
+        self._fallbacks = Fallbacks(_LOG)
         self._stop = threading.Event()
         self._on_fenced: Callable[[], None] | None = None
         self._beats: threading.Thread | None = None
@@ -373,4 +375,4 @@ class Holder:
                 self.breaker.close()
         except LedgerError as error:
             self._probe_pause_s = min(2 * self._probe_pause_s, MOST_PROBE_PAUSE_S)
-            _LOG.warning("holder %s cannot join the new ledger yet: %s", self.name, error)
+            self._fallbacks.note("new ledger not joined yet", f"{self.name}: {error}")

@@ -135,10 +135,12 @@ class LedgerLink:
         self._release_all(refs)
 
     def _refill(self, num_blocks: int) -> None:
-        """At least `num_blocks` in the reserve, and some towards the target if they can be had."""
+        """At least `num_blocks` in the reserve, and the least reserve beyond them if it can be had; the rest comes with
+        the next beat.
+        """
         self._check_fence()
         missing = num_blocks - len(self._reserve)
-        wanted = missing + self._reserve_target
+        wanted = missing + self._least_reserve
         if wanted <= 0:
             return
         try:

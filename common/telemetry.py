@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+LOG_EVERY_S = 60.0
 _LOCK = threading.Lock()
 _COUNTS: Counter[str] = Counter()
 _SOURCES: list[Callable[[], Mapping[str, int]]] = []
@@ -51,18 +52,21 @@ def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
 
 
 class Fallbacks:
-    """Counts fallbacks by name and logs the first of each: no fallback is silent."""
+    """Counts fallbacks by name and logs each, at most once in LOG_EVERY_S: none is silent, and none floods the log."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
+        self._logged_at: dict[str, float] = {}
         self.counts: dict[str, int] = {}
 
     def note(self, name: str, reason: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
         with _LOCK:
             _COUNTS[name] += 1
-        if self.counts[name] == 1:
-            self._logger.warning("fallback %s: %s (further ones are only counted)", name, reason)
+        now = time.monotonic()
+        if now - self._logged_at.get(name, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._logged_at[name] = now
+            self._logger.warning("fallback %s: %s (%d so far)", name, reason, self.counts[name])
 
 
 def fallback_counts() -> dict[str, int]:

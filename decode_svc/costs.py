@@ -50,6 +50,11 @@ class Costs:
                 return min(slope, mean_y / mean_x)
         return mean_y / mean_x
 
+    @property
+    def step_s(self) -> float:
+        """A step of late; 0.0: none was seen."""
+        return self._y / self._weight if self._weight else 0.0
+
     def swap_s(self, num_bytes: int) -> float:
         """Out and in."""
         return 2 * num_bytes / self.copy_bytes_per_s

@@ -13,7 +13,12 @@ class DecodeSettings(WorkerSettings):
     """Flags of `python -m decode_svc`; LOOSELEAF_DECODE_* in the environment."""
 
     model_config = settings_config("LOOSELEAF_DECODE_", "decode_svc")
-    reserve_blocks: int = Field(16, ge=0, description="blocks kept allocated ahead, so that few steps call the ledger")
+    reserve_blocks: int = Field(
+        16,
+        ge=0,
+        description="least number of blocks kept allocated ahead; while sequences run it is what they need for six "
+        "seconds, so that they go on while Redis does not answer",
+    )
     preemption: Literal["auto", "swap", "give-back"] = Field(
         "auto",
         description="what becomes of a request whose blocks others need: swapped to host memory, where that has room, "

@@ -11,6 +11,7 @@ import time
 from block_store.attach import Attached
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
 from block_store.hashing import chain_start
+from common.blocks import blocks_of
 from common.types import BlockRef, Ticket, WorkerLoad
 from decode_svc.blocks import Plan, RunningBlocks, copying, forget
 from decode_svc.claims import Claim, Claims, fits_ticket, most_needed, take_over
@@ -25,6 +26,8 @@ from engine.runner import ModelRunner
 from engine.sequence import Sequence, Step
 
 logger = logging.getLogger("decode")
+SURVIVED_S = 6.0
+"""How long running sequences go on while the ledger does not answer: a lease, and a beat until the reserve is full."""
 RETRY_ALLOC_S = 0.005
 """Pause before blocks that were not to be had are asked for again."""
 
@@ -156,6 +159,7 @@ class DecodeWorker:
 
     def _load(self) -> WorkerLoad:
         queues = self._scheduler.load()
+        self._attached.held.expect(queues.num_running * self._blocks_a_sequence())
         return WorkerLoad(
             num_running=queues.num_running,
             num_waiting=queues.num_waiting + sum(g.sequences[0].sampling.width for g in self._claims),
@@ -163,6 +167,12 @@ class DecodeWorker:
             total_blocks=self._attached.arena.num_blocks,
             num_preempted=queues.num_preempted,
         )
+
+    def _blocks_a_sequence(self) -> int:
+        """What one takes in SURVIVED_S at the pace of the last steps, at most one of full length."""
+        step_s = self._preemption.costs.step_s
+        num_tokens = min(SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
+        return blocks_of(int(num_tokens), self._block_size) + 1
 
     def _groups(self) -> list[Group]:
         return [*self._scheduler.groups(), *self._claims]
