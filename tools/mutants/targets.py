@@ -1,0 +1,53 @@
+"""Which files are mutated, and which tests should notice, those that notice most and soonest first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MACHINE = ("tests/equality/test_stale_in_step.py", "tests/equality/test_machine.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An area of the code."""
+
+    name: str
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def _in(package: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{package}/{name}.py" for name in names)
+
+
+TARGETS = (
+    Target(
+        "decode_svc",
+        _in("decode_svc", "blocks", "claims", "worker", "swap", "preemption", "progress", "scheduler", "outputs"),
+        (
+            *_in("tests/decode_svc", "test_scheduler", "test_groups", "test_swap", "test_preemption", "test_claims"),
+            *_MACHINE, *_in("tests/decode_svc", "test_beams", "test_submits"),
+        ),
+    ),
+    Target(
+        "prefill_svc",
+        _in("prefill_svc", "blocks", "job", "scheduler", "worker", "first_tokens"),
+        (*_in("tests/prefill_svc", "test_scheduler", "test_groups", "test_requests", "test_cancels"), *_MACHINE),
+    ),
+    Target(
+        "block_store client",
+        _in("block_store", "held", "link", "holder", "breaker", "hashing", "codec"),
+        (*_in("tests/block_store", "test_hashing", "test_held", "test_holder", "test_breaker", "test_rebuild",
+              "test_lost_claims", "test_ledger"), *_MACHINE),
+    ),
+    Target(
+        "block_store rebuild",
+        _in("block_store", "rebuild", "reaper"),
+        _in("tests/block_store", "test_rebuild", "test_rebuild_large", "test_holder", "test_breaker", "test_service"),
+    ),
+    Target(
+        "gateway retry",
+        _in("gateway", "lost", "life", "decoding", "prefill_client", "groups", "poison"),
+        _in("tests/gateway", "test_poison", "test_groups", "test_requests", "test_samples", "test_direct", "test_grpc"),
+    ),
+)  # fmt: skip
