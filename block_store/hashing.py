@@ -14,6 +14,8 @@ from sys import byteorder
 from common.types import PrefixHash
 
 HASH_BYTES = 32
+Rekey = tuple[int, bytes]
+"""A block, and what its hash has for a parent instead of the hash of the block before it."""
 
 
 def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
@@ -36,6 +38,22 @@ def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
     return _digest(b"start", (domain, salt))
 
 
+def prompt_chain(
+    domain: bytes, salt: bytes, token_ids: Sequence[int], public_tokens: int, block_size: int
+) -> tuple[bytes, Rekey | None]:
+    """The start of a prompt's chain, and where it is bound to `salt`.
+
+    Full blocks of the prompt's first `public_tokens` are hashed as everybody hashes them; the next one has a parent
+    that depends on all of them and on the salt, and so has all that follows.
+    """
+    num_public = public_tokens // block_size if salt else 0
+    if not num_public:
+        return chain_start(domain, salt), None
+    start = chain_start(domain)
+    public = hash_blocks(start, token_ids[: num_public * block_size], block_size)
+    return start, (num_public, _digest(b"private", (public[-1], salt)))
+
+
 def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> PrefixHash:
     """Hash of the full block that holds `token_ids` (each as little-endian u32) after `parent`.
 
@@ -47,13 +65,17 @@ def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> Pr
     return PrefixHash(_digest(b"block", (parent, ids.tobytes(), extra)))
 
 
-def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"") -> list[PrefixHash]:
+def hash_blocks(
+    parent: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"", rekey: Rekey | None = None
+) -> list[PrefixHash]:
     """Hashes of the full blocks of `token_ids`, in order; a last partial block has none.
 
     `parent` is `chain_start(...)` or the hash of the block before `token_ids[0]`.
     """
     hashes: list[PrefixHash] = []
     for end in range(block_size, len(token_ids) + 1, block_size):
+        if rekey is not None and rekey[0] == len(hashes):
+            parent = rekey[1]
         parent = next_hash(parent, token_ids[end - block_size : end], extra)
         hashes.append(PrefixHash(parent))
     return hashes

@@ -24,6 +24,7 @@ class Submission(NamedTuple):
     cache_salt: bytes
     candidates: Candidates | None
     """Of a beam search."""
+    public_tokens: int = 0
 
 
 MAX_LENGTH_PENALTY = 10.0
@@ -49,13 +50,15 @@ def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
     group = Group(
         submit.handle, submit.attempt, sequences, priority=submit.priority, deadline_ns=deadline, arrived_ns=now
     )
-    return Submission(group, ticket, submit.cache_salt, candidates)
+    return Submission(group, ticket, submit.cache_salt, candidates, submit.public_tokens)
 
 
 def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Candidates | None) -> None:
     samples = {branch.sample_index for branch in submit.branches}
     if not submit.prompt_token_ids:
         raise ValueError("prompt_token_ids must hold at least one token")
+    if submit.public_tokens > len(submit.prompt_token_ids):
+        raise ValueError("public_tokens must be at most the prompt's length")
     if len(submit.branches) != len(submit.ticket.branches):
         raise ValueError("branches must be as many as the ticket's")
     if len(samples) != len(submit.branches):

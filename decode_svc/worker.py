@@ -10,7 +10,7 @@ import time
 
 from block_store.attach import Attached
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
-from block_store.hashing import chain_start
+from block_store.hashing import prompt_chain
 from common.blocks import blocks_of
 from common.types import BlockRef, Ticket, WorkerLoad
 from decode_svc.blocks import Plan, RunningBlocks, copying, forget
@@ -64,7 +64,13 @@ class DecodeWorker:
     # --- commands
 
     def submit(
-        self, session: Session, group: Group, ticket: Ticket, salt: bytes, candidates: Candidates | None = None
+        self,
+        session: Session,
+        group: Group,
+        ticket: Ticket,
+        salt: bytes,
+        candidates: Candidates | None = None,
+        public_tokens: int = 0,
     ) -> None:
         """Claim the ticket at once and queue the group; whatever cannot be is rejected. A beam search comes with the
         candidates of its first step."""
@@ -77,7 +83,11 @@ class DecodeWorker:
             self._claims.decline(ticket)
         else:
             self._outbox.open(session, group)
-            self._claims.add(group, Claim(ticket, chain_start(self._domain, salt), candidates))
+            prompt = group.sequences[0].prompt_ids
+            start, rekey = prompt_chain(self._domain, salt, prompt, public_tokens, self._block_size)
+            for sequence in group.sequences:
+                sequence.rekey = rekey
+            self._claims.add(group, Claim(ticket, start, candidates))
             try:
                 self._claim_all()
             except Fenced:

@@ -86,6 +86,8 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     hashes: list[bytes] = field(default_factory=list)
     """Prefix hashes of the leading full blocks, as far as they have been computed."""
+    rekey: tuple[int, bytes] | None = None
+    """The first block that is not public, and what its hash has for a parent. None: that of the block before it."""
     num_computed: int = 0
     num_sealed: int = 0
     tail_sealed: bool = False
@@ -123,6 +125,7 @@ class Sequence:
             sample_index,
             self.table.copy(),
             self.hashes.copy(),
+            self.rekey,
             num_computed=self.num_computed,
             num_sealed=self.num_sealed,
             tail_sealed=self.tail_sealed,
@@ -138,7 +141,8 @@ class Sequence:
         while len(self.hashes) <= num_blocks:
             block = len(self.hashes) - 1
             ids = self.tokens_between(block * block_size, (block + 1) * block_size)
-            self.hashes.append(next_hash(self.hashes[-1], ids))
+            parent = self.rekey[1] if self.rekey is not None and self.rekey[0] == block else self.hashes[-1]
+            self.hashes.append(next_hash(parent, ids))
 
     def block_hash(self, block: int) -> bytes:
         """The hash of a full block; `hashes[0]` is the start of the chain (domain and salt)."""

@@ -26,6 +26,7 @@ from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.key_ring import KeyRing
 from gateway.metrics import Metrics
+from gateway.public_prefixes import load_public_prefixes
 from gateway.requests import RequestRunner
 from gateway.server import (
     HttpServer,
@@ -90,6 +91,10 @@ async def main(settings: GatewaySettings) -> None:
         max_model_len=max_model_len,
         group_limits=lambda: limits_of(state.record for state in workers.states.values()),
     )
+    public = await load_public_prefixes(
+        settings.public_prefix_file, lambda prompt, name: validator.tokenize(prompt, name, add_special_tokens=None)
+    )
+    validator.use_public(public.common_tokens)
     metrics = Metrics(assets.name)
     tenants, gate = Tenants(keys.limits, time.monotonic()), Gate(workers.gate_capacity)
     admission = Admission(settings.max_queue, settings.max_queue_wait, gate, tenants, metrics.refused)

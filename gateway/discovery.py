@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from block_store.breaker import Breaker
 from block_store.errors import BlockStoreError, LedgerUnavailable
-from block_store.hashing import chain_start, hash_blocks
+from block_store.hashing import hash_blocks, prompt_chain
 from block_store.ledger import Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
@@ -95,7 +95,7 @@ class Discovery:
         self._client.close()
 
     async def cached_tokens(
-        self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes
+        self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes, public_tokens: int = 0
     ) -> dict[str, int]:
         """By arena: how many leading tokens of the prompt lie in its index. Empty when it cannot be told in time, and
         at once while the breaker is open (`breaker.num_refused` counts these).
@@ -105,7 +105,7 @@ class Discovery:
         by_arena = {record.arena_id: record for record in workers}
         try:
             async with asyncio.timeout(LOOKUP_BUDGET_S):
-                found = await self._in_thread(lambda: self._lookup(by_arena, prompt_ids, salt))
+                found = await self._in_thread(lambda: self._lookup(by_arena, prompt_ids, salt, public_tokens))
         except (TimeoutError, BlockStoreError) as error:
             self._lookup_failed(error)
             return {}
@@ -121,12 +121,15 @@ class Discovery:
             self._unanswered = 0
             self.breaker.open(f"{MAX_UNANSWERED} lookups in a row had no answer in {LOOKUP_BUDGET_S * 1000:.0f} ms")
 
-    def _lookup(self, by_arena: dict[str, WorkerRecord], prompt_ids: Sequence[int], salt: bytes) -> dict[str, int]:
+    def _lookup(
+        self, by_arena: dict[str, WorkerRecord], prompt_ids: Sequence[int], salt: bytes, public_tokens: int
+    ) -> dict[str, int]:
         found: dict[str, int] = {}
         for arena_id, record in by_arena.items():
             if (ledger := self._ledgers.get(arena_id)) is not None:
-                start = chain_start(bytes.fromhex(record.hash_domain), salt)
-                found[arena_id] = ledger.lookup([hash_blocks(start, prompt_ids, record.block_size)]) * record.block_size
+                size, domain = record.block_size, bytes.fromhex(record.hash_domain)
+                start, rekey = prompt_chain(domain, salt, prompt_ids, public_tokens, size)
+                found[arena_id] = ledger.lookup([hash_blocks(start, prompt_ids, size, rekey=rekey)]) * size
         return found
 
     def _open_ledgers(self) -> dict[str, Ledger]:

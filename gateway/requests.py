@@ -206,7 +206,7 @@ class RequestRunner:
         """A prefill worker with a reachable partner; waits for one if workers were lost a moment ago."""
         request, size, began = life.request, life.size, time.monotonic()
         while True:
-            worker = await self._workers.pick_prefill(request.prompt_ids, request.salt, size)
+            worker = await self._workers.pick_prefill(request, size)
             if worker is not None:
                 return worker
             too_small = self._workers.ready and not self._workers.holds(size)

@@ -48,6 +48,9 @@ class GatewaySettings(ServerSettings):
     num_tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for long prompts")
     api_key: str | None = Field(None, min_length=1, repr=False, description="clients must send it as a bearer token")
     api_key_file: str | None = Field(None, description='a file with a line "TENANT KEY" for each key that is accepted')
+    public_prefix_file: str | None = Field(
+        None, description="a JSON array of texts and beginnings of conversations whose KV blocks all tenants share"
+    )
     salt_secret: str | None = Field(
         None, min_length=8, repr=False, description="secret from which cache salts derive; the same in all gateways"
     )

@@ -110,6 +110,8 @@ class ResolvedRequest:
     prompt_text: str | None = None
     """The prompt as given, if it was text."""
     tenant: str = ""
+    public_tokens: int = 0
+    """Leading tokens of the prompt whose full blocks all tenants share."""
 
     @property
     def cost(self) -> int:
@@ -152,6 +154,11 @@ class Validator:
         self._timeout_s = timeout_s
         self._max_model_len = max_model_len
         self._group_limits = group_limits
+        self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
+
+    def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
+        """How many leading tokens of a prompt are public: `PublicPrefixes.common_tokens`."""
+        self._public_tokens = public_tokens
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
         """Errors: NotFound (model), InvalidArgument with every violation."""
@@ -245,6 +252,7 @@ class Validator:
             priority=wanted.priority or 0,
             prompt_text=text,
             tenant=tenant,
+            public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:

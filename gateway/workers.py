@@ -17,9 +17,10 @@ from gateway.lost import WorkerLost
 from gateway.prefill_client import PrefillClient
 from gateway.routing import GroupSize, Router, WorkerState
 from gateway.sessions import DecodeSession, Limits, SessionPool
+from gateway.validate import ResolvedRequest
 from protos.v1 import prefill_pb2
 
-Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes], Awaitable[dict[str, int]]]
+Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes, int], Awaitable[dict[str, int]]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
 """Sequences with the workers beyond what decode can batch: those in prefill."""
@@ -100,15 +101,15 @@ class Workers:
         """Whether some decode worker is large enough for the group."""
         return any(s.record.role == "decode" and size.fits(s.record) for s in self._router.workers.values())
 
-    async def pick_prefill(self, prompt_ids: Sequence[int], salt: bytes, size: GroupSize) -> WorkerRecord | None:
+    async def pick_prefill(self, request: ResolvedRequest, size: GroupSize) -> WorkerRecord | None:
         """The worker to prefill on, None if no pair is ready whose decode worker holds the group. The prefix index is
         asked only if there is a choice.
         """
         records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
         cached: dict[str, int] = {}
         if len(records) > 1 and self._lookup is not None:
-            cached = await self._lookup(records, prompt_ids, salt)
-        state = self._router.pick_prefill(len(prompt_ids), cached, time.monotonic(), self._usable_for(size))
+            cached = await self._lookup(records, request.prompt_ids, request.salt, request.public_tokens)
+        state = self._router.pick_prefill(len(request.prompt_ids), cached, time.monotonic(), self._usable_for(size))
         if state is None:
             return None
         return state.record

@@ -70,7 +70,17 @@ def decode_flags(settings: ServeSettings) -> list[str]:
 
 def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
     """Flags of `python -m gateway`."""
-    names = ("host", "port", "grpc_port", "max_model_len", "max_queue", "max_queue_wait", "api_key_file", "log_level")
+    names = (
+        "host",
+        "port",
+        "grpc_port",
+        "max_model_len",
+        "max_queue",
+        "max_queue_wait",
+        "api_key_file",
+        "public_prefix_file",
+        "log_level",
+    )
     return flags_of(
         {
             "model": source.directory,

@@ -70,6 +70,9 @@ class ServeSettings(Settings):
     redis_url: str | None = Field(None, description="a Redis of its own; default: a private redis-server is started")
     api_key: str | None = Field(None, repr=False, description="credential that clients must present (or by variable)")
     api_key_file: str | None = Field(None, description='a file with a line "TENANT KEY" for each key that is accepted')
+    public_prefix_file: str | None = Field(
+        None, description="a JSON array of texts and beginnings of conversations whose KV blocks all tenants share"
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     startup_timeout_s: float = Field(600.0, gt=0, description="most seconds until all services are ready")
     grace_s: float = Field(10.0, ge=0, description="seconds that requests in flight get at the end")

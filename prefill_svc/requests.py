@@ -30,6 +30,8 @@ def job_of(request: pb.PrefillRequest, limits: Limits) -> Job:
     stopping = convert.stopping_from_pb(request.stopping)
     _check_group(branches, sampling, limits)
     _check_lengths(prompt, branches, limits)
+    if request.public_tokens > len(prompt):
+        raise InvalidArgument.of("public_tokens", f"must be at most the prompt's length, {len(prompt)}")
     _check_ids(prompt, branches, sampling, stopping, limits.vocab_size)
     job = Job.of(prompt, branches, sampling, stopping)
     job.priority, job.arrived_ns = request.priority, time.monotonic_ns()

@@ -37,7 +37,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         def emit(event: Event) -> None:  # called in the step thread
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit))
+        self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit, request.public_tokens))
         event: Event = Progress(0)
         self.num_calls += 1
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from block_store.attach import Attached
 from block_store.errors import ArenaError, Fenced, LedgerError, LedgerUnavailable, NotHolder, Stale
-from block_store.hashing import chain_start
+from block_store.hashing import prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
 from engine.beam import Candidates
@@ -82,9 +82,12 @@ class PrefillWorker:
         self.load = WorkerLoad()
         """As of the last step; other threads may read it."""
 
-    def submit(self, job: Job, salt: bytes, emit: Emit) -> None:
+    def submit(self, job: Job, salt: bytes, emit: Emit, public_tokens: int = 0) -> None:
         """Queue a job; its events go to `emit`, the last one is Done or an error."""
-        job.trunk.hashes = [chain_start(self._domain, salt)]
+        start, rekey = prompt_chain(self._domain, salt, job.trunk.prompt_ids, public_tokens, self._block_size)
+        job.trunk.hashes = [start]
+        for sequence in job.sequences:
+            sequence.rekey = rekey
         if job.num_blocks(self._block_size) > self._attached.arena.num_blocks:
             limit = self._attached.arena.num_blocks * self._block_size
             emit(InvalidArgument.of("prompt", f"must fit the KV cache of {limit} tokens, with all its branches"))

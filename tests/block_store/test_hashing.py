@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from block_store.hashing import chain_start, hash_blocks, hash_domain, next_hash
+from block_store.hashing import chain_start, hash_blocks, hash_domain, next_hash, prompt_chain
 
 
 def test_only_full_blocks_have_a_hash() -> None:
@@ -42,3 +42,24 @@ def test_everything_that_makes_other_bits_makes_another_hash() -> None:
 def test_ids_outside_u32_are_refused(bad: int) -> None:
     with pytest.raises(OverflowError):
         next_hash(b"", [bad])
+
+
+def test_public_blocks_are_everybodys_and_what_follows_is_bound_to_the_salt() -> None:
+    ids = list(range(100, 180))
+    plain = hash_blocks(chain_start(b"domain"), ids, 16)
+    own = hash_blocks(chain_start(b"domain", b"a"), ids, 16)
+    seen = [*plain, *own]
+    for public_tokens, num_public in ((0, 0), (15, 0), (16, 1), (47, 2), (48, 3), (80, 5)):
+        chains = []
+        for salt in (b"a", b"b"):
+            start, rekey = prompt_chain(b"domain", salt, ids, public_tokens, 16)
+            chains.append(hash_blocks(start, ids, 16, rekey=rekey))
+        assert chains[0][:num_public] == chains[1][:num_public] == plain[:num_public]
+        private = [block for chain in chains for block in chain[num_public:]]
+        assert len(set(private)) == len(private)
+        if num_public:
+            assert not set(private) & set(seen)
+            seen += private
+        else:
+            assert chains[0] == own
+    assert prompt_chain(b"domain", b"", ids, 48, 16) == (chain_start(b"domain"), None), "no tenant, nothing private"

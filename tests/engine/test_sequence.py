@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from block_store.hashing import chain_start, hash_blocks, next_hash
+from block_store.hashing import chain_start, hash_blocks, next_hash, prompt_chain
 from common.types import BlockRef, FinishReason, SamplingParams, StoppingParams
 from engine.sequence import BlockTable, Chunk, Sequence, lay_out
 
@@ -127,3 +127,15 @@ def test_a_fork_has_the_same_past_and_grows_by_itself() -> None:
     fork.table.append(BlockRef(91, 1))
     fork.hashes.append(b"two")
     assert (item.num_tokens, list(item.table), len(item.hashes)) == (23, [BlockRef(10, 100), BlockRef(11, 101)], 2)
+
+
+def test_a_sequence_and_its_forks_have_the_hashes_of_its_public_beginning_and_of_its_salt() -> None:
+    ids = list(range(50, 90))
+    start, rekey = prompt_chain(b"d" * 32, b"salt", ids, 20, 8)
+    sequence = Sequence(ids, [], SamplingParams(), StoppingParams(), hashes=[start], rekey=rekey)
+    sequence.extend_hashes(1, 8, next_hash)
+    other = sequence.fork(1)
+    for each in (sequence, other):
+        each.extend_hashes(5, 8, next_hash)
+        assert each.hashes[1:] == hash_blocks(start, ids, 8, rekey=rekey)
+    assert sequence.hashes[1:3] == hash_blocks(start, ids[:16], 8) != sequence.hashes[3:]
