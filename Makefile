@@ -22,7 +22,7 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -87,6 +87,9 @@ bench-frontend: install ## CPU time of gateway and decode front end for each str
 
 bench-preemption: install ## swapping and giving back against an arena with room, by block size
 	@exec $(PY) -m looseleaf.bench.preemption $(ARGS)
+
+bench-recovery: install ## kill -9 of the only decode worker in mid-stream: longest gap with a spare worker and without
+	@exec $(PY) -m looseleaf.bench.recovery $(ARGS)
 
 bench-hostile: install ## what hostile HTTP bodies cost other streams, and the gateway's memory
 	@exec $(PY) -m looseleaf.bench.hostile $(ARGS)

@@ -133,6 +133,10 @@ class Attached:
         return HeldBlocks(holder, self.arena, slot, reserve=self._needs.reserve_blocks)
 
     @property
+    def weights_bytes(self) -> int:
+        return self._needs.weights_bytes
+
+    @property
     def is_fenced(self) -> bool:
         """Whether the incarnation is over; `renew` then."""
         return self.held.holder.fenced.is_set()

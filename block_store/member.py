@@ -71,6 +71,7 @@ class Member:
     ) -> None:
         """`turns`: those of the roles of a process that step one at a time; None: in its own time."""
         self.thread = StepThread(step, turns)
+        self.weights_bytes = attached.weights_bytes
         self._attached = attached
         attached.on_fenced = lambda: self.thread.post(lambda: None)  # wakes it: the next step begins anew
         self._record = record

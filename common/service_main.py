@@ -30,6 +30,9 @@ _LAST_MESSAGES_S = 0.5
 class Role(Protocol):
     """One role of a worker's process, ready to be served. All methods but `drain` block; none is called twice."""
 
+    weights_bytes: int
+    """That it has loaded; 0 where another role of the process has."""
+
     def add_to(self, server: RpcServer) -> None:
         """Register the role's service."""
 
@@ -72,7 +75,8 @@ async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequen
     address = settings.advertise or reachable_address(settings.host, server.port)
     await _at_once(lambda role: role.announce(address), roles)
     await server.set_ready(True)
-    write_ready_file(settings.ready_file, [f"{settings.host}:{server.port}"])
+    weights_bytes = sum(role.weights_bytes for role in roles)
+    write_ready_file(settings.ready_file, [f"{settings.host}:{server.port}", str(weights_bytes)])
     failed = await wait_for_signal(stop)
     await _at_once(lambda role: role.withdraw(), roles)
     if not failed:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from block_store.attach import Attached, Needs
+from block_store.attach import Attached, Needs, attach
 from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
-from common.service_main import wait_idle
-from common.turns import AnyTurns
+from common.service_main import wait_idle, worker_name
+from common.trust import trust_of
+from common.turns import AnyTurns, SharedTurns
 from decode_svc.outputs import Rejection
 from decode_svc.preemption import Preemption
 from decode_svc.scheduler import DecodeScheduler
@@ -33,6 +34,14 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
         reserve_blocks=settings.reserve_blocks,
         device=str(runner.device.torch_device),
     )
+
+
+def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
+    """Attach a loaded model to the block store, which answers when all workers that it expects have asked."""
+    needs = needs_of(runner, settings, worker_name("decode", settings.worker_id))
+    [attached] = attach(settings.block_store, [needs], trust_of(settings))
+    turns = SharedTurns(settings.turns_file) if settings.turns_file is not None else None
+    return DecodeRole(runner, needs, attached, settings, turns)
 
 
 class DecodeRole(Member):

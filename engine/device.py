@@ -44,6 +44,11 @@ class CpuDevice:
             torch.set_num_threads(self.num_threads)
             self._thread = threading.get_ident()
 
+    def use_threads(self, num_threads: int) -> None:
+        """Another number than at the beginning, as there; the calling thread is ready to step."""
+        self.num_threads, self._thread = num_threads or usable_cores(), 0
+        self.enter()
+
     def upload(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """The arrays as tensors, of the same memory."""
         return [torch.from_numpy(array) for array in arrays]
@@ -98,6 +103,9 @@ class CudaDevice:
     def enter(self) -> None:
         """What the calling thread launches from now on goes to the runner's stream, sampling too."""
         torch.cuda.set_stream(self._stream)
+
+    def use_threads(self, num_threads: int) -> None:
+        self.num_threads = num_threads or usable_cores()
 
     def upload(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """Copies on the device, valid until the next upload; one transfer from pinned memory for all."""

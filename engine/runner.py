@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -113,6 +113,7 @@ class ModelRunner:
         self.device.wait()  # another runner's stream may read the weights from now on
         self.numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
         self._bound: Binding | None = None
+        self._peaks: dict[tuple[int, int, bool], int] = {}
 
     @classmethod
     def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
@@ -124,6 +125,11 @@ class ModelRunner:
     @property
     def num_threads(self) -> int:
         return self.device.num_threads
+
+    def use_threads(self, num_threads: int) -> None:
+        """As if it had been loaded with so many; before it is bound. The calling thread is ready to step."""
+        self.settings = replace(self.settings, num_threads=num_threads)
+        self.device.use_threads(num_threads)
 
     @property
     def bound_arena(self) -> torch.Tensor:
@@ -205,8 +211,11 @@ class ModelRunner:
         context and with logits of every row. With `graphs` also what `capture(max_num_seqs)` will take.
 
         All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most
-        2 Mi keys; on a CPU a pass ends after two layers, so that a start does not wait for it.
+        2 Mi keys; on a CPU a pass ends after two layers, so that a start does not wait for it. Measured once.
         """
+        asked = (max_num_batched_tokens, max_num_seqs, graphs)
+        if (known := self._peaks.get(asked)) is not None:
+            return known
         self.warm_up()
         chunk = min(max_num_batched_tokens, self.max_model_len)
         num_prompts = min(max_num_seqs, max_num_batched_tokens // chunk)
@@ -226,6 +235,7 @@ class ModelRunner:
         if graphs:
             peak += self._graph_bytes(max_num_seqs)
         self.device.release()
+        self._peaks[asked] = peak
         return peak
 
     @contextlib.contextmanager

@@ -315,6 +315,7 @@ class SessionPool:
         self._limits = limits
         self._sessions: dict[str, DecodeSession] = {}
         self._retry_at: dict[str, float] = {}
+        """By address: a worker's successor is at another one."""
 
     def get(self, worker_id: str) -> DecodeSession | None:
         """The session with a worker, if it is connected."""
@@ -336,12 +337,12 @@ class SessionPool:
             if session.ended or (moved and session.idle):
                 session.close()
                 del self._sessions[worker_id]
-                self._retry_at[worker_id] = now + RECONNECT_S
+                self._retry_at[session.record.address] = now + RECONNECT_S
         for worker_id, record in wanted.items():
-            if worker_id not in self._sessions and now >= self._retry_at.get(worker_id, 0.0):
+            if worker_id not in self._sessions and now >= self._retry_at.get(record.address, 0.0):
                 session = self._sessions[worker_id] = DecodeSession(record, self._on_load, self._limits, self._trust)
                 session.start()
-        self._retry_at = {w: t for w, t in self._retry_at.items() if t > now}
+        self._retry_at = {at: t for at, t in self._retry_at.items() if t > now}
 
     def close(self) -> None:
         for session in self._sessions.values():

@@ -42,7 +42,7 @@ def later(ready_file: Path, line: int) -> str:
     return f"{_READY}{ready_file}:{line}"
 
 
-def _filled(flags: Sequence[str]) -> list[str]:
+def filled(flags: Sequence[str]) -> list[str]:
     """`flags` with the lines that they stand for; waits until the files are there."""
     return [_line(flag) if flag.startswith(_READY) else flag for flag in flags]
 
@@ -73,7 +73,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service says what it means
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()
     _import_for(package)
-    sys.argv[1:] = _filled(sys.argv[3:])
+    sys.argv[1:] = filled(sys.argv[3:])
     runpy.run_module(package, run_name="__main__", alter_sys=True)
 
 

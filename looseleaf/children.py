@@ -6,6 +6,7 @@ Does not know which services.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -39,6 +40,8 @@ class ServiceSpec:
     environment: Mapping[str, str]
     inherited_fd: int
     """A descriptor it keeps open until it ends (the launcher's lock)."""
+    takes_orders: bool = False
+    """Whether it reads from stdin whose place it takes (`Child.become`)."""
 
 
 class ChildDied(StartupError):
@@ -68,13 +71,12 @@ class Child:
         """Start it. `directory` takes its ready file."""
         self.spec = spec
         self.name = spec.name
-        self._ready_file = directory / f"{spec.name}.ready"
-        self._ready_file.unlink(missing_ok=True)  # of a life before this one
+        self._ready_file = _ready_file(directory, spec)
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         command = [sys.executable, "-m", "looseleaf.child", str(os.getpid()), spec.package, *spec.flags]
         self._process = subprocess.Popen(
             [*command, "--ready-file", str(self._ready_file)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if spec.takes_orders else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(spec.environment),
@@ -96,6 +98,21 @@ class Child:
     def status(self) -> int | None:
         """Its exit status, negative where a signal killed it; None: it runs."""
         return self._process.poll()
+
+    def become(self, spec: ServiceSpec) -> bool:
+        """Have it take the place of a process of `spec`, whose name and ready file it has from here on. False: it has
+        ended.
+        """
+        assert self._process.stdin is not None
+        ready_file = _ready_file(self._ready_file.parent, spec)
+        line = json.dumps([spec.package, [*spec.flags, "--ready-file", str(ready_file)]])
+        try:
+            with self._process.stdin as orders:
+                orders.write(line.encode() + b"\n")
+        except OSError:
+            return False
+        self.spec, self.name, self._ready_file = spec, spec.name, ready_file
+        return True
 
     def _forward(self, echo: Echo) -> None:
         assert self._process.stdout is not None
@@ -138,6 +155,13 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.0, seconds))
         return self._process.poll() is not None
+
+
+def _ready_file(directory: Path, spec: ServiceSpec) -> Path:
+    """Where a service says that it is ready; not that a life before this one was."""
+    file = directory / f"{spec.name}.ready"
+    file.unlink(missing_ok=True)
+    return file
 
 
 def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: float) -> list[tuple[str, ...]]:

@@ -37,10 +37,13 @@ from looseleaf.service_flags import (
 )
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT, SharedDirectory
+from looseleaf.standby import NAME, PACKAGE, Standby, wanted
 
 _FAILED_GRACE_S = 3.0
 _ENDING_S = 5.0
 """What a service gets beyond the grace period of its requests, to tell those that are left and to end."""
+CHECK_S = 0.05
+"""How often to call `check`: how late a death is noticed is part of the pause that it makes."""
 _PORT_FLAGS = {"block_store": ("--port",), "gateway": ("--port", "--grpc-port")}
 """Of services that others keep an address of: the flags for the lines of their ready files."""
 
@@ -73,6 +76,7 @@ class Launcher:
         self._run_directory: Path | None = None
         self._redis: PrivateServer | None = None
         self._restarts = Restarts()
+        self._standby: Standby | None = None
         self._salt_secret = secrets.token_hex(32)
 
     def start(self) -> Addresses:
@@ -112,7 +116,23 @@ class Launcher:
         flags = gateway_flags(settings, source, store_address)
         self._spawn("gateway", "gateway", flags, gateway_secrets(settings, redis_url, self._salt_secret))
         ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
+        self._stand_by(worker_flags(settings, source, store_address), weights_bytes=int(ready[1][1]))
         return self._addresses(ready, source.notice)
+
+    def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
+        """A spare worker from now on, if there is room for it; `flags`: what all workers are told."""
+        from block_store.sizing import available_memory  # here, so that services are started before numpy is loaded
+
+        settings = self._settings
+        has_one, why = wanted(settings, weights_bytes, available_memory())
+        self._echo(f"looseleaf: {'a' if has_one else 'no'} spare worker ({why})")
+        if not has_one:
+            return
+        place = "both" if settings.roles == "both" else "split"
+        own = [*flags, *decode_flags(settings), "--place", place]
+        spec = replace(self._spec(NAME, PACKAGE, own), takes_orders=True)
+        self._standby = Standby(lambda: self._child(spec), lambda: self._restarts.allow(NAME), self._echo)
+        self._standby.check()
 
     def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
         """From the ready lines of all services; the gateway's are HTTP, then gRPC."""
@@ -138,16 +158,26 @@ class Launcher:
         return self._redis.url
 
     def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
+        child = self._child(self._spec(name, package, flags, extra))
+        self._children.append(child)
+        return child
+
+    def _spec(
+        self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None
+    ) -> ServiceSpec:
         assert self._shared is not None
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
         inside = flags_of({"secret_file": self._secret_file})
-        child = self._child(ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd))
-        self._children.append(child)
-        return child
+        return ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd)
 
     def _child(self, spec: ServiceSpec) -> Child:
         assert self._run_directory is not None
         return Child(spec, self._run_directory, self._echo)
+
+    @property
+    def _spare(self) -> list[Child]:
+        child = None if self._standby is None else self._standby.child
+        return [] if child is None else [child]
 
     @property
     def _secret_file(self) -> Path:
@@ -159,6 +189,16 @@ class Launcher:
     def pids(self) -> dict[str, int]:
         """The process of each service, by name."""
         return {child.name: child.pid for child in self._children}
+
+    @property
+    def spare_pids(self) -> list[int]:
+        """Of spare workers, loaded or not."""
+        return [child.pid for child in self._spare]
+
+    @property
+    def spare_is_loaded(self) -> bool:
+        """Whether a worker that dies now has its successor at once."""
+        return self._standby is not None and self._standby.is_loaded
 
     def check(self) -> None:
         """Start services that have ended again. Raise ChildDied if one keeps ending.
@@ -173,8 +213,15 @@ class Launcher:
             except ChildDied as died:
                 if not self._may_restart(child.spec):
                     raise
-                self._echo(f"looseleaf: {str(died).partition(';')[0]}; starting it again")
-                self._children[index] = self._child(child.spec)
+                self._children[index] = self._replacement(child.spec, str(died).partition(";")[0])
+        if self._standby is not None:
+            self._standby.check()
+
+    def _replacement(self, spec: ServiceSpec, death: str) -> Child:
+        child = None if self._standby is None else self._standby.take_place(spec)
+        what = "starting it again" if child is None else "the spare worker takes its place"
+        self._echo(f"looseleaf: {death}; {what}")
+        return child or self._child(spec)
 
     def _may_restart(self, spec: ServiceSpec) -> bool:
         return self._restarts.allow(spec.name)
@@ -187,7 +234,7 @@ class Launcher:
 
     def kill(self) -> None:
         """SIGKILL to every service, for whoever does not want to wait for `stop`."""
-        for child in self._children:
+        for child in [*self._children, *self._spare]:
             child.kill()
         if self._redis is not None:
             self._redis.kill()
@@ -198,9 +245,10 @@ class Launcher:
         """
         most_s = self._settings.grace_s + _ENDING_S if most_s is None else most_s
         store, workers, gateway = self._children[:1], self._children[1:-1], self._children[1:][-1:]
-        for layer in (gateway, workers, store):
+        for layer in (self._spare, gateway, workers, store):
             end(layer, most_s)
         self._children.clear()
+        self._standby = None
         if self._redis is not None:
             self._redis.close()
             self._redis = None

@@ -21,12 +21,11 @@ from pydantic import ValidationError
 from common.api_keys import read_keys
 from common.errors import StartupError
 from looseleaf.client import Client
-from looseleaf.launcher import Launcher
+from looseleaf.launcher import CHECK_S, Launcher
 from looseleaf.options import GenerateOptions, Message, Prompt, check_names
 from looseleaf.results import Completion
 from looseleaf.settings import ServeSettings
 
-_CHECK_S = 0.2
 _MAX_IN_FLIGHT = 64
 """Requests sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
 _DISPATCHED = re.compile(r'^looseleaf_worker_requests_total\{[^}]*worker="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
@@ -38,12 +37,13 @@ class LLM:
     def __init__(self, model: str | None = None, *, verbose: bool = False, **settings: Any) -> None:
         """Serve `model` (a Hugging Face directory; default as in `looseleaf serve`).
 
-        `settings` are the flags of `looseleaf serve` with underscores; ports default to any free ones. `verbose`
-        forwards the services' logs to stderr. Raises StartupError in one sentence, TypeError for an unknown setting.
+        `settings` are the flags of `looseleaf serve` with underscores; ports default to any free ones, `spare` to none.
+        `verbose` forwards the services' logs to stderr. Raises StartupError in one sentence, TypeError for an unknown
+        setting.
         """
         self._launcher = Launcher(serve_settings(model, settings), *([] if verbose else [_drop]))
         self.addresses = self._launcher.start()
-        self._supervisor = _Supervisor(self._launcher)
+        self._supervisor = Supervisor(self._launcher)
         self._supervisor.start()
         atexit.register(self.close)
         keys = read_keys(settings.get("api_key"), settings.get("api_key_file"))
@@ -96,7 +96,7 @@ class LLM:
         self.close()
 
 
-class _Supervisor(threading.Thread):
+class Supervisor(threading.Thread):
     """Starts workers again that have died, until `end` or a death that cannot be mended (`failure`)."""
 
     def __init__(self, launcher: Launcher) -> None:
@@ -106,7 +106,7 @@ class _Supervisor(threading.Thread):
         self.failure: StartupError | None = None
 
     def run(self) -> None:
-        while not self._ended.wait(_CHECK_S):
+        while not self._ended.wait(CHECK_S):
             try:
                 self._launcher.check()
             except StartupError as failure:
@@ -124,7 +124,7 @@ def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
     if unknown:
         raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(ServeSettings.model_fields))}")
     try:
-        return ServeSettings(**{"port": 0, "grpc_port": 0, "model": model, **given})
+        return ServeSettings(**{"port": 0, "grpc_port": 0, "spare": 0, "model": model, **given})
     except ValidationError as error:
         first = error.errors()[0]
         raise StartupError(f"setting {first['loc'][0]!r}: {first['msg']} (got {first.get('input')!r})") from None

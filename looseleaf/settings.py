@@ -29,6 +29,12 @@ class ServeSettings(Settings):
     )
     prefill: int = Field(1, ge=1, le=64, description="prefill workers; with roles both as many as decode")
     decode: int = Field(1, ge=1, le=64, description="decode workers; with roles both as many as prefill")
+    spare: int | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="workers loaded ahead, for one that dies; default: 1 where memory is free for it",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch can use a GPU")
     threads: int = Field(
         0,

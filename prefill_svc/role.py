@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from block_store.attach import Attached, Needs
+from block_store.attach import Attached, Needs, attach
 from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
-from common.service_main import wait_idle
+from common.service_main import wait_idle, worker_name
 from common.settings import WorkerSettings
-from common.turns import AnyTurns
+from common.trust import trust_of
+from common.turns import AnyTurns, SharedTurns
 from engine.runner import ModelRunner
 from prefill_svc.requests import Limits
 from prefill_svc.scheduler import PrefillScheduler
@@ -28,6 +29,14 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
         floor_blocks=longest_group(runner),  # so that the head of the queue always gets its blocks in the end
         device=str(runner.device.torch_device),
     )
+
+
+def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
+    """Attach a loaded model to the block store, which answers when all workers that it expects have asked."""
+    needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
+    [attached] = attach(settings.block_store, [needs], trust_of(settings))
+    turns = SharedTurns(settings.turns_file) if settings.turns_file is not None else None
+    return PrefillRole(runner, needs, attached, settings, turns)
 
 
 class PrefillRole(Member):

@@ -62,6 +62,7 @@ class Plan:
     """Environment of all services."""
     preemption: Literal["auto", "swap", "give-back"] | None = None
     """None: the decode worker's default."""
+    spare: int = 0
     restarted: tuple[str, ...] = ("prefill", "decode")
     """Services that may die and are started again, however often, by the beginnings of their names."""
 
@@ -223,6 +224,7 @@ class _Launcher(Launcher):
                 "roles": "split",
                 "threads": 1,
                 "preemption": plan.preemption,
+                "spare": plan.spare,
                 "port": next(self._ports),
                 "grpc_port": next(self._ports),
             },

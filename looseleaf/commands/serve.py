@@ -11,12 +11,11 @@ from types import FrameType
 
 from common.api_keys import read_keys
 from common.errors import StartupError
-from looseleaf.launcher import Addresses, Launcher, echo_to_stderr
+from looseleaf.launcher import CHECK_S, Addresses, Launcher, echo_to_stderr
 from looseleaf.settings import ServeSettings
 
 _SAMPLE_PROMPT = "Once upon a time"
 _SAMPLE_TOKENS = 24
-_CHECK_S = 0.2
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
             print(sample(addresses, first_key), flush=True)
         except Interrupted:
             return 0
-        while not stop.event.wait(_CHECK_S):
+        while not stop.event.wait(CHECK_S):
             launcher.check()
     return 0
 

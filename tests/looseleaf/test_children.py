@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 
@@ -16,7 +17,7 @@ import pytest
 from common.errors import StartupError
 from common.rpc import write_ready_file
 from looseleaf.child import later
-from looseleaf.children import Child, ChildDied, ServiceSpec, end, wait_ready
+from looseleaf.children import Child, ChildDied, Restarts, ServiceSpec, end, wait_ready
 from looseleaf.testing import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,3 +158,43 @@ time.sleep(60)
     parent.kill()
     parent.wait()
     assert wait_gone(pid, 5.0)
+
+
+STANDS_BY = """
+import json, os, sys, time
+path = sys.argv[sys.argv.index("--ready-file") + 1]
+open(path, "w").write("loaded\\n")
+package, flags = json.loads(sys.stdin.readline())
+print("is", package, flags[0], flush=True)
+open(flags[flags.index("--ready-file") + 1], "w").write("127.0.0.1:2\\n")
+time.sleep(60)
+"""
+
+
+def test_who_takes_a_place_has_its_name_its_ready_file_and_its_log(tmp_path: Path, logged: list[str]) -> None:
+    package = tmp_path / "packages" / "stands_by"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text('if __name__ == "__main__":\n' + indent(STANDS_BY, "    "))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{package.parent}"}
+    with open(os.devnull) as null:
+        spec = ServiceSpec("spare", "stands_by", (), environment, null.fileno(), takes_orders=True)
+        child = Child(spec, tmp_path, logged.append)
+    assert wait_ready([child], [child], 10.0) == [("loaded",)]
+    place = ServiceSpec("svc", "a_service", ("--flag",), environment, 0)
+    assert child.become(place)
+    assert wait_ready([child], [child], 10.0) == [("127.0.0.1:2",)]
+    end([child], 5.0)
+    assert (child.name, child.spec) == ("svc", place) and logged == ["svc         | is a_service --flag"]
+
+
+def test_who_has_ended_takes_no_place(start: Start) -> None:
+    child = start("raise SystemExit(1)")
+    child.spec = replace(child.spec, takes_orders=True)
+    dead = Child(child.spec, Path(child.spec.environment["PYTHONPATH"].rpartition(":")[2]).parent, lambda line: None)
+    assert dead.wait(10.0) and not dead.become(child.spec)
+
+
+def test_a_service_that_keeps_ending_is_not_started_again() -> None:
+    restarts = Restarts()
+    assert [restarts.allow("one") for _ in range(6)] == [True] * 5 + [False]
+    assert restarts.allow("other")

@@ -24,6 +24,7 @@ from looseleaf.service_flags import (
 )
 from looseleaf.settings import ServeSettings
 from looseleaf.worker.settings import BothSettings
+from looseleaf.worker.spare import SpareSettings
 from prefill_svc.settings import PrefillSettings
 
 SOURCE = ModelSource(Path("/models/m"))
@@ -45,7 +46,7 @@ def test_flags() -> None:
     assert flags_of(values) == ["--max-queue", "5", "--enforce-eager"]
 
 
-@pytest.mark.parametrize("service", [PrefillSettings, DecodeSettings, BothSettings])
+@pytest.mark.parametrize("service", [PrefillSettings, DecodeSettings, BothSettings, SpareSettings])
 def test_workers_take_what_a_launch_gives_them(gpu: None, service: type[Settings]) -> None:
     given: dict[str, object] = {
         "device": "cuda", "dtype": "float16", "attention_backend": "fa3", "attention_library": "/lib/fa3.so",
@@ -58,7 +59,7 @@ def test_workers_take_what_a_launch_gives_them(gpu: None, service: type[Settings
     assert (taken.model, taken.block_store) == ("/models/m", "127.0.0.1:1")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("service", [DecodeSettings, BothSettings])
+@pytest.mark.parametrize("service", [DecodeSettings, BothSettings, SpareSettings])
 def test_workers_that_decode_take_what_is_said_of_preemption(service: type[DecodeSettings]) -> None:
     flags = worker_flags(ServeSettings(), SOURCE, "127.0.0.1:1")
     taken = service.load([*flags, *decode_flags(ServeSettings(preemption="give-back", swap_space=0.5))])

@@ -33,6 +33,7 @@ from protos.v1.block_store_pb2 import InspectResponse
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_LEN = 80
+SPARE = "looseleaf.worker.spare"
 FREE_PORTS = ["--port", "0", "--grpc-port", "0", "--num-blocks", "512"]
 
 
@@ -131,13 +132,18 @@ def test_a_line_of_text_then_an_orderly_end() -> None:
     out = "".join(served.lines)
     assert re.search(r"  says  Once upon a time\S", out), out
     workers = {package for _, package in worker_processes(settled(ServeSettings()))}
-    assert set(served.services) == {"block_store", "gateway"} | workers
+    assert set(served.services) - {SPARE} == {"block_store", "gateway"} | workers
     for service, pid in served.services.items():
+        if service == SPARE:
+            continue
         mapped = Path(f"/proc/{pid}/maps").read_text()
         computes = service in workers
         assert ("libtorch" in mapped, "libgomp" in mapped) == (computes, computes), f"OpenMP in {service}"
-    status, _ = served.end(signal.SIGTERM)
+    status, errors = served.end(signal.SIGTERM)
     assert status == 0
+    [told] = [line for line in errors.splitlines() if "spare worker (" in line]
+    assert re.match(r"looseleaf: an? spare worker|looseleaf: no spare worker", told) and "GiB" in told
+    assert told.startswith("looseleaf: no") or SPARE in served.services
     assert alive(list(served.services.values())) == []
     assert launches() <= before
 
@@ -165,7 +171,7 @@ def test_complete_and_health_from_the_command_line() -> None:
 def test_what_dies_is_started_again_at_its_address_and_nothing_is_forgotten() -> None:
     """Block store, private Redis, gateway, one after the other."""
     before = launches()
-    served = Served("--roles", "both")
+    served = Served("--roles", "both", "--spare", "0")
     try:
         arena, first = inspect(served.store).arena_id, served.generate()
         assert served.kill("block_store") and served.generate().text == first.text, "workers need no store to go on"

@@ -1,0 +1,81 @@
+"""The spare worker of a launch: whether there is one, its process, and whose place it takes.
+
+Knows nothing of models; `looseleaf.worker.spare` is the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from looseleaf.children import Child, ChildDied, Echo, ServiceSpec
+from looseleaf.settings import ServeSettings
+
+NAME = "spare"
+PACKAGE = "looseleaf.worker.spare"
+WORKERS = ("prefill_svc", "decode_svc", "looseleaf.worker")
+"""Packages whose places it can take."""
+FREE_WEIGHTS = 4
+"""So many times the weights must be free for a spare worker that nobody has asked for."""
+_LEAST_BYTES = 1 << 30
+"""And so much for its process, however small the model."""
+
+
+def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
+    """Whether a launch of settled `settings` has a spare worker, and why, for the log. `weights_bytes`: of a worker."""
+    if settings.spare is not None:
+        return settings.spare > 0, f"--spare {settings.spare}"
+    if settings.device == "cuda":
+        return False, "a GPU would hold the weights once more; --spare 1 has one"
+    least = max(FREE_WEIGHTS * weights_bytes, _LEAST_BYTES)
+    room = f"{_gib(free_bytes)} of memory free, {_gib(least)} wanted for {_gib(weights_bytes)} of weights"
+    return (True, f"{room}; --spare 0 has none") if free_bytes >= least else (False, f"{room}; --spare 1 has one")
+
+
+class Standby:
+    """At most one spare worker. It is started when all workers serve, and again after it has taken a place."""
+
+    def __init__(self, start: Callable[[], Child], may_restart: Callable[[], bool], echo: Echo) -> None:
+        self._start = start
+        self._may_restart = may_restart
+        self._echo = echo
+        self._child: Child | None = None
+        self._successor: Child | None = None
+        """Took a dead worker's place and does not serve yet."""
+        self._has_failed = False
+
+    @property
+    def child(self) -> Child | None:
+        return self._child
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._child is not None and self._child.ready_lines() is not None
+
+    def take_place(self, spec: ServiceSpec) -> Child | None:
+        """The spare worker, which is now the process of `spec`; None: there is none, or it is not loaded yet."""
+        child = self._child
+        if child is None or spec.package not in WORKERS or not self.is_loaded or not child.become(spec):
+            return None
+        self._child, self._successor = None, child
+        return child
+
+    def check(self) -> None:
+        """Start the spare worker, or the next one; one that keeps dying is given up, which ends nothing else."""
+        if self._has_failed or (self._successor is not None and self._is_starting(self._successor)):
+            return
+        self._successor = None
+        if self._child is None:
+            self._child = self._start()
+            return
+        try:
+            self._child.check()
+        except ChildDied as died:
+            self._echo(f"looseleaf: {died}")
+            self._child, self._has_failed = None, not self._may_restart()
+
+    def _is_starting(self, child: Child) -> bool:
+        return child.status is None and child.ready_lines() is None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,93 @@
+"""Workers of every kind, made of a model that is loaded already: prefill, decode, or both on one model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from block_store.attach import attach
+from common.service_main import Role, internal_server, serve_roles, worker_name
+from common.settings import WorkerSettings
+from common.trust import trust_of
+from common.turns import Turns
+from decode_svc import role as decode
+from decode_svc.settings import DecodeSettings
+from engine.runner import ModelRunner, RunnerSettings
+from looseleaf.worker.settings import BothSettings
+from prefill_svc import role as prefill
+from prefill_svc.settings import PrefillSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, and for a process that hosts both roles a second runner over the same weights."""
+
+    runner: ModelRunner
+    sharing: ModelRunner | None
+
+    @classmethod
+    def of(cls, settings: WorkerSettings, *, both: bool) -> Loaded:
+        """Load the model."""
+        runner = ModelRunner(RunnerSettings.of(settings))
+        return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None)
+
+    def measure(self, settings: BothSettings) -> None:
+        """What either role will ask for; the runners remember it."""
+        prefill.needs_of(self.runner, settings, "")
+        decode.needs_of(self.sharing or self.runner, settings, "")
+
+
+def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
+    """Attach both roles to the block store, which answers when all workers that it expects have asked."""
+    runner, sharing = loaded.runner, loaded.sharing
+    assert sharing is not None
+    name = worker_name("worker", settings.worker_id)
+    needs = [
+        prefill.needs_of(runner, settings, f"{name}.prefill"),
+        decode.needs_of(sharing, settings, f"{name}.decode"),
+    ]
+    for_prefill, for_decode = attach(settings.block_store, needs, trust_of(settings))
+    turns = Turns() if take_turns(settings, runner) else None
+    return [
+        prefill.PrefillRole(runner, needs[0], for_prefill, settings, turns),
+        decode.DecodeRole(sharing, needs[1], for_decode, settings, turns),
+    ]
+
+
+def take_turns(settings: BothSettings, runner: ModelRunner) -> bool:
+    on_cpu = runner.device.torch_device.type == "cpu"
+    return settings.steps == "turns" or (settings.steps == "auto" and on_cpu)
+
+
+async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) -> None:
+    """Bind, `join`, which may take long, and serve until a signal."""
+    server = internal_server(settings)
+    server.bind()
+    await serve_roles(settings, server, await asyncio.to_thread(join))
+
+
+async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
+    """Be the worker that `python -m package flags` is, with the model that was loaded by one thread."""
+    if package == "prefill_svc":
+        of_prefill = PrefillSettings.load(flags)
+        await serve(of_prefill, lambda: [prefill.join(_fitting(loaded, of_prefill).runner, of_prefill)])
+    elif package == "decode_svc":
+        of_decode = DecodeSettings.load(flags)
+        await serve(of_decode, lambda: [decode.join(_fitting(loaded, of_decode).runner, of_decode)])
+    else:
+        of_both = BothSettings.load(flags)
+        await serve(of_both, lambda: join_both(_fitting(loaded, of_both), of_both))
+
+
+def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
+    """`loaded`, or the model as these settings ask for it: a variable of one role may say something of its own."""
+    wanted = RunnerSettings.of(settings)
+    if replace(wanted, num_threads=1) == loaded.runner.settings:
+        for runner in (loaded.runner, loaded.sharing):
+            if runner is not None:
+                runner.use_threads(wanted.num_threads)
+        return loaded
+    logging.getLogger("spare").warning("the worker's model is set up otherwise: loading it again")
+    return Loaded.of(settings, both=loaded.sharing is not None)

@@ -1,0 +1,101 @@
+"""`python -m looseleaf.worker.spare`: a worker that has loaded its model and waits to take a dead one's place.
+
+Until then it is no holder and nobody's worker: the block store, Redis and gateways do not know of it. Its launcher
+tells it whose place it takes, in one line on stdin: package and flags, as of the process that it replaces. Then it
+attaches, and is that worker.
+
+It loads in a thread of the lowest priority, so that it takes only time that nobody who serves wants. A niceness belongs
+to a thread, and to those it starts; it could not be taken back. Threads that serve are started by others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from common.errors import StartupError
+from common.rpc import write_ready_file
+from common.service_main import run_service
+from common.settings import settings_config
+from looseleaf.child import filled
+from looseleaf.worker.settings import BothSettings
+
+if TYPE_CHECKING:
+    from looseleaf.worker.roles import Loaded
+
+_LOWEST = 19
+
+
+class SpareSettings(BothSettings):
+    """Flags of `python -m looseleaf.worker.spare`: those of the workers whose place it may take."""
+
+    model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.worker.spare")
+    place: Literal["both", "split"] = Field("split", description="of workers that host both roles, or of either role")
+
+
+def load(settings: SpareSettings) -> Loaded:
+    """Import what a worker imports, load the model and measure it. By one thread: the kernels' others, once they have
+    begun, stay, with the priority of who has begun them.
+    """
+    from looseleaf.worker.roles import Loaded  # here: torch is imported with the priority of this thread
+
+    alone = settings.model_copy(update={"num_threads": 1})
+    loaded = Loaded.of(alone, both=settings.place == "both")
+    loaded.measure(alone)
+    return loaded
+
+
+def behind_others(settings: SpareSettings) -> Future[Loaded]:
+    """`load`, in a thread that gets what time is left over."""
+    loaded: Future[Loaded] = Future()
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        gc.disable()
+        try:
+            loaded.set_result(load(settings))
+        except BaseException as error:
+            loaded.set_exception(error)
+        finally:
+            gc.enable()
+            gc.freeze()
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return loaded
+
+
+async def order() -> tuple[str, list[str]]:
+    """Package and flags of the worker whose place is to be taken. StartupError: the launcher is gone."""
+    line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        text = sys.stdin.readline()
+        loop.call_soon_threadsafe(line.set_result, text)
+
+    threading.Thread(target=read, name="order", daemon=True).start()
+    if not (text := await line):
+        raise StartupError("nobody wants a spare worker any more")
+    package, flags = json.loads(text)
+    return package, filled(flags)
+
+
+async def main(settings: SpareSettings) -> None:
+    loaded = await asyncio.wrap_future(behind_others(settings))
+    write_ready_file(settings.ready_file, [settings.place])
+    package, flags = await order()
+    from looseleaf.worker.roles import stand_in  # by now
+
+    await stand_in(loaded, package, flags)
+
+
+if __name__ == "__main__":
+    run_service("looseleaf.worker.spare", SpareSettings, main)
