@@ -56,11 +56,16 @@ async def main(settings: GatewaySettings) -> None:
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
     keys = read_keys(settings.api_key, settings.api_key_file)
     authenticator = Authenticator(keys.tenants, WrongKeys(settings.wrong_keys_per_minute))
+    workers = Workers(Limits(settings.silence_s, settings.stall_s), trust)
+    tenants, gate = Tenants(keys.limits, time.monotonic()), Gate(workers.gate_capacity)
+    admission = Admission(
+        settings.max_queue, settings.max_queue_wait, gate, tenants, lambda reason: metrics.refused(reason)
+    )
     grpc_server = RpcServer(
         settings.host,
         settings.grpc_port,
         reuse_port=settings.reuse_port,
-        check=key_check(authenticator),
+        check=key_check(authenticator, admission, lambda code: metrics.failed(code)),
         protection=Protection(
             reflection=settings.reflection, bounds=replace(PUBLIC, rpcs=settings.max_concurrent_rpcs)
         ),
@@ -68,7 +73,6 @@ async def main(settings: GatewaySettings) -> None:
     bind_grpc(grpc_server, settings.grpc_port)
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
-    workers = Workers(Limits(settings.silence_s, settings.stall_s), trust)
     try:
         discovery = Discovery(
             with_password(settings.redis_url, settings.redis_password_file), settings.poll_s, workers.on_records
@@ -96,8 +100,6 @@ async def main(settings: GatewaySettings) -> None:
     )
     validator.use_public(public.common_tokens)
     metrics = Metrics(assets.name)
-    tenants, gate = Tenants(keys.limits, time.monotonic()), Gate(workers.gate_capacity)
-    admission = Admission(settings.max_queue, settings.max_queue_wait, gate, tenants, metrics.refused)
     metrics.watch_queues(
         lambda: gate.num_running,
         lambda: admission.num_requests - gate.num_running,

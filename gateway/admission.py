@@ -62,16 +62,21 @@ class Admission:
         self.draining = False
         self.answers = OpenAnswers()
 
-    def enter(self, tenant: str = "") -> Entry:
-        """A request has come; nothing but its headers is known yet. To be used in a `with`.
-
-        Errors, each with a retry time: ResourceExhausted (queue, wait, quota), Unavailable while draining.
-        """
+    def check(self, tenant: str) -> None:
+        """Raise what `enter` would, and take nothing: for who asks before a message is received."""
         if self.draining:
             raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
         self._check_room(tenant, 1)
         self._check_wait(tenant, 0)
         self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)
+
+    def enter(self, tenant: str = "") -> Entry:
+        """A request has come; nothing but its headers is known yet. To be used in a `with`.
+
+        Errors, each with a retry time: ResourceExhausted (queue, wait, quota), Unavailable while draining.
+        """
+        self.check(tenant)
+        self._take(self._tenants.requests(tenant), 1)
         self._add(tenant, 1)
         self.num_requests += 1
         return Entry(self, tenant)
@@ -83,8 +88,7 @@ class Admission:
 
     def used(self, tenant: str, num_tokens: int) -> None:
         """A request has ended, or made way; so many tokens of it were computed or found in the cache."""
-        if (bucket := self._tenants.tokens(tenant)) is not None:
-            bucket.take(num_tokens, self._clock())
+        self._take(self._tenants.tokens(tenant), num_tokens)
 
     # --- for entries
 
@@ -99,6 +103,8 @@ class Admission:
             self._check_wait(tenant, priority)
         self._check_bucket(self._tenants.requests(tenant), len(requests) - 1, Reason.REQUESTS)
         self._check_bucket(self._tenants.tokens(tenant), cost, Reason.TOKENS)
+        self._take(self._tenants.requests(tenant), len(requests) - 1)
+        self._take(self._tenants.tokens(tenant), cost)
         self._add(tenant, more)
         entry.num_sequences += more
         entry.reserved_tokens = cost
@@ -134,14 +140,14 @@ class Admission:
         raise self._refusal(Reason.QUEUE_WAIT, ResourceExhausted(text, retry_after_s=wait))
 
     def _check_bucket(self, bucket: Bucket | None, amount: int, reason: Reason) -> None:
-        """Take `amount`, if the tenant may have it now."""
-        if bucket is None or amount <= 0:
-            return
-        now = self._clock()
-        if (wait := bucket.wait_s(amount, now)) > 0:
+        """Whether the tenant may have `amount` now."""
+        if bucket is not None and amount > 0 and (wait := bucket.wait_s(amount, self._clock())) > 0:
             text = f"the limit of your key is {bucket.per_minute} {reason.value.replace('_', ' ')}"
             raise self._refusal(reason, ResourceExhausted(text, retry_after_s=wait))
-        bucket.take(amount, now)
+
+    def _take(self, bucket: Bucket | None, amount: int) -> None:
+        if bucket is not None:
+            bucket.take(amount, self._clock())
 
     def _check_priority(self, tenant: str, priority: int) -> None:
         best = self._tenants.best_priority(tenant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -101,14 +101,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ListModelsResponse(models=[model])
 
 
-def key_check(authenticator: Authenticator) -> Check:
-    """Asks for the API key before anything is parsed. gRPC's own services, health and reflection, need none."""
+def key_check(
+    authenticator: Authenticator,
+    admission: Admission | None = None,
+    failed: Callable[[str], None] = lambda code: None,
+) -> Check:
+    """Asks for the API key, and `admission` whether a request may come now, before a message is received. gRPC's own
+    services, health and reflection, need no key. `failed` counts refusals by their code.
+    """
 
     def check(method: str, context: Context) -> None:
         if not method.startswith("/grpc."):
-            authenticator.tenant(
+            tenant = authenticator.tenant(
                 _authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
             )
+            if admission is not None and method.endswith("/Generate"):
+                try:
+                    admission.check(tenant)
+                except LooseleafError as error:
+                    failed(error.grpc_code)
+                    raise
 
     return check
 

@@ -6,14 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 
 from common.api_keys import ApiKeys, TenantLimits
+from common.errors import ResourceExhausted
+from common.rpc import RpcServer, open_channel
+from common.status import error_of
 from gateway.gate import RESERVED_RANK
+from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.server import HttpServer, bind_http
 from gateway.testing import Script
+from protos.v1 import inference_pb2_grpc
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 
@@ -106,3 +112,26 @@ async def test_quotas_and_priorities_have_their_statuses_and_what_was_not_used_c
     assert reply.status_code == 429 and "6 requests per minute" in reply.json()["error"]["message"]
     assert 1 <= int(reply.headers["retry-after"]) <= 10
     assert (await front.post("a", max_tokens=1)).status_code == 200
+
+
+async def test_over_grpc_too_it_is_refused_before_the_message_comes(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, codes = await make_rig(keys=KEYS), list[str]()
+    monkeypatch.setattr(rig.gate, "wait_s", lambda tenant, priority, coming: 12.4)
+    server = RpcServer("127.0.0.1", 0, check=key_check(rig.authenticator, rig.admission, codes.append))
+    add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+    server.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            call = channel.stream_stream("/looseleaf.v1.InferenceService/Generate")(
+                metadata=(("authorization", "Bearer a-key"),), timeout=5
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:  # not one message has been sent
+                await call.read()
+        error = error_of(refused.value)
+        assert isinstance(error, ResourceExhausted) and error.retry_after_s == pytest.approx(12.4)
+        assert codes == ["RESOURCE_EXHAUSTED"] and rig.admission.current == 0
+    finally:
+        await server.stop(0.5)
