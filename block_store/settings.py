@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from block_store.cuda import LIBRARY
 from block_store.placing import MemoryOwner
@@ -28,8 +28,8 @@ class BlockStoreSettings(ServerSettings):
     expect_workers: int = Field(2, ge=1, le=1024, description="workers to wait for before the arena is made")
     attach_timeout_s: float = Field(600.0, gt=0, description="most seconds that a worker waits for the others")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: where the workers compute")
-    memory_budget: int | None = Field(
-        None, gt=0, description="bytes of host memory for weights, activations, KV; default: half, KV 4 GiB"
+    memory_budget: ByteSize | None = Field(
+        None, gt=0, description="bytes (or 4GiB) of host memory for weights, activations, KV; default: half, KV 4 GiB"
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory to fill, with weights"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
 from common.settings import AttentionBackend, Settings, settings_config
@@ -68,8 +68,10 @@ class ServeSettings(Settings):
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the model's; fp8_e4m3 on a GPU")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that we may fill")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
-    memory_budget: int | None = Field(
-        None, ge=1, description="bytes for weights, activations and KV; default: the block store's choice"
+    memory_budget: ByteSize | None = Field(
+        None,
+        ge=1,
+        description="bytes (or 4GiB, 512MiB) for weights, activations and KV; default: the block store's choice",
     )
     num_blocks: int | None = Field(None, ge=1, description="KV blocks, instead of a memory budget")
     directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from block_store.settings import BlockStoreSettings
 from common.settings import ServerSettings, WorkerSettings, settings_config
 
 
@@ -48,3 +49,15 @@ def test_a_bad_flag_is_named(argv: list[str], names: list[str], capsys: pytest.C
     assert exit_.value.code == 2
     message = capsys.readouterr().err
     assert all(name in message for name in names), message
+
+
+@pytest.mark.parametrize(("given", "num_bytes"), [("1000000", 1_000_000), ("256MiB", 256 << 20), ("4GB", 4 * 10**9)])
+def test_a_memory_budget_may_have_a_unit(given: str, num_bytes: int) -> None:
+    assert BlockStoreSettings.load(["--memory-budget", given]).memory_budget == num_bytes
+
+
+@pytest.mark.parametrize("given", ["0", "-5", "many", "256XB"])
+def test_a_memory_budget_that_is_none_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        BlockStoreSettings.load(["--memory-budget", given])
+    assert "--memory-budget" in capsys.readouterr().err
