@@ -9,8 +9,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
 
 LOG_EVERY_S = 60.0
+T = TypeVar("T")
 _LOCK = threading.Lock()
 _COUNTS: Counter[str] = Counter()
 _SOURCES: list[Callable[[], Mapping[str, int]]] = []
@@ -67,6 +69,33 @@ class Fallbacks:
         if now - self._logged_at.get(name, -LOG_EVERY_S) >= LOG_EVERY_S:
             self._logged_at[name] = now
             self._logger.warning("fallback %s: %s (%d so far)", name, reason, self.counts[name])
+
+
+class Burst(Generic[T]):
+    """What comes in bursts, as one event of the log for each: a moment after the first `note` all noted since then are
+    told. Nothing waits for it.
+    """
+
+    def __init__(self, tell: Callable[[list[T]], object], wait_s: float = 1.0) -> None:
+        """`tell` gets the items of a burst, in a thread of its own."""
+        self._tell = tell
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._items: list[T] = []
+
+    def note(self, item: T) -> None:
+        with self._lock:
+            self._items.append(item)
+            is_first = len(self._items) == 1
+        if is_first:
+            timer = threading.Timer(self._wait_s, self._over)
+            timer.daemon = True
+            timer.start()
+
+    def _over(self) -> None:
+        with self._lock:
+            items, self._items = self._items, []
+        self._tell(items)
 
 
 def fallback_counts() -> dict[str, int]:

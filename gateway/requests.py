@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 
 from common import convert
 from common.errors import LooseleafError, Unavailable
+from common.telemetry import Burst
 from common.types import WorkerRecord
 from gateway.assemble import Piece
 from gateway.decoding import DecodeHalf, HandOver
@@ -62,6 +64,7 @@ class RequestRunner:
         self._used = used
         self._poison = PoisonList()
         self._decode = DecodeHalf(workers, gate, metrics)
+        self._again = Burst(_tell_again)
 
     async def generate(
         self, request: ResolvedRequest, direct: Direct[Any] | None = None
@@ -148,7 +151,8 @@ class RequestRunner:
     def _account_loss(self, life: Life, lost: WorkerLost) -> None:
         self._metrics.retried(lost.reason)
         life.losses += lost.counted
-        logger.info("request %s is prefilled again: %s", life.request.request_id, lost.reason)
+        logger.debug("request %s is prefilled again: %s", life.request.request_id, lost.reason)
+        self._again.note(lost.reason)
         if life.output_len > life.decoded_from:
             self._poison.survived(life.digest)
         if lost.death is not None:
@@ -235,8 +239,13 @@ class RequestRunner:
             life.prompt_logprobs = done.prompt_logprobs
         if again:
             lengths = [len(sample.output_ids) for sample in life.open_samples]
-            logger.info("request %s goes on at token %s", life.request.request_id, lengths)
+            logger.debug("request %s goes on at token %s", life.request.request_id, lengths)
         return done
+
+
+def _tell_again(reasons: list[str]) -> None:
+    counts = ", ".join(f"{reason} {count}" for reason, count in Counter(reasons).items())
+    logger.info("%d requests are prefilled again: %s", len(reasons), counts)
 
 
 def _since_ns(began: float) -> int:

@@ -14,6 +14,7 @@ from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.hashing import next_hash
 from common.blocks import blocks_of
+from common.telemetry import Burst
 from common.types import BlockRef, Ticket
 from engine.sequence import BlockTable, Chunk, Sequence
 from prefill_svc.job import Job
@@ -22,12 +23,20 @@ logger = logging.getLogger("prefill")
 Plan = list[tuple[Job, Chunk]]
 
 
+def _tell_back(again: list[int]) -> None:
+    """`again`: tokens of sequences that were decoding already, which are computed a second time."""
+    logger.info(
+        "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
+    )
+
+
 class GroupBlocks:
     """What a prefill worker holds for its jobs."""
 
     def __init__(self, attached: Attached, block_size: int) -> None:
         self._attached = attached
         self._block_size = block_size
+        self._came_back = Burst(_tell_back)
 
     # --- admission
 
@@ -78,7 +87,7 @@ class GroupBlocks:
         sequence.num_computed = sequence.num_cached = len(head) * self._block_size
         if sequence.output_ids:
             again = sequence.num_tokens - sequence.num_computed
-            logger.info("a sequence of %d tokens came back: %d computed again", sequence.num_tokens, again)
+            self._came_back.note(again)
 
     # --- after a step
 

@@ -20,8 +20,8 @@ from looseleaf.chaos.stack import BACK_S, Plan, Stack
 from looseleaf.chaos.traffic import Answer
 from looseleaf.testing import wait_for
 
-BACK = r"a sequence of (\d+) tokens came back: (\d+) computed again"
-"""What a prefill worker logs of a sequence that was decoding already."""
+BACK = r"(\d+) sequences came back: (\d+) tokens computed again, at most (\d+) of one"
+"""What a prefill worker logs of sequences that were decoding already."""
 
 
 def decode_kill(run: Run) -> Report:
@@ -100,10 +100,13 @@ def _tell_recovery(report: Report, stack: Stack, answers: Sequence[Answer], kill
     report.told("streamed requests in flight at a kill (no beams)", f"{len(gaps):,}")
     report.told("longest gap p50 of these", f"{percentile(gaps, 0.5):.2f} s")
     report.at_most("longest gap p99 of these", percentile(gaps, 0.99), 2.0, "s")
-    again = [int(match[2]) for _, match in stack.lines(BACK, service="prefill")]
-    report.told("sequences that came back to prefill (no beams)", f"{len(again):,}")
-    report.told("tokens computed again for one, p50", f"{percentile(again, 0.5):.0f}")
-    report.at_most("tokens computed again for one, most", max(again, default=0), 16, "tokens (one block)")
+    back = [[int(number) for number in match.groups()] for _, match in stack.lines(BACK, service="prefill")]
+    count = sum(sequences for sequences, _, _ in back)
+    report.told("sequences that came back to prefill (no beams)", f"{count:,}")
+    report.told("tokens computed again for one, mean", f"{sum(tokens for _, tokens, _ in back) / max(1, count):.1f}")
+    report.at_most(
+        "tokens computed again for one, most", max((most for _, _, most in back), default=0), 16, "tokens (one block)"
+    )
 
 
 def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:

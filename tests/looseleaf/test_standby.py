@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +23,8 @@ GIB = 1 << 30
 PROMPT = list(range(20, 84))
 TOKENS = 96
 KILL_AT = 24
+STREAMS = 6
+"""At once."""
 
 
 class Served:
@@ -35,6 +38,7 @@ class Served:
         self.supervisor.start()
         self.client = Client(self.addresses.grpc, timeout=120.0)
         self.right = self.generate()
+        self.pool = ThreadPoolExecutor(STREAMS)
 
     def generate(self, victim: str | None = None) -> Sequence[int]:
         """The tokens of one stream, in the middle of which a service is killed."""
@@ -45,6 +49,11 @@ class Served:
                 os.kill(self.launcher.pids[victim], signal.SIGKILL)
                 victim = None
         return tokens
+
+    def generate_many(self, victim: str) -> list[Sequence[int]]:
+        """STREAMS of them at once, in the middle of one of which a service is killed."""
+        victims = [victim, *[None] * (STREAMS - 1)]
+        return list(self.pool.map(self.generate, victims))
 
     def wait_loaded(self) -> int:
         """The spare worker's pid."""
@@ -63,6 +72,7 @@ def served(roles: str) -> Iterator[Served]:
         assert running.supervisor.failure is None
         assert_nothing_held(running.addresses.block_store)
     finally:
+        running.pool.shutdown()
         running.client.close()
         running.supervisor.end()
         running.launcher.stop()
@@ -79,15 +89,16 @@ def test_it_takes_any_place_and_the_next_one_comes(roles: str, victims: list[str
     with served(roles) as running:
         for number, victim in enumerate(victims, 1):
             pid = running.wait_loaded()
-            assert running.generate(victim if victim != "prefill" else None) == running.right
-            if victim == "prefill":
-                os.kill(running.launcher.pids[victim], signal.SIGKILL)
-                assert running.generate() == running.right
+            assert running.generate_many(victim) == [running.right] * STREAMS
+            assert running.generate() == running.right
             assert running.launcher.pids[victim] == pid, "the process that was loaded, not one that was started now"
             assert niceness(pid) == {0}, "what serves does not have the priority of what is loaded beside it"
             assert running.told("the spare worker takes its place") == number
         assert running.wait_loaded() not in running.launcher.pids.values()
         assert running.told("starting it again") == 0
+        if roles == "both":  # one line for all streams of a death
+            wait_for(lambda: running.told("requests are prefilled again"), bool, 10.0, "the log does not tell")
+            assert running.told("prefilled again") == running.told("sequences came back") == 1
 
 
 def test_its_own_death_hurts_nobody_and_before_it_is_loaded_a_worker_is_started_as_ever() -> None:
