@@ -81,7 +81,9 @@ class PromptLimits:
     """What the served model can take."""
 
     text_bytes: int
-    """Of one prompt."""
+    """Of one prompt, before it is known how many tokens it has."""
+    fitting_bytes: int
+    """Of the longest text that could fit."""
     max_model_len: int
     """Of a prompt and its output, in tokens."""
 

@@ -50,8 +50,12 @@ _KINDS = "must be a string, a list of strings, token ids or a list of these, not
 
 def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
     """The largest body of a kind: what its prompts can take, and a slack for the rest."""
-    prompts = {CompletionBody: MAX_BATCH_PROMPTS, DetokenizeBody: ID_BYTES}.get(kind, JSON_BYTES)
-    return min(MAX_BODY_BYTES, BODY_SLACK_BYTES + prompts * limits.text_bytes)
+    prompts = JSON_BYTES * limits.text_bytes
+    if kind is CompletionBody:
+        prompts = max(prompts, MAX_BATCH_PROMPTS * max(limits.fitting_bytes, ID_BYTES * limits.max_model_len))
+    elif kind is DetokenizeBody:
+        prompts = ID_BYTES * limits.text_bytes
+    return min(MAX_BODY_BYTES, BODY_SLACK_BYTES + prompts)
 
 
 def parse_body(kind: type[M], raw: bytes | bytearray, limits: PromptLimits) -> M:

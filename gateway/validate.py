@@ -183,7 +183,8 @@ class Validator:
             raise NotFound(f"model {name[:100]!r} is not served here; served is {self._assets.name!r}")
 
     def prompt_limits(self) -> PromptLimits:
-        return PromptLimits(self._max_text_bytes(), self._max_model_len())
+        fitting = self._max_model_len() * self._assets.longest_token
+        return PromptLimits(self._max_text_bytes(), min(MAX_PROMPT_BYTES, fitting), self._max_model_len())
 
     def checker(self) -> Checker:
         return Checker(self._assets.vocab_size, self._max_model_len())

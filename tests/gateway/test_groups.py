@@ -173,7 +173,7 @@ def test_limits_come_from_decode_workers_that_take_requests() -> None:
     assert limits_of(records) == {GroupLimits(4, 30, 16)}
 
 
-PROMPT_LIMITS = PromptLimits(text_bytes=1000, max_model_len=100)
+PROMPT_LIMITS = PromptLimits(text_bytes=1000, fitting_bytes=1000, max_model_len=100)
 
 
 @pytest.mark.parametrize(

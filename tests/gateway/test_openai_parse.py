@@ -16,8 +16,8 @@ from gateway.openai_types import Body, ChatBody, CompletionBody, DetokenizeBody,
 from gateway.validate import IdsPrompt, TextPrompt
 from looseleaf.bench.hostile_bodies import CHAT, COMPLETIONS, DETOKENIZE, HOSTILE_BODIES, TOKENIZE, HostileBody
 
-SMALL = PromptLimits(text_bytes=64 << 10, max_model_len=1024)
-LARGE = PromptLimits(text_bytes=4 << 20, max_model_len=131_072)
+SMALL = PromptLimits(text_bytes=64 << 10, fitting_bytes=20 << 10, max_model_len=1024)
+LARGE = PromptLimits(text_bytes=4 << 20, fitting_bytes=4 << 20, max_model_len=131_072)
 KINDS: dict[str, type[Body]] = {
     COMPLETIONS: CompletionBody, CHAT: ChatBody, TOKENIZE: TokenizeBody, DETOKENIZE: DetokenizeBody
 }  # fmt: skip
@@ -119,7 +119,7 @@ def test_what_is_not_supported_is_refused_by_name_whatever_its_size(value: Any) 
 
 
 def test_a_body_may_be_as_large_as_its_prompts() -> None:
-    assert max_body_bytes(CompletionBody, SMALL) > MAX_BATCH_PROMPTS * SMALL.text_bytes
+    assert max_body_bytes(CompletionBody, SMALL) > MAX_BATCH_PROMPTS * SMALL.fitting_bytes
     assert max_body_bytes(CompletionBody, LARGE) == MAX_BODY_BYTES
     longest = json.dumps({"messages": [{"role": "user", "content": "\x01" * SMALL.text_bytes}]}).encode()
     assert len(longest) < max_body_bytes(ChatBody, SMALL) < max_body_bytes(CompletionBody, SMALL)
