@@ -22,6 +22,7 @@ from looseleaf.chaos import (
     poison,
     pressure,
     rolling,
+    silence,
     size,
     staleness,
 )
@@ -55,6 +56,7 @@ SCENARIOS = {
     "pressure": Scenario(pressure.pressure, 1200),
     "staleness": Scenario(staleness.staleness, 1000),
     "cancels": Scenario(cancels.cancels, 2000),
+    "redis-silent": Scenario(silence.silent, 3),
     "ledger-size": Scenario(size.ledger_size, 500_000),
 }
 

@@ -68,13 +68,18 @@ def make_model(directory: Path) -> Path:
 
 
 def make_book(
-    model: Path, num_cases: int, *, seed: int, output_lengths: tuple[int, int] = OUTPUT_LENGTHS
+    model: Path,
+    num_cases: int,
+    *,
+    seed: int,
+    output_lengths: tuple[int, int] = OUTPUT_LENGTHS,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> list[Case]:
     """`num_cases` cases: of eight, three greedy and three drawn ones, one of several samples and one beam search. Takes
     about 1.5 ms per output token.
     """
     rng = random.Random(seed)
-    settings = RunnerSettings(model=str(model), max_model_len=MAX_MODEL_LEN, num_threads=1, deterministic=True)
+    settings = RunnerSettings(model=str(model), max_model_len=max_model_len, num_threads=1, deterministic=True)
     oracle = Oracle(ModelRunner(settings))
     heads = [_ids(rng, max(PREFIX_LENGTHS)) for _ in range(3)]
     return [_case(rng, oracle, heads, _KINDS[number % len(_KINDS)], output_lengths) for number in range(num_cases)]

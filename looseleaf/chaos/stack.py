@@ -54,6 +54,8 @@ class Plan:
 
     num_blocks: int = 4096
     max_model_len: int = 512
+    max_num_seqs: int | None = None
+    """None: the workers' default."""
     workers: int = 2
     """Of each role."""
     packages: Mapping[str, str] | None = None
@@ -225,6 +227,7 @@ class _Launcher(Launcher):
                 "threads": 1,
                 "preemption": plan.preemption,
                 "spare": plan.spare,
+                "max_num_seqs": plan.max_num_seqs,
                 "port": next(self._ports),
                 "grpc_port": next(self._ports),
             },
