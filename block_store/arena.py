@@ -234,9 +234,9 @@ class Arena:
         if (bad := atomics.raise_generations(self.generations, ids, gens)) is not None:
             block = refs[bad].block
             raise HeaderAheadError(refs[bad], int(self.generations[block]) if 0 <= block < self.num_blocks else -1)
-        self.states[ids] = HeaderState.WRITING
         self.writer_slots[ids] = writer_slot
         self.hashes[ids] = 0
+        atomics.enter_states(self.states, ids, HeaderState.WRITING)
 
     def mark_sealed(
         self, refs: Sequence[BlockRef], hashes: Sequence[bytes | None] | None, digests: Sequence[int]
@@ -251,7 +251,7 @@ class Arena:
         packed = b"".join(_NO_HASH if h is None else h for h in entered)
         self.hashes[ids] = np.frombuffer(packed, np.uint8).reshape(len(refs), 32)
         self.digests[ids] = np.asarray(digests, np.uint64)
-        self.states[ids] = HeaderState.SEALED
+        atomics.enter_states(self.states, ids, HeaderState.SEALED)
 
     def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
         """Reader rule: whether every block's header names the block table's generation. Before and after each step."""

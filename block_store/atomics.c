@@ -18,6 +18,13 @@ int64_t looseleaf_raise_generations(uint64_t *base, int64_t num_blocks, const in
     return -1;
 }
 
+/* base[ids[i]] = state, a byte each, seen by others only after everything that was stored before. Plain stores would be
+ * seen in any order on ARM: a rebuild that reads a block's state must find the hash or the writer slot that goes with it.
+ */
+void looseleaf_enter_states(uint8_t *base, const int64_t *ids, uint8_t state, int64_t n) {
+    for (int64_t i = 0; i < n; i++) __atomic_store_n(base + ids[i], state, __ATOMIC_RELEASE);
+}
+
 /* Index of the first block whose generation is not gens[i]; -1: all are. Fences on both sides keep the loads of block
  * data between a check before the step and one after it. */
 int64_t looseleaf_check_generations(const uint64_t *base, int64_t num_blocks, const int64_t *ids,

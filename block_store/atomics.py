@@ -1,5 +1,5 @@
-"""Loads the C helper that raises and compares the generations of an arena's header. Knows arrays only, not what they
-mean.
+"""Loads the C helper that raises and compares the generations of an arena's header, and enters states. Knows arrays
+only, not what they mean.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def _library() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype = ctypes.c_int64
         function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.looseleaf_enter_states.restype = None
+    library.looseleaf_enter_states.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_int64]
     return library
 
 
@@ -54,6 +56,14 @@ def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.ND
     Returns the index of the first that was not lower (those before it are raised), or None.
     """
     return _run("looseleaf_raise_generations", base, ids, gens)
+
+
+def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None:
+    """`base[ids] = state`, seen by others only after everything that was stored before. `ids` within `base`."""
+    blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64)
+    if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < base.size:
+        raise IndexError(f"blocks {blocks.min()} to {blocks.max()}, there are {base.size}")
+    _library().looseleaf_enter_states(base.ctypes.data, blocks.ctypes.data, state, blocks.size)
 
 
 def fence() -> None:

@@ -196,8 +196,9 @@ class HeldBlocks(LedgerLink):
     @locked
     def forget(self, attempt: Attempt) -> None:
         """A hand-over or a claim that was begun is not made again: what it has got is let go."""
-        self._wanted.discard(attempt)
-        self._unsure = True  # of a claim that happened unheard
+        if attempt in self._wanted:
+            self._wanted.discard(attempt)
+            self._unsure = True  # it may have happened unheard
         self.holder.forget(attempt)
         self._release_all([ref for ref in attempt.refs if ref not in self._counts])
 

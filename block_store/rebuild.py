@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
+from block_store import atomics
 from block_store.arena import Arena
 from block_store.errors import LedgerUnavailable, StaleDataset
 from block_store.header import HeaderState
@@ -98,8 +99,9 @@ def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
 def take_census(arena: Arena) -> Census:
     """Reads the header. Only after the rebuild count was raised."""
     alive = arena.live_writers()
-    states, hashes = arena.states.copy(), arena.hashes.copy()
-    slots = arena.writer_slots.copy()
+    states = arena.states.copy()
+    atomics.fence()  # who reads that a block is sealed reads the hash that it was sealed with
+    hashes, slots = arena.hashes.copy(), arena.writer_slots.copy()
     records = np.zeros(arena.num_blocks, _RECORD)
     records["state"] = BlockState.FREE
     records["generation"] = arena.generations

@@ -80,7 +80,7 @@ async def main(settings: GatewaySettings) -> None:
         await discovery.check()
     except (BlockStoreError, ValueError):
         raise StartupError("--redis-url: the Redis there cannot be reached") from None
-    workers.use_lookup(discovery.cached_tokens)
+    workers.use_ledgers(discovery.cached_tokens, discovery.end_ticket)
 
     def max_model_len() -> int:
         found = workers.max_model_len or assets.max_position

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from common.errors import LooseleafError
 from common.types import WorkerRecord
@@ -42,6 +42,22 @@ class _News:
     error: Exception | None = None
 
 
+@dataclass(slots=True)
+class PendingTicket:
+    """A ticket on its way from prefill to decode: given up unless it gets there."""
+
+    workers: Workers
+    ticket: types_pb.Ticket | None
+    """None: there is none, or decode has it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ticket is not None:
+            self.workers.give_up(self.ticket)
+
+
 @dataclass(frozen=True, slots=True)
 class HandOver:
     """What a prefill worker has left for decode."""
@@ -50,6 +66,7 @@ class HandOver:
     done: prefill_pb2.PrefillDone
     first: Pieces
     """Of the tokens that prefill drew; they go out once decode has the ticket."""
+    ticket: PendingTicket
     going: list[Sample]
     """The samples whose tables the ticket has, in its order; of a beam search those that it will return."""
 
@@ -73,6 +90,7 @@ class DecodeHalf:
             raise WorkerLost("no_decode")
         began, session = time.monotonic(), place.session
         stream = session.submit(message, [sample.index for sample in hand_over.going])
+        hand_over.ticket.ticket = None
         self._account(life, hand_over, session)
         timer = asyncio.get_running_loop().call_later(left_s, stream.fail, too_late(life.request.timeout_s))
         try:

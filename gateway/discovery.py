@@ -22,7 +22,7 @@ from block_store.ledger import Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
 from common.telemetry import Fallbacks
-from common.types import WorkerRecord
+from common.types import Ticket, WorkerRecord
 
 logger = logging.getLogger("discovery")
 T = TypeVar("T")
@@ -111,6 +111,15 @@ class Discovery:
             return {}
         self._unanswered = 0
         return found
+
+    async def end_ticket(self, ticket: Ticket) -> None:
+        """Ends a ticket that nobody will claim; if its ledger does not answer it is left to its lease."""
+        if (ledger := self._ledgers.get(ticket.arena_id)) is None or self.breaker.is_open:
+            return
+        try:
+            await self._in_thread(lambda: ledger.give_up(ticket.id))
+        except BlockStoreError as error:
+            logger.info("ticket %d is left to its lease: %s", ticket.id.epoch, error)
 
     def _lookup_failed(self, error: Exception) -> None:
         self.fallbacks.note("lookup", f"{type(error).__name__}; routing by load alone")

@@ -25,6 +25,7 @@ from protos.v1 import prefill_pb2_grpc
 
 logger = logging.getLogger("prefill_client")
 OnLoad = Callable[[str, WorkerLoad], None]
+OnUnread = Callable[[pb.PrefillResponse], None]
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillResponse]"
 _LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
 
@@ -41,8 +42,12 @@ class PrefillClient:
     nothing for `silence_s`, not even progress, is lost.
     """
 
-    def __init__(self, on_load: OnLoad, silence_s: float, trust: Trust = NO_TRUST) -> None:
+    def __init__(
+        self, on_load: OnLoad, silence_s: float, trust: Trust = NO_TRUST, on_unread: OnUnread = lambda _: None
+    ) -> None:
+        """`on_unread` gets a response that had come when its reader was cancelled."""
         self._on_load = on_load
+        self._on_unread = on_unread
         self._silence_s = silence_s
         self._trust = trust
         self._peers: dict[str, _Peer] = {}
@@ -53,7 +58,7 @@ class PrefillClient:
         peer.num_calls += 1
         call, accepted = peer.stub.Prefill(request, timeout=timeout_s, metadata=self._trust.metadata), False
         try:
-            async with aclosing(_unless_silent(call, self._silence_s)) as responses:
+            async with aclosing(_unless_silent(call, self._silence_s, self._on_unread)) as responses:
                 async for response in responses:
                     accepted = True
                     if response.HasField("done"):
@@ -88,7 +93,7 @@ class PrefillClient:
         return peer
 
 
-async def _unless_silent(call: _Call, limit_s: float) -> AsyncGenerator[pb.PrefillResponse, None]:
+async def _unless_silent(call: _Call, limit_s: float, on_unread: OnUnread) -> AsyncGenerator[pb.PrefillResponse, None]:
     """The responses of a call; WorkerLost when `limit_s` pass without one."""
     silence = Silence(limit_s)
     watch = asyncio.create_task(silence.lasts())
@@ -99,15 +104,16 @@ async def _unless_silent(call: _Call, limit_s: float) -> AsyncGenerator[pb.Prefi
             await asyncio.wait({read, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not read.done():
                 raise WorkerLost("prefill_silent")
-            response = read.result()
+            response, read = read.result(), None
             if response is grpc.aio.EOF:
                 return
             silence.heard()
             yield response
     finally:
         watch.cancel()
-        if read is not None:
-            read.cancel()
+        unread = read is not None and not read.cancel() and not read.exception() and read.result()
+        if unread and unread is not grpc.aio.EOF:
+            on_unread(unread)
 
 
 def _translated(error: grpc.aio.AioRpcError, accepted: bool, worker: WorkerRecord) -> Exception:

@@ -22,7 +22,7 @@ from common.errors import LooseleafError, Unavailable
 from common.telemetry import Burst
 from common.types import WorkerRecord
 from gateway.assemble import Piece
-from gateway.decoding import DecodeHalf, HandOver
+from gateway.decoding import DecodeHalf, HandOver, PendingTicket
 from gateway.detokenize import Detokenizers
 from gateway.direct import Direct
 from gateway.gate import Gate, Place
@@ -184,17 +184,18 @@ class RequestRunner:
             raise too_late(life.request.timeout_s) from None
         finally:
             self._workers.keep_promise(place)
-        first: Pieces = {}
-        going = life.accept_first(first, done)
-        life.decoded_from = life.output_len
-        if not life.num_open:
-            list(first.values())[-1].summary = life.summary()
-            for piece in first.values():
-                yield piece
-            return
-        async with aclosing(self._decode.run(life, HandOver(prefill, done, first, going))) as pieces:
-            async for piece in pieces:
-                yield piece
+        with PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None) as ticket:
+            first: Pieces = {}
+            going = life.accept_first(first, done)
+            life.decoded_from = life.output_len
+            if not life.num_open:
+                list(first.values())[-1].summary = life.summary()
+                for piece in first.values():
+                    yield piece
+                return
+            async with aclosing(self._decode.run(life, HandOver(prefill, done, first, ticket, going))) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def _enter_prefill(self, life: Life) -> WorkerRecord:
         """A prefill worker that the request may be sent to now."""

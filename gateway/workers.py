@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
+from common import convert
 from common.trust import NO_TRUST, Trust
-from common.types import WorkerLoad, WorkerRecord
+from common.types import Ticket, WorkerLoad, WorkerRecord
 from gateway.gate import Place
 from gateway.lost import WorkerLost
 from gateway.prefill_client import PrefillClient
@@ -19,8 +21,10 @@ from gateway.routing import GroupSize, Router, WorkerState
 from gateway.sessions import DecodeSession, Limits, SessionPool
 from gateway.validate import ResolvedRequest
 from protos.v1 import prefill_pb2
+from protos.v1 import types_pb2 as types_pb
 
 Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes, int], Awaitable[dict[str, int]]]
+EndTicket = Callable[[Ticket], Coroutine[Any, Any, None]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
 """Sequences with the workers beyond what decode can batch: those in prefill."""
@@ -54,16 +58,18 @@ class Workers:
         self._router = Router()
         self._sessions = SessionPool(self._on_load, limits, trust)
         self._usable = self._sessions.usable
-        self._prefills = PrefillClient(self._on_load, limits.silence_s, trust)
+        self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
         self._ready_at = -math.inf
         self._lookup: Lookup | None = None
+        self._end_ticket: EndTicket | None = None
         self._promised: dict[Place, int] = {}
         """Blocks promised to groups that come back, until decode has them and reports what is left."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def use_lookup(self, lookup: Lookup) -> None:
-        """How to find cached prefixes: `Discovery.cached_tokens`."""
+    def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
+        """How to find cached prefixes, and how to end tickets: `Discovery.cached_tokens`, `Discovery.end_ticket`."""
         self._lookup = lookup
+        self._end_ticket = end_ticket
 
     def on_records(self, records: list[WorkerRecord]) -> None:
         """The registry's list, as often as it is polled."""
@@ -137,6 +143,15 @@ class Workers:
         finally:
             if state is not None:
                 state.dispatched_tokens -= num_tokens
+
+    def give_up(self, ticket: types_pb.Ticket) -> None:
+        """No decode worker will be sent this ticket: its blocks need not wait for the end of its lease."""
+        if self._end_ticket is not None:
+            self._keep(asyncio.create_task(self._end_ticket(convert.ticket_from_pb(ticket))))
+
+    def _on_unread(self, response: prefill_pb2.PrefillResponse) -> None:
+        if response.HasField("done") and response.done.HasField("ticket"):
+            self.give_up(response.done.ticket)
 
     def pick_decode(self, prefill: WorkerRecord, size: GroupSize) -> DecodePlace | None:
         """A place on a decode worker that takes this prefill worker's tickets and holds the group."""

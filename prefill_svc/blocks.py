@@ -134,9 +134,13 @@ class GroupBlocks:
 
     def forget(self, job: Job) -> None:
         """Give up a job's blocks, and a ticket that was begun for it."""
+        self.end_ticket(job)
+        self.release(job.sequences)
+
+    def end_ticket(self, job: Job) -> None:
+        """Nobody will claim what was, or is about to be, handed over."""
         with suppress(Fenced):
             self._attached.held.forget(job.hand_over)
-        self.release(job.sequences)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         """Give up all blocks of these; those that hold none may be among them."""

@@ -231,6 +231,8 @@ class PrefillWorker:
             self._blocks.release(job.sequences)
         elif self._parked.pop(job, None) is not None:
             self._blocks.forget(job)
+        else:  # its caller has gone before it could be told of its ticket
+            self._blocks.end_ticket(job)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:
         self._forget(job)

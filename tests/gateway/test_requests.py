@@ -17,7 +17,7 @@ from common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from common.types import FinishReason
+from common.types import FinishReason, Ticket
 from gateway.assemble import Piece
 from gateway.sessions import Limits
 from gateway.testing import Fault, Script, expected_ids
@@ -231,6 +231,26 @@ async def test_a_reader_that_goes_away_cancels_prefill_or_decode(make_rig: MakeR
     await until(lambda: rig.script.cancelled == [1])
     assert rig.metric('looseleaf_requests_ended_total{finished_reason="abort"') == 2
     assert all(s.dispatched_sequences == 0 and s.dispatched_tokens == 0 for s in rig.workers.states.values())
+
+
+async def test_a_ticket_that_no_decode_worker_gets_is_ended(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was no place on a decode worker the first time; the second ticket is claimed, so it is left alone."""
+    rig = await make_rig()
+    ended: list[Ticket] = []
+
+    async def end(ticket: Ticket) -> None:
+        ended.append(ticket)
+
+    async def lookup(*_: object) -> dict[str, int]:
+        return {}
+
+    rig.workers.use_ledgers(lookup, end)
+    places = iter([None])
+    pick_decode = rig.workers.pick_decode
+    monkeypatch.setattr(rig.workers, "pick_decode", lambda *args: next(places, pick_decode(*args)))
+    await run(rig)
+    await until(lambda: ended)
+    assert len(rig.script.prefilled) == 2 and [ticket.arena_id for ticket in ended] == ["a"]
 
 
 async def test_a_stop_string_ends_the_sample_and_cancels_the_rest_at_the_worker(make_rig: MakeRig) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from block_store.errors import LedgerUnavailable
+from block_store.inspection import inspect
 from common.errors import Aborted, InvalidArgument
 from common.types import Branch, FinishReason, SamplingParams, StoppingParams
 from engine.beam import BeamSearch
@@ -233,3 +234,41 @@ def test_a_cancelled_group_releases_all_its_branches(make_world: Make, outputs: 
     assert world.held.num_held == 6
     world.worker.cancel(job)
     assert world.held.num_held == 0 and world.worker.step() is None
+
+
+def test_a_ticket_whose_caller_has_gone_is_ended_at_once(make_world: Make) -> None:
+    """It was cancelled when the prompt was done, and before the caller was told."""
+    world, events = make_world(), []
+    job = Job.of(PROMPT, empty(2), SAMPLED, STOPPING)
+    world.worker.submit(job, b"", events.append)
+    world.run(events)
+    assert any(holder.kind == "ticket" for holder in inspect(world.ledger).holders)
+    world.worker.cancel(job)
+    assert not any(holder.kind == "ticket" for holder in inspect(world.ledger).holders)
+    assert inspect(world.ledger).counts.sealed == 0
+
+
+def test_a_prompt_that_waits_for_its_hand_over_can_be_cancelled(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger has handed it over, and nobody heard of it."""
+    world, events = make_world(), []
+    world.held.holder._budget_s = -1.0
+    hand_over = world.ledger.hand_over
+
+    def unheard(*args: Any) -> Any:
+        hand_over(*args)
+        raise LedgerUnavailable("the answer was lost")
+
+    job = Job.of(PROMPT, empty(2), SAMPLED, STOPPING)
+    with monkeypatch.context() as patched:
+        patched.setattr(world.ledger, "hand_over", unheard)
+        world.worker.submit(job, b"", events.append)
+        for _ in range(20):
+            world.worker.step()
+    assert not any(isinstance(event, Done) for event in events)
+    world.worker.cancel(job)
+    world.held.holder.probe()
+    world.held.holder.holdings()
+    world.held.assert_idle()
+    assert not any(holder.kind == "ticket" for holder in inspect(world.ledger).holders)
