@@ -57,7 +57,7 @@ CMD ["python", "-m", "looseleaf.worker", "--host", "0.0.0.0", "--port", "50052",
 
 FROM base AS gateway
 COPY --from=build /wheels /wheels
-RUN pip install /wheels/looseleaf-*.whl && pip check
+RUN pip install "$(ls /wheels/looseleaf-*.whl)[certs]" && pip check
 COPY --from=worker /opt/looseleaf/tiny /opt/looseleaf/tiny
 USER 10001:10001
 EXPOSE 8000 50051

@@ -230,7 +230,7 @@ def _request_of(needs: Needs) -> pb.AttachRequest:
 def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> list[pb.AttachResponse]:
     """The store's answers, which differ only in the floor. StartupError at the first refusal: the others would wait."""
     answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with open_blocking_channel(address) as channel:
+    with open_blocking_channel(address, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
         how = {"timeout": ATTACH_TIMEOUT_S, "wait_for_ready": True, "metadata": trust.metadata}
         calls = [stub.Attach.future(each, **how) for each in requests]

@@ -19,8 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.access import Door
+from common.certificates import INSIDE_NAME
 from common.errors import StartupError
 from common.guard import Check, Guard, anybody
+from common.trust import NO_TRUST, Trust
 
 MAX_MESSAGE_BYTES = 64 << 20
 SERVER_OPTIONS: list[tuple[str, int]] = [
@@ -39,6 +41,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+_INSIDE_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", INSIDE_NAME)]
 HEARTBEAT_S = 0.5
 """A worker's event loop sends something on every open stream at least so often: what a frozen process cannot."""
 
@@ -78,6 +81,8 @@ class Protection:
 
     door: Door | None = None
     """None: everybody, as far as the services themselves ask for nothing."""
+    credentials: grpc.ServerCredentials | None = None
+    """None: connections are not encrypted."""
     reflection: bool = True
     bounds: Bounds = INSIDE
 
@@ -119,7 +124,10 @@ class RpcServer:
     def bind(self) -> None:
         """Take the port. Raises StartupError when it is occupied; connections wait until `start`."""
         try:
-            self.port = self._server.add_insecure_port(self._address)
+            if (credentials := self._protection.credentials) is None:
+                self.port = self._server.add_insecure_port(self._address)
+            else:
+                self.port = self._server.add_secure_port(self._address, credentials)
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -145,14 +153,18 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, trust: Trust = NO_TRUST) -> grpc.aio.Channel:
     """A channel whose frozen or vanished peer is noticed in about 5 s."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    if trust.certificates is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, trust.certificates.channel_credentials(), options=_INSIDE_OPTIONS)
 
 
-def open_blocking_channel(address: str) -> grpc.Channel:
+def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel:
     """The same for threads."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    if trust.certificates is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, trust.certificates.channel_credentials(), options=_INSIDE_OPTIONS)
 
 
 async def wait_for_signal(failed: asyncio.Event) -> bool:

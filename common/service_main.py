@@ -23,6 +23,7 @@ from common.telemetry import configure_logging
 from common.trust import is_loopback, trust_of
 
 S = TypeVar("S", bound=ServerSettings)
+logger = logging.getLogger("trust")
 _LAST_MESSAGES_S = 0.5
 """What open streams get after the drain, to send what is already said."""
 
@@ -55,14 +56,15 @@ class Role(Protocol):
 def internal_server(settings: ServerSettings) -> RpcServer:
     """A server for calls of the same launch. StartupError: other machines could reach it, and it asks for no secret."""
     trust = trust_of(settings)
-    if trust.secret is not None:
-        return RpcServer(
-            settings.host, settings.port, protection=Protection(Door(trust.secret), reflection=settings.reflection)
-        )
-    if not is_loopback(settings.host):
+    door = None if trust.secret is None else Door(trust.secret)
+    if door is None and not is_loopback(settings.host):
         raise StartupError(f"--host {settings.host} can be reached from other machines: it needs a --secret-file")
-    logging.getLogger("trust").warning("no --secret-file: every process of this machine may make internal calls here")
-    return RpcServer(settings.host, settings.port, protection=Protection(reflection=settings.reflection))
+    if door is None:
+        logger.warning("no --secret-file: every process of this machine may make internal calls here")
+    if trust.certificates is None and not is_loopback(settings.host):
+        logger.warning("--host %s without --tls-cert: internal calls are not encrypted", settings.host)
+    credentials = None if trust.certificates is None else trust.certificates.server_credentials()
+    return RpcServer(settings.host, settings.port, protection=Protection(door, credentials, settings.reflection))
 
 
 async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequence[Role]) -> None:

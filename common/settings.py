@@ -86,6 +86,11 @@ class ServerSettings(Settings):
     secret_file: Path | None = Field(
         None, description="a file with the launch's secret, which every internal call must carry; the same everywhere"
     )
+    tls_cert: Path | None = Field(
+        None, description="this service's certificate for internal calls (PEM), with the name looseleaf.internal"
+    )
+    tls_key: Path | None = Field(None, description="its private key")
+    tls_ca: Path | None = Field(None, description="the CA of all services: they speak TLS and check each other")
     reflection: bool = Field(True, description="tell callers which gRPC methods there are")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     json_logs: bool = False

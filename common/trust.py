@@ -1,4 +1,4 @@
-"""What processes of one launch show each other: its secret. Knows no service, and not who asks (`access`)."""
+"""What processes of one launch show each other: its secret, and certificates. Knows no service."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.access import SECRET_HEADER
+from common.certificates import CertificateFiles, Stamp
+from common.errors import StartupError
 from common.secret_files import read_secret
 from common.settings import ServerSettings
 
@@ -17,11 +19,21 @@ class Trust:
 
     secret: str | None = field(default=None, repr=False)
     """None: there is none (by hand, on loopback)."""
+    certificates: CertificateFiles | None = None
+    """None: calls go unencrypted."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """For every internal call."""
         return () if self.secret is None else ((SECRET_HEADER, self.secret),)
+
+    @property
+    def stamp(self) -> Stamp:
+        """Another one than before says that channels should be opened anew. Empty: it cannot be told now."""
+        try:
+            return () if self.certificates is None else self.certificates.stamp
+        except OSError:  # being replaced
+            return ()
 
 
 NO_TRUST = Trust()
@@ -32,14 +44,27 @@ class TrustFiles:
     """Where that lies."""
 
     secret_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
 
     def read(self) -> Trust:
-        """StartupError: a file cannot be used."""
-        return Trust(None if self.secret_file is None else read_secret(self.secret_file))
+        """StartupError: a file cannot be used, or one is missing."""
+        return Trust(None if self.secret_file is None else read_secret(self.secret_file), self._certificates())
+
+    def _certificates(self) -> CertificateFiles | None:
+        if self.tls_cert is None and self.tls_key is None and self.tls_ca is None:
+            return None
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            raise StartupError("--tls-cert, --tls-key and --tls-ca belong together")
+        files = CertificateFiles(self.tls_cert, self.tls_key, self.tls_ca)
+        files.check()
+        return files
 
 
 def files_of(settings: ServerSettings) -> TrustFiles:
-    return TrustFiles(None if settings.secret_file is None else settings.secret_file.resolve())
+    paths = (settings.secret_file, settings.tls_cert, settings.tls_key, settings.tls_ca)
+    return TrustFiles(*(None if path is None else path.resolve() for path in paths))
 
 
 def trust_of(settings: ServerSettings) -> Trust:

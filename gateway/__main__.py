@@ -20,6 +20,7 @@ from gateway.admission import Admission
 from gateway.assets import load_assets
 from gateway.credentials import Authenticator
 from gateway.discovery import Discovery
+from gateway.front import front_certificates, warn_of_public_bind
 from gateway.gate import Gate
 from gateway.groups import limits_of
 from gateway.grpc_service import InferenceServicer, key_check
@@ -61,13 +62,17 @@ async def main(settings: GatewaySettings) -> None:
     admission = Admission(
         settings.max_queue, settings.max_queue_wait, gate, tenants, lambda reason: metrics.refused(reason)
     )
+    certificates = front_certificates(settings)
+    warn_of_public_bind(settings, has_keys=bool(keys.tenants))
     grpc_server = RpcServer(
         settings.host,
         settings.grpc_port,
         reuse_port=settings.reuse_port,
         check=key_check(authenticator, admission, lambda code: metrics.failed(code)),
         protection=Protection(
-            reflection=settings.reflection, bounds=replace(PUBLIC, rpcs=settings.max_concurrent_rpcs)
+            credentials=None if certificates is None else certificates.server_credentials(),
+            reflection=settings.reflection,
+            bounds=replace(PUBLIC, rpcs=settings.max_concurrent_rpcs),
         ),
     )
     bind_grpc(grpc_server, settings.grpc_port)
@@ -134,13 +139,14 @@ async def main(settings: GatewaySettings) -> None:
         timeout_s=settings.request_timeout_s,
         body_budget_bytes=settings.body_budget_bytes,
     )
-    http_server = HttpServer(app, http_socket, bounds_of(settings, max_files))
+    http_server = HttpServer(app, http_socket, bounds_of(settings, max_files), certificates)
     addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
     await grpc_server.start()
     await http_server.start()
     logger.info("http on %s, grpc on %s", *addresses)
     tasks = [
         asyncio.create_task(discovery.run()),
+        asyncio.create_task(http_server.watch_certificates()),
         asyncio.create_task(watch_blocks(settings.block_store, workers, metrics, trust)),
         asyncio.create_task(
             watch_readiness(workers, grpc_server, gate.wake, lambda: write_ready_file(settings.ready_file, addresses))

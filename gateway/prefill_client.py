@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from common import convert
+from common.certificates import Stamp
 from common.errors import DeadlineExceeded
 from common.rpc import open_channel
 from common.status import error_of
@@ -34,6 +35,8 @@ _LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNK
 class _Peer:
     channel: grpc.aio.Channel
     stub: prefill_pb2_grpc.PrefillServiceStub
+    stamp: Stamp
+    """Of the certificates it shows."""
     num_calls: int = 0
 
 
@@ -75,9 +78,10 @@ class PrefillClient:
         raise WorkerLost("prefill_ended")
 
     async def keep(self, addresses: Iterable[str]) -> None:
-        """Close channels to workers that are gone and owe us nothing."""
-        wanted = set(addresses)
-        for address in [a for a, peer in self._peers.items() if a not in wanted and not peer.num_calls]:
+        """Close channels to workers that are gone and owe us nothing, and those that show old certificates."""
+        wanted, stamp = set(addresses), self._trust.stamp
+        idle = [(address, peer) for address, peer in self._peers.items() if not peer.num_calls]
+        for address in [a for a, peer in idle if a not in wanted or (stamp and peer.stamp != stamp)]:
             await self._peers.pop(address).channel.close()
 
     async def close(self) -> None:
@@ -88,8 +92,10 @@ class PrefillClient:
     def _peer(self, address: str) -> _Peer:
         peer = self._peers.get(address)
         if peer is None:
-            channel = open_channel(address)
-            peer = self._peers[address] = _Peer(channel, prefill_pb2_grpc.PrefillServiceStub(channel))  # type: ignore[no-untyped-call]
+            stamp = self._trust.stamp
+            channel = open_channel(address, self._trust)
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
+            peer = self._peers[address] = _Peer(channel, stub, stamp)
         return peer
 
 

@@ -15,6 +15,7 @@ import grpc.aio
 import uvicorn
 from starlette.types import ASGIApp
 
+from common.certificates import CertificateFiles, front_context_watch
 from common.errors import StartupError
 from common.rpc import RpcServer, open_channel
 from common.telemetry import fallback_counts
@@ -29,6 +30,7 @@ from protos.v1 import block_store_pb2, block_store_pb2_grpc
 logger = logging.getLogger("gateway")
 READY_POLL_S = 0.1
 INSPECT_POLL_S = 1.0
+CERTIFICATE_POLL_S = 1.0
 BACKLOG = 2048
 OTHER_FILES = 512
 LAST_WORDS_S = 2.0
@@ -38,14 +40,23 @@ LAST_WORDS_S = 2.0
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers, on a socket that we have bound."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, bounds: HttpBounds = DEFAULT_BOUNDS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        bounds: HttpBounds = DEFAULT_BOUNDS,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        """`certificates`: for HTTPS; those of the moment are shown to each new connection."""
         protocol: Any = partial(BoundedHttp, bounds)
+        files: Any = {} if certificates is None else {"ssl_certfile": certificates.cert, "ssl_keyfile": certificates.key}
         super().__init__(
             uvicorn.Config(
                 app, loop="none", http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,
-                server_header=False, backlog=BACKLOG, timeout_keep_alive=bounds.keep_alive_s,
+                server_header=False, backlog=BACKLOG, timeout_keep_alive=bounds.keep_alive_s, **files,
             )
         )  # fmt: skip
+        self._certificates = certificates
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every client that sends no HTTP
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
@@ -58,6 +69,15 @@ class HttpServer(uvicorn.Server):
         self._task = asyncio.create_task(self.serve(sockets=[self._sock]), name="http")
         while not self.started and not self._task.done():
             await asyncio.sleep(0.01)
+
+    async def watch_certificates(self) -> None:
+        """Load those that have changed; returns only where there are none."""
+        if self._certificates is None or self.config.ssl is None:
+            return
+        look = front_context_watch(self._certificates, self.config.ssl)
+        while True:
+            await asyncio.sleep(CERTIFICATE_POLL_S)
+            await asyncio.to_thread(look)
 
     async def stop(self, grace_s: float) -> None:
         """Close the port, let answers that run finish for `grace_s` seconds."""
@@ -142,7 +162,7 @@ async def watch_readiness(
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
     """Keep the gauges of blocks, workers and fallbacks fresh for /metrics."""
-    channel = None if address is None else open_channel(address)
+    channel: grpc.aio.Channel | None = None
     try:
         while True:
             metrics.set_workers(
@@ -151,19 +171,24 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
             )
             by_address = {s.record.address: s.record.fallbacks for s in workers.states.values()}
             metrics.set_fallbacks({"gateway": fallback_counts(), **by_address})
-            if channel is not None:
-                await _inspect(channel, metrics, trust)
+            if address is not None:
+                channel = channel or open_channel(address, trust)
+                if not await _inspect(channel, metrics, trust):
+                    await channel.close()  # the next one shows the certificates of then
+                    channel = None
             await asyncio.sleep(INSPECT_POLL_S)
     finally:
         if channel is not None:
             await channel.close()
 
 
-async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) -> None:
+async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) -> bool:
+    """Whether the store answered; else the gauges keep their last values."""
     stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
     try:
         reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S, metadata=trust.metadata)
     except grpc.aio.AioRpcError:
-        return  # the gauges keep their last values
+        return False
     names = ("free", "reserved", "sealed", "cached", "quarantine")
     metrics.set_blocks({name: getattr(reply, name) for name in names})
+    return True

@@ -253,7 +253,7 @@ class DecodeSession:
             self._run.cancel()
 
     async def _serve(self) -> None:
-        channel = open_channel(self.record.address)
+        channel = open_channel(self.record.address, self._trust)
         helpers: list[asyncio.Task[None]] = []
         try:
             call = decode_pb2_grpc.DecodeServiceStub(channel).Session(metadata=self._trust.metadata)  # type: ignore[no-untyped-call]

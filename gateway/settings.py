@@ -46,6 +46,8 @@ class GatewaySettings(ServerSettings):
     )
     poll_s: float = Field(0.25, gt=0.01, le=10, description="how often to look for workers")
     num_tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for long prompts")
+    ssl_certfile: Path | None = Field(None, description="certificate (PEM) for HTTPS and for gRPC in front")
+    ssl_keyfile: Path | None = Field(None, description="its private key")
     api_key: str | None = Field(None, min_length=1, repr=False, description="clients must send it as a bearer token")
     api_key_file: str | None = Field(None, description='a file with a line "TENANT KEY" for each key that is accepted')
     public_prefix_file: str | None = Field(

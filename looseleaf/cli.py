@@ -8,6 +8,7 @@
     looseleaf blocks [ADDRESS]          who holds which KV block
     looseleaf fsck DIRECTORY            compare ledger, arena and workers
     looseleaf secrets DIRECTORY         make what services show each other, where no launcher does
+    looseleaf certs DIRECTORY           make a CA and certificates to try TLS with
 
 Exit status: 0 fine, 1 refused or failed (one sentence on stderr), 2 a mistake in flags or variables, 130 interrupted.
 """
@@ -28,6 +29,7 @@ _COMMANDS = {
     "blocks": "looseleaf.commands.blocks",
     "fsck": "looseleaf.commands.fsck",
     "secrets": "looseleaf.commands.secrets",
+    "certs": "looseleaf.commands.certs",
 }
 
 
@@ -46,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in _COMMANDS:
         print(f"looseleaf: no command {name!r}; there are {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    run: Callable[[Sequence[str]], int] = import_module(_COMMANDS[name]).run
-    return _guarded(run, words[1:])
+    return _guarded(_COMMANDS[name], words[1:])
 
 
-def _guarded(run: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+def _guarded(module: str, argv: Sequence[str]) -> int:
     """Expected failures become one sentence."""
     from common.errors import LooseleafError, StartupError
 
     try:
+        run: Callable[[Sequence[str]], int] = import_module(module).run
         return run(argv)
     except (LooseleafError, StartupError) as error:
         print(f"looseleaf: {error}", file=sys.stderr)

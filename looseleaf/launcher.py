@@ -30,6 +30,7 @@ from looseleaf.service_flags import (
     flags_of,
     gateway_flags,
     gateway_secrets,
+    inside_flags,
     store_flags,
     store_secrets,
     with_ports,
@@ -167,7 +168,7 @@ class Launcher:
     ) -> ServiceSpec:
         assert self._shared is not None
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
-        inside = flags_of({"secret_file": self._secret_file})
+        inside = inside_flags(self._settings, self._secret_file)
         return ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd)
 
     def _child(self, spec: ServiceSpec) -> Child:

@@ -79,6 +79,8 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "max_queue_wait",
         "api_key_file",
         "public_prefix_file",
+        "ssl_certfile",
+        "ssl_keyfile",
         "log_level",
     )
     return flags_of(
@@ -90,6 +92,13 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
             **{name: getattr(settings, name) for name in names},
         }
     )
+
+
+def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:
+    """What every service takes: how it and the others know each other."""
+    names = ("tls_cert", "tls_key", "tls_ca")
+    flags = flags_of({"secret_file": secret_file, **{name: getattr(settings, name) for name in names}})
+    return flags if settings.reflection else [*flags, "--no-reflection"]
 
 
 def store_secrets(redis_url: str) -> dict[str, str]:

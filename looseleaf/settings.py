@@ -81,6 +81,12 @@ class ServeSettings(Settings):
     public_prefix_file: str | None = Field(
         None, description="a JSON array of texts and beginnings of conversations whose KV blocks all tenants share"
     )
+    ssl_certfile: str | None = Field(None, description="certificate (PEM) for HTTPS and for gRPC in front")
+    ssl_keyfile: str | None = Field(None, description="its private key")
+    tls_cert: str | None = Field(None, description="certificate of all services for internal calls (PEM)")
+    tls_key: str | None = Field(None, description="its private key")
+    tls_ca: str | None = Field(None, description="the CA of all services: they speak TLS and check each other")
+    reflection: bool = Field(True, description="tell callers which gRPC methods there are")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     startup_timeout_s: float = Field(600.0, gt=0, description="most seconds until all services are ready")
     grace_s: float = Field(10.0, ge=0, description="seconds that requests in flight get at the end")

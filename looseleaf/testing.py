@@ -31,7 +31,7 @@ def trust_at(block_store: str) -> Trust:
 def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResponse:
     """The block store's counts."""
     trust = trust_at(block_store)
-    with open_blocking_channel(block_store) as channel:
+    with open_blocking_channel(block_store, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
         request = pb.InspectRequest(include_blocks=include_blocks)
         return cast(pb.InspectResponse, stub.Inspect(request, timeout=10, metadata=trust.metadata))

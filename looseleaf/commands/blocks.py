@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
     """The store's map of blocks. Unavailable, or what the store says."""
-    with open_blocking_channel(address) as channel:
+    with open_blocking_channel(address, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
         request = pb.InspectRequest(include_blocks=True)
         try:

@@ -1,0 +1,120 @@
+"""Certificates of services, from PEM files that are read again when they change. Knows no service.
+
+Inside, both sides show a certificate of the same CA, which must have the name `INSIDE_NAME`: workers come and go under
+addresses that no certificate could name. In front only the server shows one.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from common.errors import StartupError
+from common.secret_files import warn_if_readable
+
+INSIDE_NAME = "looseleaf.internal"
+Stamp = tuple[int, ...]
+logger = logging.getLogger("certificates")
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """Where a server's or a service's certificate lies. Errors of the methods: StartupError."""
+
+    cert: Path
+    """PEM, with the chain."""
+    key: Path
+    ca: Path | None = None
+    """Of the CAs whose certificates a peer must show; None: a client need show none."""
+
+    def check(self) -> None:
+        """That they can be used, and that nobody else can read the key."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.cert, self.key)
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except (OSError, ssl.SSLError) as error:
+            raise StartupError(f"certificate {self.cert}, key {self.key}, CA {self.ca}: {error}") from error
+        warn_if_readable(self.key, "the private key")
+
+    @property
+    def stamp(self) -> Stamp:
+        """Another one than before says that a file has changed."""
+        return tuple(path.stat().st_mtime_ns for path in (self.cert, self.key, self.ca) if path is not None)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Each new connection is shown the certificate of that moment."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(),
+            cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: no news, as documented
+            require_client_authentication=self.ca is not None,
+        )
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        ca = None if self.ca is None else self.ca.read_bytes()
+        return grpc.ssl_server_certificate_configuration([(self.key.read_bytes(), self.cert.read_bytes())], ca)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """As the files are now."""
+        ca = None if self.ca is None else self.ca.read_bytes()
+        return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.cert.read_bytes())
+
+
+class _Fetch:
+    """What gRPC asks at each handshake: a new configuration, or None where nothing has changed."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._changed = Changed(files)
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        return self._files._server_configuration() if self._changed() else None
+
+
+class Changed:
+    """Whether the files have changed since it was last asked, to something that can be used."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._seen = files.stamp
+        self._refused: Stamp | None = None
+
+    def __call__(self) -> bool:
+        try:
+            stamp = self._files.stamp
+        except OSError as error:
+            self._refuse((), error)
+            return False
+        if stamp in (self._seen, self._refused):
+            return False
+        try:
+            self._files.check()
+        except StartupError as error:  # half of them are written
+            self._refuse(stamp, error)
+            return False
+        logger.info("new certificates are in use: %s", self._files.cert)
+        self._seen = stamp
+        return True
+
+    def _refuse(self, stamp: Stamp, error: Exception) -> None:
+        if stamp != self._refused:
+            logger.error("certificates have changed and cannot be used, the ones before stay: %s", error)
+        self._refused = stamp
+
+
+def front_context_watch(files: CertificateFiles, context: ssl.SSLContext) -> Callable[[], None]:
+    """To be called now and then: loads changed files into a context that serves HTTP."""
+    changed = Changed(files)
+
+    def look() -> None:
+        if changed():
+            context.load_cert_chain(files.cert, files.key)
+
+    return look
