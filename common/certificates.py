@@ -67,6 +67,14 @@ class CertificateFiles:
         return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.cert.read_bytes())
 
 
+def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
+    """To reach a gateway over TLS whose certificate is of a CA in this PEM file. StartupError."""
+    try:
+        return grpc.ssl_channel_credentials(Path(ca).read_bytes())
+    except OSError as error:
+        raise StartupError(f"--tls-ca {ca} cannot be read: {error.strerror}") from error
+
+
 class _Fetch:
     """What gRPC asks at each handshake: a new configuration, or None where nothing has changed."""
 

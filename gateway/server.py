@@ -49,7 +49,9 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """`certificates`: for HTTPS; those of the moment are shown to each new connection."""
         protocol: Any = partial(BoundedHttp, bounds)
-        files: Any = {} if certificates is None else {"ssl_certfile": certificates.cert, "ssl_keyfile": certificates.key}
+        files: Any = (
+            {} if certificates is None else {"ssl_certfile": certificates.cert, "ssl_keyfile": certificates.key}
+        )
         super().__init__(
             uvicorn.Config(
                 app, loop="none", http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,

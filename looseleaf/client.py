@@ -16,12 +16,14 @@ stream early (break, `close`, garbage collection) cancels the request at the gat
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, cast, overload
 
 import grpc
 import grpc.aio
 
+from common.certificates import front_credentials
 from common.errors import Unavailable
 from common.rpc import CHANNEL_OPTIONS, open_channel
 from common.status import error_of
@@ -36,10 +38,20 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 class _Base:
     """What both clients share: address, credential, time limit."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """`address` is the gateway's host:port; `timeout` bounds every call, in seconds."""
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        tls_ca: str | Path | None = None,
+    ) -> None:
+        """`address` is the gateway's host:port; `timeout` bounds every call, in seconds. `tls_ca`, a PEM file: the
+        gateway speaks TLS, with a certificate of this CA.
+        """
         self.address = address
         self._timeout = timeout
+        self._credentials = None if tls_ca is None else front_credentials(tls_ca)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
 
     def _call(self, options: GenerateOptions) -> dict[str, Any]:
@@ -55,9 +67,19 @@ class _Base:
 class Client(_Base):
     """A blocking client; one connection, safe to use from several threads."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        super().__init__(address, api_key=api_key, timeout=timeout)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        tls_ca: str | Path | None = None,
+    ) -> None:
+        super().__init__(address, api_key=api_key, timeout=timeout, tls_ca=tls_ca)
+        if self._credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
         self._stub = cast(Any, pb_grpc.InferenceServiceStub)(self._channel)
 
     @overload
@@ -135,9 +157,19 @@ class Client(_Base):
 class AsyncClient(_Base):
     """The same for asyncio: `await client.generate(...)`, `async for piece in client.stream(...)`."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        super().__init__(address, api_key=api_key, timeout=timeout)
-        self._channel = open_channel(address)
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        tls_ca: str | Path | None = None,
+    ) -> None:
+        super().__init__(address, api_key=api_key, timeout=timeout, tls_ca=tls_ca)
+        if self._credentials is None:
+            self._channel = open_channel(address)
+        else:
+            self._channel = grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
         self._stub = cast(Any, pb_grpc.InferenceServiceStub)(self._channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:

@@ -58,6 +58,8 @@ class Addresses:
     block_store: str
     services: Mapping[str, str]
     """The gRPC address of every service, by its name; each answers the health service."""
+    is_tls: bool = False
+    """HTTP and gRPC in front speak TLS."""
     notice: str | None = None
     """What the user should know about the model."""
 
@@ -143,7 +145,7 @@ class Launcher:
             child.spec = replace(child.spec, flags=with_ports(child.spec.flags, ports))
         http, grpc_address = map(reachable, lines["gateway"])
         services = {name: reachable(line[0]) for name, line in lines.items()} | {"gateway": grpc_address}
-        return Addresses(http, grpc_address, services["block_store"], services, notice)
+        return Addresses(http, grpc_address, services["block_store"], services, self._is_tls, notice)
 
     def _start_redis(self) -> str:
         """A private Redis of the launch, which outlives the block store; its URL."""
@@ -179,6 +181,10 @@ class Launcher:
     def _spare(self) -> list[Child]:
         child = None if self._standby is None else self._standby.child
         return [] if child is None else [child]
+
+    @property
+    def _is_tls(self) -> bool:
+        return self._settings.ssl_certfile is not None
 
     @property
     def _secret_file(self) -> Path:

@@ -47,7 +47,11 @@ class LLM:
         self._supervisor.start()
         atexit.register(self.close)
         keys = read_keys(settings.get("api_key"), settings.get("api_key_file"))
-        self.client = Client(self.addresses.grpc, api_key=next(iter(keys.tenants), None))
+        self.client = Client(
+            self.addresses.grpc,
+            api_key=next(iter(keys.tenants), None),
+            tls_ca=settings.get("tls_ca") if self.addresses.is_tls else None,
+        )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
         """One completion per prompt, in their order; with `n` or `beam_width` each has several `samples`.

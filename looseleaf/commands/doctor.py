@@ -19,6 +19,7 @@ from pydantic_settings import CliPositionalArg
 
 from common.cores import usable_cores
 from common.errors import StartupError
+from common.rpc import open_blocking_channel
 from common.settings import Settings, settings_config
 from looseleaf.commands.health import state_of
 from looseleaf.device import torch_cuda, why_no_gpu
@@ -202,7 +203,8 @@ def http_answers(host: str, number: int) -> bool:
 
 def grpc_answers(host: str, number: int) -> bool:
     """Whether a service is ready there."""
-    return state_of(f"{host}:{number}", "", 1.0) == "SERVING"
+    with open_blocking_channel(f"{host}:{number}") as channel:
+        return state_of(channel, "", 1.0) == "SERVING"
 
 
 def model(given: str | None) -> str:

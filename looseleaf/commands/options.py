@@ -16,6 +16,9 @@ class ClientSettings(Settings):
 
     address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
     api_key: str | None = Field(None, repr=False, description="credential (or by variable)")
+    tls_ca: str | None = Field(
+        None, description="the gateway speaks TLS, with a certificate of the CA in this PEM file"
+    )
     timeout: float = Field(600.0, gt=0, description="most seconds for an answer")
     temperature: float | None = Field(None, description="0 is greedy")
     top_k: int | None = None
@@ -27,7 +30,7 @@ class ClientSettings(Settings):
     stop: list[str] = Field([], description="strings that end the text")
 
     def client(self) -> Client:
-        return Client(self.address, api_key=self.api_key, timeout=self.timeout)
+        return Client(self.address, api_key=self.api_key, timeout=self.timeout, tls_ca=self.tls_ca)
 
     def options(self, *more: str) -> GenerateOptions:
         """What was given of these options and `more`, for `Client.generate`."""

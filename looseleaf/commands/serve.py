@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
             addresses = launcher.start()
             stop.raise_if_set()
             print(banner(addresses, time.monotonic() - started), flush=True)
-            print(sample(addresses, first_key), flush=True)
+            print(sample(addresses, first_key, settings.tls_ca), flush=True)
         except Interrupted:
             return 0
         while not stop.event.wait(CHECK_S):
@@ -92,17 +92,19 @@ def banner(addresses: Addresses, seconds: float) -> str:
     notice = f"\n  note  {addresses.notice}" if addresses.notice else ""
     return (
         f"looseleaf: ready after {seconds:.1f} s\n"
-        f"  HTTP  http://{addresses.http}/v1   (OpenAI API; /metrics and /health beside it)\n"
+        f"  HTTP  http{'s' * addresses.is_tls}://{addresses.http}/v1   (OpenAI API; /metrics and /health beside it)\n"
         f"  gRPC  {addresses.grpc}   (looseleaf.v1.InferenceService)\n"
         f"  blocks  {addresses.block_store}   (looseleaf blocks {addresses.block_store}){notice}"
     )
 
 
-def sample(addresses: Addresses, api_key: str | None) -> str:
+def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str:
     """A line that the services have just generated, safe for a terminal."""
+    if addresses.is_tls and tls_ca is None:
+        return "  says  nothing yet: no --tls-ca to check the certificate in front with"
     from looseleaf.client import Client  # here, so that services are started before gRPC is loaded
 
-    with Client(addresses.grpc, api_key=api_key, timeout=60.0) as client:
+    with Client(addresses.grpc, api_key=api_key, timeout=60.0, tls_ca=tls_ca if addresses.is_tls else None) as client:
         completion = client.generate(_SAMPLE_PROMPT, max_tokens=_SAMPLE_TOKENS, temperature=0.0, ignore_eos=True)
     return f"  says  {one_line(_SAMPLE_PROMPT + completion.text)}"
 
