@@ -5,12 +5,15 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.access import SECRET_HEADER
 from common.certificates import CertificateFiles, Stamp
 from common.errors import StartupError
 from common.secret_files import read_secret
-from common.settings import ServerSettings
+
+if TYPE_CHECKING:  # clients, which need no settings, are light to import
+    from common.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)

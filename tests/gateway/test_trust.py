@@ -8,8 +8,12 @@ import pytest
 
 from common.access import Door
 from common.errors import Unavailable
+from common.trust import Trust
+from gateway.sessions import DecodeSession, Limits
+from gateway.testing import Script
+from gateway.testing_workers import ScriptedWorker
 from tests.gateway.conftest import MakeRig
-from tests.gateway.test_requests import PROMPT, expected_ids, ids_of, run
+from tests.gateway.test_requests import PROMPT, expected_ids, ids_of, run, until
 
 SECRET = "0123456789abcdef"
 
@@ -19,10 +23,13 @@ async def test_workers_that_ask_for_the_secret_are_shown_it(make_rig: MakeRig) -
     assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
 
 
-async def test_a_decode_worker_that_refuses_is_never_ready(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(TimeoutError):
-        await make_rig(secret=SECRET, shown=None)
-    assert "UNAUTHENTICATED" in caplog.text and SECRET not in caplog.text
+async def test_a_decode_worker_that_refuses_gets_no_session(caplog: pytest.LogCaptureFixture) -> None:
+    worker = ScriptedWorker("decode", "d0", Script(), SECRET)
+    session = DecodeSession(await worker.start(), lambda worker_id, load: None, Limits(), Trust("that of another"))
+    session.start()
+    await until(lambda: session.ended)
+    assert "session with decode worker d0 ended: UNAUTHENTICATED" in caplog.text and SECRET not in caplog.text
+    await worker.stop()
 
 
 async def test_a_prefill_worker_that_refuses_is_no_401(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
