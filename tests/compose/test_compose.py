@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -227,6 +228,32 @@ def answers(client: Client, expected: tuple[int, ...]) -> bool:
         return False
     assert tokens == expected
     return True
+
+
+def test_the_tls_profile_serves_over_tls_and_nothing_without(compose: Compose) -> None:
+    """After the others: it takes their place, with certificates made at its first start."""
+    compose("down", "--volumes", "--remove-orphans")
+    names = {"redis", "block_store-tls", "prefill-tls", "decode-tls", "gateway-tls"}
+    compose("--profile", "tls", "up", "--detach", "--no-build")
+    try:
+        found = lambda name: compose("--profile", "tls", "ps", "-q", name).split()  # noqa: E731
+        wait_for(
+            lambda: all(found(name) and all(map(healthy, found(name))) for name in names),
+            300,
+            lambda: compose("--profile", "tls", "logs", "--tail", "30"),
+        )
+        [gateway] = found("gateway-tls")
+        ca = subprocess.run(
+            ["docker", "exec", gateway, "cat", "/run/looseleaf/ca.pem"], capture_output=True, check=True
+        )
+        context = ssl.create_default_context(cadata=ca.stdout.decode())
+        body = {"prompt": "Once upon a time", "max_tokens": 8}
+        reply = httpx.post(f"https://localhost:{HTTP_PORT}/v1/completions", json=body, verify=context, timeout=60.0)
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] > 0
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{HTTP_PORT}/v1/models", timeout=10.0)
+    finally:
+        compose("--profile", "tls", "down", "--volumes", "--remove-orphans", check=False)
 
 
 def test_the_gpu_profile_is_valid_and_its_processes_can_share_device_memory() -> None:
