@@ -4,16 +4,20 @@ On a CPU no row depends on the others, as tests/kernels/test_linear.py holds. Pr
 Intel's AMX tiles (oneDNN's cuts the sum over inputs into pieces from 33 rows on); "simd", ours in vectors; "onednn",
 measured to give a row the same bits at every batch but for a row alone (fp32, some bf16 shapes), which it pads to two.
 Ours is taken where it is not slower than oneDNN: both are timed, once in a process. An argument or the environment
-variable KERNELS_LINEAR asks for one of them. Knows nothing of the model.
+variable KERNELS_LINEAR asks for one of them; KERNELS_CHOICES names a directory in which processes agree on one. Knows
+nothing of the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -125,12 +129,33 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
     if ours is None or "onednn" not in found:
         return tuple(_PACKED)
     own_s, onednn_s = times_of([found[ours], found["onednn"]], dtype)
-    chosen: Provider = "onednn" if own_s > SLOWER * onednn_s else ours
+    measured: Provider = "onednn" if own_s > SLOWER * onednn_s else ours
+    chosen = agreed(f"linear-{str(dtype).removeprefix('torch.')}-{isa}", measured, list(found))
     _LOG.info(
-        "linears of %s run on %s: a row and %d rows of %s took %.0f us with ours (%s), %.0f with oneDNN, kernels %s",
+        "linears of %s run on %s: a row and %d rows of %s took %.0f us with ours (%s), %.0f with oneDNN, kernels %s%s",
         dtype, chosen, TIMED_ROWS[1], TIMED_SHAPE, own_s * 1e6, ours, onednn_s * 1e6, isa,
+        "" if chosen == measured else "; as another worker has chosen",
     )  # fmt: skip
     return (chosen, *(name for name in _PACKED if name != chosen))
+
+
+def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
+    """The choice of whoever was first among the processes that name the same directory in KERNELS_CHOICES: a worker
+    that is started later, on a busier machine, must not measure itself out of the blocks of the others."""
+    if not (directory := os.environ.get("KERNELS_CHOICES")):
+        return choice
+    path = Path(directory) / name
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=directory) as mine:
+            mine.write(choice)
+            mine.flush()
+            with contextlib.suppress(FileExistsError):
+                os.link(mine.name, path)  # never replaces, and is there with its content
+        first = path.read_text()
+    except OSError as error:
+        count_fallback("linear choice", f"{path}: {error.strerror}", "as measured by this process alone")
+        return choice
+    return next((provider for provider in possible if provider == first), choice)
 
 
 def times_of(products: list[Product], dtype: torch.dtype) -> list[float]:

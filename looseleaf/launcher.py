@@ -170,6 +170,7 @@ class Launcher:
     ) -> ServiceSpec:
         assert self._shared is not None
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
+        environment.setdefault("KERNELS_CHOICES", str(self._run_directory))
         inside = inside_flags(self._settings, self._secret_file)
         return ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd)
 

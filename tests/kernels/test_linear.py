@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,23 @@ def test_ours_is_taken_unless_onednn_is_measured_to_be_faster(
         caplog.clear()
 
 
+def test_the_first_choice_in_a_directory_is_everybodys(
+    choosing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if PackedLinear(torch.zeros(32, 32), provider="onednn").how != "onednn":
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setenv("KERNELS_CHOICES", str(tmp_path))
+    for own_s, expected in ((9.0, "onednn"), (0.1, "onednn")):  # the second one measures otherwise
+        monkeypatch.setattr(linear, "times_of", lambda *_, own_s=own_s: [own_s, 1.0])
+        linear._preferred.cache_clear()
+        assert provider_of(torch.float32) == expected
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["onednn"]
+    monkeypatch.setenv("KERNELS_CHOICES", str(tmp_path / "not there"))
+    linear._preferred.cache_clear()
+    before = fallbacks().get("linear choice", 0)
+    assert provider_of(torch.float32) == "simd" and fallbacks()["linear choice"] == before + 1
+
+
 def test_what_takes_longer_is_measured_to_take_longer() -> None:
     """Real products: one and thirty of them."""
     product = PackedLinear(torch.randn(linear.TIMED_SHAPE), provider="simd")
@@ -133,11 +151,14 @@ def test_what_takes_longer_is_measured_to_take_longer() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_processes_choose_alike(dtype: torch.dtype, choosing: None) -> None:
+def test_two_processes_choose_alike(
+    dtype: torch.dtype, choosing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both at once, as workers start; they could not share blocks otherwise."""
+    monkeypatch.setenv("KERNELS_CHOICES", str(tmp_path))
     program = f"import torch; from kernels.linear import provider_of; print(provider_of({dtype}))"
     both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert len({process.communicate(timeout=60)[0] for process in both} | {provider_of(dtype) + "\n"}) == 1
+    assert len({process.communicate(timeout=200)[0] for process in both} | {provider_of(dtype) + "\n"}) == 1
 
 
 def test_packing_takes_no_more_than_the_weight() -> None:
