@@ -28,6 +28,8 @@ from looseleaf import LLM
 from looseleaf.testing import prompts
 
 PATH = "/v1/completions"
+FILL_S = 16.0
+"""How long the overload lasts in which many come in one instant."""
 
 
 class OverloadSettings(Settings):
@@ -160,12 +162,13 @@ async def measure(address: str, settings: OverloadSettings) -> dict[str, Seen]:
     seen["0.8 x"] = await load.open(0.8 * peak, settings.below_s)
     seen[f"{settings.over:g} x"] = await load.open(settings.over * peak, settings.over_s)
     if settings.burst:
-        fill = asyncio.create_task(load.open(settings.over * peak, 10.0))
-        await asyncio.sleep(7.0)
-        seen["burst"] = await at_one_instant(address, settings.burst, load.body())
-        await fill
-        with refuser() as bare:
+        with refuser() as bare:  # both while the machine has the same to do
+            fill = asyncio.create_task(load.open(settings.over * peak, FILL_S))
+            await asyncio.sleep(FILL_S / 2)
+            seen["burst"] = await at_one_instant(address, settings.burst, load.body())
+            await asyncio.sleep(FILL_S / 4)
             seen["burst, bare"] = await at_one_instant(bare, settings.burst, load.body())
+            await fill
     load.close()
     return seen
 

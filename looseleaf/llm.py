@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import re
 import threading
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from typing import Any, Self, Unpack, cast
 from pydantic import ValidationError
 
 from common.api_keys import read_keys
-from common.errors import StartupError
+from common.errors import ResourceExhausted, StartupError
 from looseleaf.client import Client
 from looseleaf.launcher import CHECK_S, Launcher
 from looseleaf.options import GenerateOptions, Message, Prompt, check_names
@@ -27,7 +28,8 @@ from looseleaf.results import Completion
 from looseleaf.settings import ServeSettings
 
 _MAX_IN_FLIGHT = 64
-"""Requests sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
+"""Sequences sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
+_PATIENCE_S = 600.0
 _DISPATCHED = re.compile(r'^looseleaf_worker_requests_total\{[^}]*worker="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
 
 
@@ -70,8 +72,20 @@ class LLM:
             return []
         if self._supervisor.failure is not None:
             raise self._supervisor.failure
-        with ThreadPoolExecutor(min(len(prompts), _MAX_IN_FLIGHT)) as pool:
-            return list(pool.map(lambda prompt: self.client.generate(prompt, **options), prompts))
+        width = max(1, options.get("n", 1), options.get("beam_width", 1))
+        with ThreadPoolExecutor(min(len(prompts), max(1, _MAX_IN_FLIGHT // width))) as pool:
+            return list(pool.map(lambda prompt: self._patiently(prompt, options), prompts))
+
+    def _patiently(self, prompt: Prompt, options: GenerateOptions) -> Completion:
+        """A prompt of a batch can wait: while the gateway says that it is to come again, it does."""
+        until = time.monotonic() + options.get("timeout", _PATIENCE_S)
+        while True:
+            try:
+                return self.client.generate(prompt, **options)
+            except ResourceExhausted as refusal:
+                if refusal.retry_after_s is None or time.monotonic() + refusal.retry_after_s > until:
+                    raise
+                time.sleep(refusal.retry_after_s)
 
     @property
     def pids(self) -> dict[str, int]:

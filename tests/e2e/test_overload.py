@@ -26,7 +26,7 @@ def resident_bytes(llm: LLM) -> dict[str, int]:
 
 async def test_1000_at_once_are_all_answered_with_the_tokens_they_have_alone(checkpoint: Path) -> None:
     kinds = prompts(25, seed=13, lengths=(5, 40))
-    with LLM(str(checkpoint), num_blocks=512, max_model_len=512, max_queue=1000) as llm:
+    with LLM(str(checkpoint), num_blocks=512, max_model_len=512, max_queue=1000, max_queue_wait=600) as llm:
         alone = [llm.client.generate(p, **OPTIONS, cache_salt="alone").token_ids for p in kinds]  # type: ignore[misc]
         before = resident_bytes(llm)
         async with AsyncClient(llm.addresses.grpc) as client:
