@@ -66,16 +66,21 @@ class Size:
 
 def ledger_size(run: Run) -> Report:
     """`trials` blocks."""
+    return ledger_size_within(run, 1.0)
+
+
+def ledger_size_within(run: Run, slack: float) -> Report:
+    """The same on a machine on which everything may take `slack` times as long."""
     report, size = run.report("ledger-size"), Size.of(run.trials)
     with _store(run.trials + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
-        _scripts(report, store)
-        _outage(report, store, size)
+        _scripts(report, store, slack)
+        _outage(report, store, size, slack)
         for worker in workers:
             assert worker.stdin is not None and worker.stdout is not None
             print("stop", file=worker.stdin, flush=True)
         told = [json.loads(worker.stdout.readline()) for worker in workers if worker.stdout is not None]
-        report.at_most("longest step while Redis was gone", max(t["longest_step_s"] for t in told), STEP_S, "s")
+        report.at_most("longest step while Redis was gone", max(t["longest_step_s"] for t in told), slack * STEP_S, "s")
         report.none("references that one side lacks", sum(t["different"] for t in told), size.num_references, "blocks")
     return report
 
@@ -137,7 +142,7 @@ def _worker(store: Store, num_holders: int, num_blocks: int) -> subprocess.Popen
 # --- what scripts cost
 
 
-def _scripts(report: Report, store: Store) -> None:
+def _scripts(report: Report, store: Store, slack: float) -> None:
     """Each operation over as many blocks as it takes, and the most CPU time that one call took of Redis."""
     costs: dict[str, float] = {}
 
@@ -150,7 +155,7 @@ def _scripts(report: Report, store: Store) -> None:
         _life_of_a_table(store.ledger, timed)
     worst = max(costs, key=lambda name: costs[name])
     report.told("scripts, most Redis CPU", ", ".join(f"{name} {ms:.1f}" for name, ms in sorted(costs.items())))
-    report.at_most(f"the longest of them ({worst})", costs[worst], LIMIT_MS, "ms of Redis CPU")
+    report.at_most(f"the longest of them ({worst})", costs[worst], slack * LIMIT_MS, "ms of Redis CPU")
 
 
 def _life_of_a_table(ledger: Ledger, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
@@ -195,7 +200,7 @@ def _cpu(client: Any) -> float:
 # --- Redis killed
 
 
-def _outage(report: Report, store: Store, size: Size) -> None:
+def _outage(report: Report, store: Store, size: Size, slack: float) -> None:
     """Under workers that go on; until the ledger has every reference again."""
     slow = store.redis.client.slowlog_len()
     report.told("scripts that took over 5 ms of time, while filling", str(slow))
@@ -207,7 +212,7 @@ def _outage(report: Report, store: Store, size: Size) -> None:
             break
         time.sleep(0.02)
     whole_s = time.monotonic() - began
-    report.at_most("from Redis' end to a ledger that has all references", whole_s, WHOLE_S, "s")
+    report.at_most("from Redis' end to a ledger that has all references", whole_s, slack * WHOLE_S, "s")
     report.at_least("references in the new ledger", held, size.num_references)
     findings = fsck(store.arena, store.ledger, wait_s=30)
     report.none("differences that fsck finds", len(findings.differences), store.arena.num_blocks, "blocks")
