@@ -13,14 +13,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import redis
 
 from block_store import codec, errors
-from block_store.arena import Arena
 from block_store.codec import SealItem
 from common.types import BlockRef, Epoch, TicketId
+
+if TYPE_CHECKING:  # gateways, which have no arena, start without numpy
+    from block_store.arena import Arena
 
 LEASE_S = 5.0
 TICKET_LEASE_S = 8.0

@@ -54,7 +54,7 @@ class Plan:
 
     num_blocks: int = 4096
     max_model_len: int = 512
-    max_num_seqs: int | None = None
+    max_num_seqs: int = 64
     """None: the workers' default."""
     workers: int = 2
     """Of each role."""

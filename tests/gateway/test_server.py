@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -53,3 +55,10 @@ async def test_fallbacks_of_workers_are_metrics_while_they_are_there(make_rig: M
     del rig.records[1]
     await becomes(3)
     watching.cancel()
+
+
+def test_a_gateway_starts_without_what_only_workers_need() -> None:
+    """It is started again while its clients wait."""
+    code = "import sys, gateway.__main__; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
