@@ -40,6 +40,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
+    # A service that died is back in seconds; gRPC's own pauses grow to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 250),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _INSIDE_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", INSIDE_NAME)]
 HEARTBEAT_S = 0.5

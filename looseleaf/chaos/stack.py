@@ -55,7 +55,6 @@ class Plan:
     num_blocks: int = 4096
     max_model_len: int = 512
     max_num_seqs: int = 64
-    """None: the workers' default."""
     workers: int = 2
     """Of each role."""
     packages: Mapping[str, str] | None = None

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
+import time
 from collections.abc import AsyncIterator
 
 import grpc
+import grpc.aio
 import pytest
 from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common import errors
@@ -97,3 +103,30 @@ async def test_an_occupied_port_is_one_clear_sentence() -> None:
 def test_every_error_names_a_grpc_code() -> None:
     for kind in errors.ALL_ERRORS:
         assert status_of(kind("x")).code == grpc.StatusCode[kind.grpc_code].value[0]
+
+
+async def test_who_was_away_for_long_is_found_again_soon() -> None:
+    """gRPC alone pauses for up to 1, 1.6, 2.6, 4.1 ... s between two tries."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        ask = lambda: stub.Check(health_pb2.HealthCheckRequest(), timeout=5.0)  # noqa: E731
+        began = time.monotonic()
+        while time.monotonic() - began < 5.5:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask()
+            await asyncio.sleep(0.1)
+        server = RpcServer("127.0.0.1", port)
+        await server.start()
+        back = time.monotonic()
+        try:
+            found = False
+            while not found:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await ask()
+                    found = True
+                await asyncio.sleep(0.02)
+            assert time.monotonic() - back < 2.5
+        finally:
+            await server.stop(0)
