@@ -56,6 +56,8 @@ class Admission:
         self._clock = clock
         self._sequences: Counter[str] = Counter()
         """By tenant, of those that have any."""
+        self._coming: Counter[str] = Counter()
+        """Requests by tenant that have not been read, and so are not at the gate yet."""
         self.current = 0
         """Sequences of all tenants."""
         self.num_requests = 0
@@ -78,13 +80,13 @@ class Admission:
         self.check(tenant)
         self._take(self._tenants.requests(tenant), 1)
         self._add(tenant, 1)
+        self._coming[tenant] += 1
         self.num_requests += 1
         return Entry(self, tenant)
 
     def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
         """The predicted wait of a request that comes now; None until a rate has been measured."""
-        coming = {name: count - self._gate.sequences_of(name) for name, count in self._sequences.items()}
-        return self._gate.wait_s(tenant, priority, {name: count for name, count in coming.items() if count > 0})
+        return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
         """A request has ended, or made way; so many tokens of it were computed or found in the cache."""
@@ -106,12 +108,14 @@ class Admission:
         self._take(self._tenants.requests(tenant), len(requests) - 1)
         self._take(self._tenants.tokens(tenant), cost)
         self._add(tenant, more)
+        self._has_come(entry)
         entry.num_sequences += more
         entry.reserved_tokens = cost
 
     def leave(self, entry: Entry) -> None:
         """What `Entry.close` says."""
         self._add(entry.tenant, -entry.num_sequences)
+        self._has_come(entry)
         self.num_requests -= 1
         if entry.reserved_tokens:
             self.used(entry.tenant, -entry.reserved_tokens)
@@ -161,6 +165,14 @@ class Admission:
         if not self._sequences[tenant]:
             del self._sequences[tenant]
 
+    def _has_come(self, entry: Entry) -> None:
+        """It goes to the gate now, or never."""
+        if entry.is_coming:
+            entry.is_coming = False
+            self._coming[entry.tenant] -= 1
+            if not self._coming[entry.tenant]:
+                del self._coming[entry.tenant]
+
     def _refusal(self, reason: Reason, error: LooseleafError) -> LooseleafError:
         self._on_refusal(reason)
         return error
@@ -174,6 +186,8 @@ class Entry:
         self._closed = False
         self.tenant = tenant
         self.num_sequences = 1
+        self.is_coming = True
+        """It has not been read yet."""
         self.reserved_tokens = 0
         """Taken from the tenant's tokens until the requests' own counts are known."""
 

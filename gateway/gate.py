@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from gateway.fair_queue import FairQueue
-from gateway.queue_wait import Margin, ServiceRate, work_before
+from gateway.queue_wait import Margin, Mark, ServiceRate, work_before
 from gateway.shares import Shares
 
 QUANTUM = 2048
@@ -42,6 +42,8 @@ class Place:
     reserved: bool = False
     predicted_s: float | None = 0.0
     """How long it would wait, when it came; None: not known."""
+    began: Mark | None = None
+    """When it got its place; None before."""
 
     @property
     def rank(self) -> int:
@@ -100,13 +102,9 @@ class Gate:
         """Requests that have a place and do not wait."""
         return self._num_places - len(self._returning)
 
-    def sequences_of(self, tenant: str) -> int:
-        """Sequences of a tenant that are here, with a place or without."""
-        return self._shares.of(tenant)
-
     def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
         """How long a request that comes now will wait at most, most likely; None until a rate has been measured.
-        `coming`: sequences by tenant that have been admitted and are not here yet."""
+        `coming`: requests by tenant that have been admitted and are not here yet."""
         predicted = self._predict(tenant, priority, coming)
         return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
 
@@ -156,7 +154,9 @@ class Gate:
         self.inside -= place.weight
         self._num_places -= 1
         self._shares.leave(place.tenant, place.weight, reserved=place.reserved)
-        self._rate.done(place.cost)
+        self._note_time()
+        if place.began is not None:
+            self._rate.done(place.cost, place.began)
         self.wake()
 
     async def come_back(self, place: Place, fits: Callable[[], bool]) -> None:
@@ -234,7 +234,8 @@ class Gate:
         return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
 
     def _take(self, wanted: Place, *, reserved: bool) -> Place:
-        place = replace(wanted, reserved=reserved)
+        self._note_time()
+        place = replace(wanted, reserved=reserved, began=self._rate.mark())
         self.inside += place.weight
         self._num_places += 1
         self._shares.enter(place.tenant, place.weight, reserved=reserved)

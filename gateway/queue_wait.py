@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 MEMORY_S = 20.0
 """Busy time over which the rate forgets."""
@@ -23,12 +24,21 @@ _STEP = 0.1
 """Seconds, and of the margin itself the share, by which a request moves the margin."""
 
 
+class Mark(NamedTuple):
+    """When a request got its place."""
+
+    at: float
+    busy_s: float
+    """Busy time until then."""
+
+
 class ServiceRate:
     """Work done a second while the service was busy. Every method's `now` is in seconds and never goes back."""
 
     def __init__(self) -> None:
         self._at = 0.0
         self._busy = False
+        self._total_busy_s = 0.0
         self._busy_s = 0.0
         self._work = 0.0
         self._num_done = 0
@@ -54,15 +64,22 @@ class ServiceRate:
     def pass_time(self, now: float, *, busy: bool) -> None:
         """Called with every change: it was until now as the last call said, from now on it is `busy` or not."""
         if self._busy and now > self._at:
+            self._total_busy_s += now - self._at
             keep = math.exp((self._at - now) / MEMORY_S)
             self._work *= keep
             self._busy_s = self._busy_s * keep + MEMORY_S * (1.0 - keep)
         self._at, self._busy = now, busy
 
-    def done(self, work: int) -> None:
-        """A request left its place. Before `pass_time`, which may say that it was the last for now."""
-        if self._busy:
-            self._work += work
+    def mark(self) -> Mark:
+        """To be kept until `done`, as of the last `pass_time`."""
+        return Mark(self._at, self._total_busy_s)
+
+    def done(self, work: int, began: Mark) -> None:
+        """A request left its place, as of the last `pass_time`. So much of its work counts as of its time was busy:
+        many end together, and with the first of them the service is busy no more."""
+        whole_s, busy_s = self._at - began.at, self._total_busy_s - began.busy_s
+        if busy_s > 0:
+            self._work += work * busy_s / whole_s
             self._num_done += 1
 
 

@@ -34,11 +34,6 @@ class Shares:
     def num_tenants(self) -> int:
         return len(self._holdings)
 
-    def of(self, tenant: str) -> int:
-        """Sequences of a tenant, inside or waiting."""
-        holding = self._holdings.get(tenant)
-        return 0 if holding is None else holding.inside + holding.waiting
-
     def may_reserve(self, tenant: str, priority: int, weight: int, capacity: int) -> bool:
         """Whether the tenant may enter with `weight` sequences more although all `capacity` places may be taken.
 

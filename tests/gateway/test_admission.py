@@ -186,3 +186,21 @@ async def test_a_wait_that_is_too_long_is_refused_and_told() -> None:
     for task in tasks[40:]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_answer_that_has_left_its_place_is_no_work_before_anybody() -> None:
+    """Its client still reads: many end together, and their next requests come before the last bytes are sent."""
+    door = Door(1000, max_wait_s=0.0)
+    for _ in range(5):
+        entries = [door.come("a") for _ in range(4)]
+        places = [await door.gate.enter(0, "a", 1, 11) for _ in entries]
+        door.now += 1.0
+        for place in places:
+            door.gate.leave(place)
+        assert door.admission.current == 4
+        [entry.close() for entry in [*entries, *(door.come("a") for _ in range(4))]]
+    coming = [door.admission.enter("a") for _ in range(4)]
+    door.is_refused(Reason.QUEUE_WAIT, lambda: door.admission.enter("a"))
+    for entry in coming:
+        entry.close()
+    assert door.admission.wait_s("a") == 0.0 and not door.admission._coming

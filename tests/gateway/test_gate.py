@@ -328,9 +328,9 @@ def test_a_rate_follows_what_is_done_while_it_is_busy_and_nothing_else() -> None
     def served(seconds: int, per_second: int) -> None:
         nonlocal now
         for _ in range(seconds * per_second):
-            now += 1 / per_second
-            rate.done(100)
+            began, now = rate.mark(), now + 1 / per_second
             rate.pass_time(now, busy=True)
+            rate.done(100, began)
 
     rate.pass_time(now, busy=True)
     served(3, 5)
@@ -338,9 +338,22 @@ def test_a_rate_follows_what_is_done_while_it_is_busy_and_nothing_else() -> None
     served(30, 5)
     assert rate.per_second == pytest.approx(500, rel=0.05)
     rate.pass_time(now, busy=False)
-    now += 3600.0
-    rate.done(100)
+    began, now = rate.mark(), now + 3600.0
     rate.pass_time(now, busy=True)
+    rate.done(100, began)
     assert rate.per_second == pytest.approx(500, rel=0.05)
     served(60, 20)
     assert rate.per_second == pytest.approx(2000, rel=0.1)
+
+
+async def test_requests_that_end_together_all_count() -> None:
+    """With the first ones the gate is busy no more; the others' work was done just the same."""
+    now = [0.0]
+    gate = Gate(lambda: 10, clock=lambda: now[0])
+    for _ in range(6):
+        places = [await gate.enter(0, "a", 1, 100) for _ in range(10)]
+        now[0] += 2.0
+        for place in places:
+            gate.leave(place)
+        now[0] += 5.0  # idle
+    assert gate._rate.per_second == pytest.approx(10 * 100 / 2.0, rel=0.1)
