@@ -195,7 +195,7 @@ def test_no_secret_is_in_a_command_line_or_an_environment(compose: Compose) -> N
             shown = (
                 json.dumps(inspect(container))
                 + subprocess.run(
-                    ["docker", "top", container, "-eo", "args"], capture_output=True, text=True, check=True
+                    ["docker", "top", container, "-eo", "pid,args"], capture_output=True, text=True, check=True
                 ).stdout
             )
             assert not any(secret in shown for secret in found), service
