@@ -28,6 +28,9 @@ from tools.mutants.operators import Mutant, mutants_of  # noqa: E402
 from tools.mutants.targets import TARGETS, Target  # noqa: E402
 
 Verdict = Literal["killed", "timeout", "survived"]
+_VERDICTS: dict[int | None, Verdict] = {None: "timeout", 0: "survived", 1: "killed", 2: "killed", 3: "killed"}
+"""By exit status of pytest; 2 and 3 are mutants that cannot be imported. None: no end within the time. Others are
+no verdict: a KeyError."""
 _KEPT = (
     "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "looseleaf", "models", "prefill_svc",
     "protos", "tests", "tools", "pyproject.toml", "README.md", "loadtest", "docker-compose.yml", "docs", "Makefile",
@@ -116,7 +119,7 @@ class Bench:
     def baseline(self, target: Target) -> float:
         """Seconds that the tests take without a mutant. SystemExit: they fail."""
         began, tree = time.monotonic(), self._trees.get()
-        status = run_tests(tree, existing(target), 600)
+        status = run_tests(tree, existing(target, tree), 600)
         self._trees.put(tree)
         if status != 0:
             raise SystemExit(f"the tests of {target.name} fail without a mutant: status {status}")
@@ -128,18 +131,18 @@ class Bench:
         original = file.read_bytes()
         file.write_bytes(mutant.apply(original))
         try:
-            status = run_tests(tree, existing(target), timeout_s)
+            status = run_tests(tree, existing(target, tree), timeout_s)
         finally:
             file.write_bytes(original)
             self._trees.put(tree)
-        verdict: Verdict = "timeout" if status is None else "survived" if status == 0 else "killed"
+        verdict: Verdict = "killed" if status is not None and status < 0 else _VERDICTS[status]
         trial = Trial(target.name, mutant, verdict, round(time.monotonic() - began, 1))
         print(f"{verdict:9}{trial.seconds:6.1f} s  {mutant.path}:{mutant.line}  {mutant.kind}", flush=True)
         return trial
 
 
-def existing(target: Target) -> tuple[str, ...]:
-    return tuple(test for test in target.tests if (ROOT / test).exists())
+def existing(target: Target, tree: Path) -> tuple[str, ...]:
+    return tuple(test for test in target.tests if (tree / test).exists())
 
 
 def chosen(target: Target, most: int, seed: int) -> list[Mutant]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 _MACHINE = ("tests/equality/test_stale_in_step.py", "tests/equality/test_machine.py")
 
+_SERVED = ("tests/e2e/test_step_failures.py", "tests/e2e/test_tenants.py")
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -26,13 +28,16 @@ TARGETS = (
         _in("decode_svc", "blocks", "claims", "worker", "swap", "preemption", "progress", "scheduler", "outputs"),
         (
             *_in("tests/decode_svc", "test_scheduler", "test_groups", "test_swap", "test_preemption", "test_claims"),
-            *_MACHINE, *_in("tests/decode_svc", "test_beams", "test_submits"),
+            *_MACHINE, *_in("tests/decode_svc", "test_beams", "test_submits"), *_SERVED,
         ),
     ),
     Target(
         "prefill_svc",
         _in("prefill_svc", "blocks", "job", "scheduler", "worker", "first_tokens"),
-        (*_in("tests/prefill_svc", "test_scheduler", "test_groups", "test_requests", "test_cancels"), *_MACHINE),
+        (
+            *_in("tests/prefill_svc", "test_scheduler", "test_groups", "test_requests", "test_cancels"),
+            *_MACHINE, *_SERVED,
+        ),
     ),
     Target(
         "block_store client",
@@ -41,13 +46,13 @@ TARGETS = (
               "test_lost_claims", "test_ledger"), *_MACHINE),
     ),
     Target(
-        "block_store rebuild",
-        _in("block_store", "rebuild", "reaper"),
-        _in("tests/block_store", "test_rebuild", "test_rebuild_large", "test_holder", "test_breaker", "test_service"),
-    ),
-    Target(
         "gateway retry",
         _in("gateway", "lost", "life", "decoding", "prefill_client", "groups", "poison"),
         _in("tests/gateway", "test_poison", "test_groups", "test_requests", "test_samples", "test_direct", "test_grpc"),
+    ),
+    Target(
+        "block_store rebuild",
+        _in("block_store", "rebuild", "reaper"),
+        _in("tests/block_store", "test_rebuild", "test_rebuild_large", "test_holder", "test_breaker", "test_service"),
     ),
 )  # fmt: skip

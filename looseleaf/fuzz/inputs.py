@@ -1,0 +1,194 @@
+"""What is sent: messages with any values, bytes that are almost messages, HTTP that is almost HTTP. Sends nothing.
+
+All is drawn from a `random.Random`, so that a seed makes the same inputs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import string
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from protos.v1 import decode_pb2, inference_pb2, prefill_pb2, types_pb2
+
+_DEPTH = 5
+_INTS = (0, 1, 2, 3, 16, 127, 128, 256, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, -1, -(2**31), -(2**63))
+_FLOATS = (0.0, 1.0, 0.5, -1.0, 2.0, 1e-300, 1e38, -1e38, float("inf"), float("-inf"), float("nan"))
+_TEXTS = ("", "a", "default", "Hello there", "\0", "é" * 40, "🙂", "x" * 5000, "0" * 16, "../../etc/passwd")
+_BOUNDS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1), FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1), FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}  # fmt: skip
+_KEYS = (
+    "model", "prompt", "messages", "max_tokens", "n", "temperature", "top_p", "top_k", "stop", "stream", "seed",
+    "logprobs", "top_logprobs", "echo", "best_of", "logit_bias", "user", "stream_options", "tools", "response_format",
+    "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "use_beam_search", "cache_salt", "input",
+)  # fmt: skip
+_PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/tokenize", "/detokenize", "/",
+    "/v1/models/x", "/v1/embeddings", "/%00", "/v1/completions/../models", "/" + "a" * 9000,
+)  # fmt: skip
+
+
+_STOPPING = types_pb2.StoppingParams(max_tokens=3)
+_PROMPT = [5, 6, 7, 8, 9]
+RIGHT: dict[str, Message] = {
+    "GenerateRequest": inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=_PROMPT), stopping=_STOPPING, sampling=types_pb2.SamplingParams()
+    ),
+    "TokenizeRequest": inference_pb2.TokenizeRequest(text="Hello there"),
+    "PrefillRequest": prefill_pb2.PrefillRequest(
+        request_id="fuzz", prompt_token_ids=_PROMPT, branches=[types_pb2.Branch()], stopping=_STOPPING,
+        sampling=types_pb2.SamplingParams(),
+    ),
+    "SessionRequest": decode_pb2.SessionRequest(
+        submit=decode_pb2.Submit(
+            handle=1, request_id="fuzz", prompt_token_ids=_PROMPT, stopping=_STOPPING, timeout_ms=500,
+            ticket=types_pb2.Ticket(arena_id="0" * 16, epoch=7, branches=[types_pb2.BranchTables(num_tokens=5)]),
+            branches=[types_pb2.Branch(output_token_ids=[5])], sampling=types_pb2.SamplingParams(),
+        )
+    ),
+}  # fmt: skip
+"""By name, messages that a service takes, or all but the ticket."""
+
+
+def message(draw: random.Random, kind: type[Message]) -> Message:
+    """A message whose fields have any values that their types can have; some are left out."""
+    right = RIGHT.get(kind.DESCRIPTOR.name)
+    if right is not None and draw.random() < 0.6:
+        return near(draw, right)
+    made = kind()
+    _fill(draw, made, kind.DESCRIPTOR, 0)
+    return made
+
+
+def near(draw: random.Random, right: Message) -> Message:
+    """A message that would be served, but for a field or two; so that more than the first check is met."""
+    made = type(right)()
+    made.CopyFrom(right)
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        _disturb(draw, made)
+    return made
+
+
+def _disturb(draw: random.Random, made: Any) -> None:
+    field = draw.choice(made.DESCRIPTOR.fields)
+    if field.message_type is not None and not field.is_repeated and draw.random() < 0.8:
+        return _disturb(draw, getattr(made, field.name))
+    if draw.random() < 0.5:
+        made.ClearField(field.name)
+    _set(draw, made, field, 0)
+
+
+def _fill(draw: random.Random, made: Any, descriptor: Any, depth: int) -> None:
+    density = draw.choice((0.2, 0.6, 0.95))
+    for field in descriptor.fields:
+        if draw.random() > density or (field.message_type is not None and depth >= _DEPTH):
+            continue
+        _set(draw, made, field, depth)
+
+
+def _set(draw: random.Random, made: Any, field: FieldDescriptor, depth: int) -> None:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        container = getattr(made, field.name)
+        values = field.message_type.fields_by_name
+        with contextlib.suppress(ValueError, TypeError):
+            container[_value(draw, values["key"])] = _value(draw, values["value"])
+        return
+    many = field.is_repeated
+    for _ in range(draw.choice((0, 1, 1, 2, 3, 8, 40)) if many else 1):
+        if field.message_type is not None:
+            inner = getattr(made, field.name).add() if many else getattr(made, field.name)
+            inner.SetInParent()
+            _fill(draw, inner, field.message_type, depth + 1)
+        elif many:
+            getattr(made, field.name).append(_value(draw, field))
+        else:
+            setattr(made, field.name, _value(draw, field))
+
+
+def _value(draw: random.Random, field: Any) -> Any:
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return draw.randbytes(draw.choice((0, 1, 8, 16, 32, 500)))
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return draw.choice(_TEXTS)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return draw.random() < 0.5
+    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
+        return draw.choice((*field.enum_type.values_by_number, 99))
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
+        return draw.choice((*_FLOATS, draw.random()))
+    low, high = _BOUNDS[field.cpp_type]
+    number = draw.randrange(8, 200) if draw.random() < 0.6 else draw.choice(_INTS)
+    return min(max(number, low), high)
+
+
+def almost(draw: random.Random, whole: bytes) -> bytes:
+    """Bytes that were a message: flipped, cut, doubled, or any bytes at all."""
+    match draw.randrange(5):
+        case 0:
+            return draw.randbytes(draw.choice((1, 3, 20, 300)))
+        case 1:
+            return whole[: draw.randrange(len(whole) + 1)]
+        case 2:
+            return whole + whole[draw.randrange(len(whole) + 1) :] + draw.randbytes(2)
+        case _:
+            changed = bytearray(whole or b"\x0a")
+            for _ in range(draw.choice((1, 2, 8))):
+                changed[draw.randrange(len(changed))] = draw.randrange(256)
+            return bytes(changed)
+
+
+def json_value(draw: random.Random, depth: int = 0) -> Any:
+    """Any JSON, and some that is none (NaN)."""
+    kind = draw.randrange(9 if depth < 4 else 6)
+    match kind:
+        case 0:
+            return draw.choice((None, True, False))
+        case 1:
+            return draw.choice((*_INTS, draw.randrange(100)))
+        case 2:
+            return draw.choice((*_FLOATS, draw.random()))
+        case 3 | 4:
+            return draw.choice(_TEXTS)
+        case 5:
+            return "".join(draw.choices(string.printable, k=draw.randrange(30)))
+        case 6 | 7:
+            return [json_value(draw, depth + 1) for _ in range(draw.choice((0, 1, 2, 6)))]
+        case _:
+            return {draw.choice((*_KEYS, *_TEXTS)): json_value(draw, depth + 1) for _ in range(draw.choice((0, 1, 3)))}
+
+
+def body(draw: random.Random) -> bytes:
+    """A request's body: mostly one that is nearly right."""
+    if draw.random() < 0.15:
+        return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
+    right: dict[str, Any] = {
+        "model": "tiny", "max_tokens": draw.randrange(1, 4), "prompt": draw.choice((_TEXTS[3], [5, 6, 7], ["a", "b"])),
+        "messages": [{"role": "user", "content": "Hi"}],
+    }  # fmt: skip
+    for _ in range(draw.choice((0, 1, 1, 2, 5))):
+        right[draw.choice(_KEYS)] = json_value(draw)
+    text = json.dumps(right).encode()
+    return almost(draw, text) if draw.random() < 0.2 else text
+
+
+def http(draw: random.Random) -> bytes:
+    """A whole request as it goes over the wire, or what is none."""
+    content = body(draw)
+    method = draw.choice(("POST",) * 6 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW", "\xff"))
+    path = draw.choice(_PATHS[:2] * 4 + _PATHS)
+    length = draw.choice((len(content),) * 8 + (0, 1, -1, 10**12, len(content) + 3))
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", f"Content-Length: {length}"]
+    if draw.random() < 0.3:
+        lines.append(draw.choice((
+            "Content-Type: text/plain", "Transfer-Encoding: chunked", "Authorization: x", "Expect: 100-continue",
+            "X: " + "y" * 9000, "no colon", "Content-Encoding: gzip", "Upgrade: websocket", "Range: bytes=0-",
+        )))  # fmt: skip
+    whole = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + content
+    return almost(draw, whole) if draw.random() < 0.1 else whole
