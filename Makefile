@@ -22,7 +22,7 @@ RUN_TIME ?= 60s
 PROTOS := $(wildcard protos/v1/*.proto)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
-.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint
+.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -104,6 +104,12 @@ model-check: dev ## the models of the ledger and of both workers' blocks, at len
 
 chaos: dev ## services killed, frozen and robbed of Redis, answers compared (ARGS="--trials 5 --scenario decode-kill")
 	@exec $(PY) -m looseleaf.chaos $(or $(ARGS),--scenario all)
+
+fuzz: dev ## a million inputs that nobody should send, to every port (ARGS="--inputs 20000 --seed 2")
+	@exec $(PY) -m looseleaf.fuzz $(ARGS)
+
+mutants: dev ## small bugs put in one at a time: which of them no test notices (ARGS="--only decode_svc --count 20")
+	@exec nice -n 19 $(PY) -m tools.mutants $(ARGS)
 
 load: dev ## locust against a running server, else one it starts (USERS=32 RUN_TIME=60s)
 	@exec $(PY) -m loadtest --users $(USERS) --run-time $(RUN_TIME) $(ARGS)

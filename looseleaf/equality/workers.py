@@ -20,6 +20,7 @@ from block_store.holder import BEAT_S, Holder
 from block_store.ledger import Ledger
 from block_store.reaper import sweep
 from block_store.rebuild import open_ledger, rebuild
+from block_store.testing import wait_until
 from common.blocks import group_blocks
 from common.errors import Aborted
 from common.types import Branch, WorkerLoad
@@ -172,13 +173,14 @@ class Workers:
 
     def sweep(self) -> bool:
         """What the store does meanwhile: where somebody has found the ledger wrong it is built anew, and the workers
-        hear of it. Whether it was."""
+        hear of it with their next beat. Whether it was."""
         try:
             sweep(self._ledger, self.arena, ())
         except StaleDataset:
             self._ledger.dataset = rebuild(self._client, self.arena)
-            for attachment in self.attachments:
-                attachment.held.holder.probe()
+            for holder in (attachment.held.holder for attachment in self.attachments):
+                wait_until(lambda holder=holder: holder.ledger.dataset == self._ledger.dataset, 30)  # type: ignore[misc]
+                wait_until(lambda holder=holder: not holder.breaker.is_open, 30)  # type: ignore[misc]
             return True
         return False
 

@@ -152,6 +152,7 @@ def main() -> None:
     outcome = fuzz(args.inputs, args.seed, args.at_once)
     print("\n".join(lines_of(outcome)))
     if args.json:
+        outcome.statuses = {name: dict(counts) for name, counts in outcome.statuses.items()}  # type: ignore[misc]
         args.json.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
     sys.exit(bool(outcome.faults))
 

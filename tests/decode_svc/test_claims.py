@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from block_store.hashing import chain_start, next_hash
 from common.types import SamplingParams, StoppingParams
-from decode_svc.outputs import Rejection
+from decode_svc.outputs import Rejection, timings_of
 from decode_svc.scheduler import Group
-from decode_svc.testing import DecodeBench
+from decode_svc.testing import DOMAIN, DecodeBench
 from engine.oracle import Oracle
+from engine.runner import ModelRunner
 
 PROMPT = list(range(20, 30))
 SAMPLED = SamplingParams(temperature=1.5, seed=11, num_sequences=3)
@@ -97,3 +101,41 @@ def test_a_second_submission_while_the_first_claim_waits_comes_after_it(small: D
     small.worker.step()
     assert first.number < second.number and first.live and second.live
     small.run()
+
+
+def test_blocks_that_decode_fills_are_found_under_the_salt_that_came_with_the_ticket(small: DecodeBench) -> None:
+    """The tenant's: prefill made the head with the same one."""
+    made = small.prefilled(1, PROMPT, replace(SAMPLED, num_sequences=1), STOPPING)
+    small.worker.submit(small.inbox.session, made.group, made.ticket, b"tenant", made.candidates)
+    [sequence] = made.group.live
+    small.run()
+    tokens, hashes = [*PROMPT, *small.inbox.ids(1)[0]], [chain_start(DOMAIN, b"tenant")]
+    for first in range(0, len(tokens) - small.block_size, small.block_size):
+        hashes.append(next_hash(hashes[-1], tokens[first : first + small.block_size]))
+    filled = hashes[1 + len(PROMPT) // small.block_size]
+    assert small.held.holder.ledger.lookup([[filled]]) == 1
+    assert sequence.hashes[: len(hashes)] == hashes[: len(sequence.hashes)]
+
+
+def test_many_short_groups_start_beside_a_long_one(
+    small_runner: ModelRunner, redis_client: Any, tmp_path: Path
+) -> None:
+    """What one step has spoken for is not spoken for in the next one."""
+    bench = DecodeBench(small_runner, tmp_path, redis_client, num_blocks=48)
+    long = bench.submit(0, PROMPT[:4], replace(SAMPLED, num_sequences=1), StoppingParams(100, 100))
+    bench.worker.step()
+    for handle in range(1, 26):
+        bench.submit(handle, PROMPT[:4], replace(SAMPLED, num_sequences=1), StoppingParams(3, 3))
+        for _ in range(3):
+            bench.worker.step()
+        assert handle not in bench.inbox.session.groups, "it is done"
+    assert long.live
+    bench.worker.cancel(bench.inbox.session, 0)
+    bench.close()
+
+
+def test_times_of_a_group_that_ends() -> None:
+    group = Group(1, 1, [], arrived_ns=time.monotonic_ns() - 5_000_000_000)
+    group.claimed_ns = group.arrived_ns + 2_000_000_000
+    timings = timings_of(group)
+    assert timings.hand_over_ns == 2_000_000_000 and 2.9e9 < timings.decode_ns < 60e9
