@@ -88,7 +88,7 @@ _BODIES: Mapping[str, Mapping[str, Callable[[int], bytes]]] = {
         "prompt: one number": _filled('{"prompt":[', "1", "]}"),
         "prompt: objects": _filled('{"prompt":[', "{},", "{}]}"),
         "prompt: a batch of long ids": _batch([*range(10, 1000), 2**31]),
-        "prompt: a batch of long texts": _batch("mill " * 13_000),
+        "prompt: a batch of long texts": _batch("mill " * 3_000),
         "seed: one number": _filled(_PROMPT + '"seed":', "1", "}"),
         "metadata": _numbered(_PROMPT + '"max_tokens":-1,"metadata":{', lambda i: f'"{i}":[],', '"x":1}}'),
         "user: lists": _filled(_PROMPT + '"max_tokens":-1,"user":[', "[],", "[]]}"),
