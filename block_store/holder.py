@@ -83,6 +83,7 @@ class Holder:
         self._settled: dict[Key, object] = {}
         """Answers to unanswered calls, as later ones found them out, for those who make them again."""
         self._joining: Joining | None = None
+        self._beaten_at = 0.0
         self._probe_pause_s = PROBE_S
         self._fallbacks = Fallbacks(_LOG)
         self._stop = threading.Event()
@@ -110,11 +111,17 @@ class Holder:
 
     def beat(self) -> None:
         """Extends the lease now."""
+        self._beaten_at = time.monotonic()
         try:
             self.num_available, self.census = self.ledger.beat(self.epoch, self._lease_s, self._answered)
         except Fenced:
             self.fence()
             raise
+
+    def keep_lease(self) -> None:
+        """A beat, if the last one is a while ago: for whoever is at work in the beat thread."""
+        if time.monotonic() - self._beaten_at > self._lease_s / 5:
+            self.beat()
 
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """RESERVED blocks; raise their header generation before the first store. Fenced, Exhausted: none taken."""

@@ -121,6 +121,7 @@ class LedgerLink:
             while (missing := self._reserve_target - len(self._reserve)) > 0:
                 with self._lock:
                     self._take(min(missing, CHUNK))
+                self.holder.keep_lease()
         except (Exhausted, LedgerUnavailable):
             return
         if (surplus := len(self._reserve) - 2 * self._reserve_target - CHUNK) > 0:
@@ -226,6 +227,7 @@ class LedgerLink:
         part, place = self.holder.holdings_after(0)
         while part:
             yield part
+            self.holder.keep_lease()
             part, place = self.holder.holdings_after(place)
 
     def _knows(self, ref: BlockRef) -> bool:

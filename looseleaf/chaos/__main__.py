@@ -57,6 +57,7 @@ SCENARIOS = {
     "staleness": Scenario(staleness.staleness, 1000),
     "cancels": Scenario(cancels.cancels, 2000),
     "redis-silent": Scenario(silence.silent, 3),
+    "redis-lost-large": Scenario(silence.lost, 3),
     "ledger-size": Scenario(size.ledger_size, 500_000),
 }
 
@@ -87,7 +88,7 @@ def _run(name: str, run: Run) -> Report:
     except Exception as error:
         traceback.print_exc()
         report = run.report(name)
-        report.rows.append(Row("carried through", str(error).splitlines()[0][:100] or repr(error), "yes", good=False))
+        report.rows.append(Row("carried through", (str(error) or repr(error)).splitlines()[0][:100], "yes", good=False))
     report.seconds = time.monotonic() - began
     print(report.text(), flush=True)
     return report

@@ -36,7 +36,7 @@ class Holding:
     def __init__(self, arena: Arena, redis_url: str, name: str) -> None:
         slot = arena.acquire_writer_slot()
         client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
-        holder = Holder.register(Ledger.attach(client, arena), name, writer_slot=slot.number)
+        holder = _register(Ledger.attach(client, arena), name, slot.number)
         self.held = HeldBlocks(holder, arena, slot, RESERVE)
         self.refs: list[BlockRef] = []
         self.longest_step_s = 0.0
@@ -72,6 +72,13 @@ class Holding:
         self.held.release(self._sequence)
         self.held.settle_up()
         return len({*self.refs, *self.held._reserve} ^ set(self.held.holder.holdings()))
+
+
+def _register(ledger: Ledger, name: str, slot: int) -> Holder:
+    while True:
+        with suppress(LedgerUnavailable):  # all come at once
+            return Holder.register(ledger, name, writer_slot=slot)
+        time.sleep(PACE_S)
 
 
 def main(argv: list[str]) -> None:

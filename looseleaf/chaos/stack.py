@@ -55,6 +55,7 @@ class Plan:
     num_blocks: int = 4096
     max_model_len: int = 512
     max_num_seqs: int = 64
+    block_size: int = 16
     workers: int = 2
     """Of each role."""
     packages: Mapping[str, str] | None = None
@@ -227,6 +228,7 @@ class _Launcher(Launcher):
                 "preemption": plan.preemption,
                 "spare": plan.spare,
                 "max_num_seqs": plan.max_num_seqs,
+                "block_size": plan.block_size,
                 "port": next(self._ports),
                 "grpc_port": next(self._ports),
             },
