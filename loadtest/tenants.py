@@ -150,6 +150,7 @@ def main(settings: TenantsSettings) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "keys")
         path.write_text(KEYS)
+        path.chmod(0o600)
         with LLM(api_key_file=str(path)) as llm:
             if settings.probes:
                 waits = asyncio.run(timings(llm, settings))
