@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
@@ -48,9 +48,15 @@ def _numbered(before: str, unit: Callable[[int], str], after: str) -> Callable[[
     return make
 
 
-def _batch(prompt: Sequence[int] | str) -> Callable[[int], bytes]:
-    """As many prompts as are taken, the last one refused for its id or its length."""
-    return lambda size: json.dumps({"prompt": [prompt] * 64}).encode()[:size]
+def _text_batch(size: int) -> bytes:
+    """As many long texts as are taken, the last one refused."""
+    text = "mill " * (size // 64 // 5 - 4)
+    return json.dumps({"prompt": [text] * 63 + [""]}).encode()
+
+
+def _id_batch(size: int) -> bytes:
+    """Lists of ids of which each ends with one that is refused."""
+    return json.dumps({"prompt": [[*range(10, 1000), 2**31]] * 64}).encode()[:size]
 
 
 _PROMPT = '{"prompt":"a","max_tokens":1,'
@@ -87,8 +93,8 @@ _BODIES: Mapping[str, Mapping[str, Callable[[int], bytes]]] = {
         "prompt: out of range": _filled('{"prompt":[', "1e999,", "1]}"),
         "prompt: one number": _filled('{"prompt":[', "1", "]}"),
         "prompt: objects": _filled('{"prompt":[', "{},", "{}]}"),
-        "prompt: a batch of long ids": _batch([*range(10, 1000), 2**31]),
-        "prompt: a batch of long texts": _batch("mill " * 3_000),
+        "prompt: a batch of long ids": _id_batch,
+        "prompt: a batch of long texts": _text_batch,
         "seed: one number": _filled(_PROMPT + '"seed":', "1", "}"),
         "metadata": _numbered(_PROMPT + '"max_tokens":-1,"metadata":{', lambda i: f'"{i}":[],', '"x":1}}'),
         "user: lists": _filled(_PROMPT + '"max_tokens":-1,"user":[', "[],", "[]]}"),
