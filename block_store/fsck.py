@@ -66,7 +66,7 @@ def repair(arena: Arena, ledger: Ledger, timeout_s: float = 15.0) -> bool:
 
 def _look(arena: Arena, ledger: Ledger) -> list[str]:
     moment = inspect(ledger, with_blocks=True)
-    return [*invariants.check(ledger), *_pages(arena, ledger, moment), *_headers(arena, moment)]
+    return [*invariants.findings(ledger, moment), *_pages(arena, ledger, moment), *_headers(arena, moment)]
 
 
 def _pages(arena: Arena, ledger: Ledger, moment: Inspection) -> list[str]:

@@ -59,6 +59,7 @@ SCENARIOS = {
     "redis-silent": Scenario(silence.silent, 3),
     "redis-lost-large": Scenario(silence.lost, 3),
     "ledger-size": Scenario(size.ledger_size, 500_000),
+    "ledger-loss": Scenario(size.ledger_loss, 100_000),
 }
 
 

@@ -1,7 +1,8 @@
-"""Scenario of the ledger at the size of a GPU's arena, without a model: what each script costs Redis, and how long the
-ledger is gone when Redis is killed under workers that hold all of it.
+"""Scenarios of the ledger at the size of a GPU's arena, without a model: what each script costs Redis, and how long the
+ledger is gone when Redis is killed under workers that hold very much.
 
-`trials` is the number of blocks. A fifth of them is held by one worker, the others by 63 (fewer in a small arena).
+`trials` is the number of blocks. In one scenario 64 workers hold all of them, a fifth by one (fewer in a small arena);
+in the other one worker holds them all.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from looseleaf.chaos.run import Run
 LIMIT_MS = 5.0
 """Redis' CPU time for any script."""
 WHOLE_S = 5.0
-"""From the end of Redis until the ledger knows again who holds what, for one holder of a fifth of 500,000 blocks."""
+"""From the end of Redis until the ledger knows again who holds what, for each 100,000 references."""
+REFERENCES = 100_000
 STEP_S = 0.5
 BLOCKS_A_HOLDER = 6000
 PROCESSES = 4
@@ -65,14 +67,18 @@ class Size:
 
 
 def ledger_size(run: Run) -> Report:
-    """`trials` blocks."""
-    return ledger_size_within(run, 1.0)
+    """`trials` blocks, held by many."""
+    return within(run.report("ledger-size"), Size.of(run.trials), 1.0)
 
 
-def ledger_size_within(run: Run, slack: float) -> Report:
+def ledger_loss(run: Run) -> Report:
+    """`trials` blocks, held by one."""
+    return within(run.report("ledger-loss"), Size(run.trials, 0, 0), 1.0)
+
+
+def within(report: Report, size: Size, slack: float) -> Report:
     """The same on a machine on which everything may take `slack` times as long."""
-    report, size = run.report("ledger-size"), Size.of(run.trials)
-    with _store(run.trials + SPARE_BLOCKS) as store, _workers(store, size) as workers:
+    with _store(size.num_references + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
         _scripts(report, store, slack)
         _outage(report, store, size, slack)
@@ -212,13 +218,17 @@ def _outage(report: Report, store: Store, size: Size, slack: float) -> None:
             break
         time.sleep(0.02)
     whole_s = time.monotonic() - began
-    report.at_most("from Redis' end to a ledger that has all references", whole_s, slack * WHOLE_S, "s")
+    report.at_most("from Redis' end to a ledger that has all references", whole_s, _whole_s(size) * slack, "s")
     report.at_least("references in the new ledger", held, size.num_references)
     findings = fsck(store.arena, store.ledger, wait_s=30)
     report.none("differences that fsck finds", len(findings.differences), store.arena.num_blocks, "blocks")
     report.none("workers that did not report to it", len(findings.silent), size.num_others + 1, "workers")
     for difference in findings.differences[:3]:
         report.told("  of these", difference[:100])
+
+
+def _whole_s(size: Size) -> float:
+    return WHOLE_S * max(1.0, size.num_references / REFERENCES)
 
 
 def _references(store: Store) -> int:

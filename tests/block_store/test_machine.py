@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -117,9 +118,11 @@ def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedS
             self.walk.stale(who)
 
         def teardown(self) -> None:
-            self.walk.finish()
-            self.store.close()
-            self.store.arena.directory.rmdir()
+            try:
+                self.walk.finish()
+            finally:  # a walk that fails leaves nothing behind either
+                self.store.close()
+                shutil.rmtree(self.store.arena.directory)
 
     return Machine
 

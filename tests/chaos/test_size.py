@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from looseleaf.chaos.run import Run
-from looseleaf.chaos.size import ledger_size_within
+from looseleaf.chaos.report import Report
+from looseleaf.chaos.size import Size, within
 
 pytestmark = pytest.mark.chaos
 SLACK = 10.0
 """Tests share their cores; before calls were bounded a holder of so much never had its ledger back here."""
 
 
-def test_a_holder_of_much_has_its_ledger_back_and_no_script_is_long() -> None:
-    report = ledger_size_within(Run(Path(), [], trials=12_000, seed=1), SLACK)
+@pytest.mark.parametrize("size", [Size.of(8_000), Size(12_000, 0, 0)], ids=["held by four", "held by one"])
+def test_holders_of_much_have_their_ledger_back_and_no_script_is_long(size: Size) -> None:
+    report = within(Report("size", size.num_references, seed=1), size, SLACK)
     assert report.good, report.text()
