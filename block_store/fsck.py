@@ -1,8 +1,8 @@
 """Compares ledger in Redis, header of the arena, and what workers say they hold: `python -m block_store.fsck DIR URL`.
 
 Prints every difference. A running store changes while it is read, piece by piece, so it is looked at again as long as
-something differs, LOOKS times at most: what is different each time is a difference. Repair is a rebuild (`rebuild`):
-the ledger from the header, then every worker asserts what it holds. Knows nothing of gRPC.
+something differs (`invariants.lasting`). Repair is a rebuild (`rebuild`): the ledger from the header, then every worker
+asserts what it holds. Knows nothing of gRPC.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from block_store.redis_server import open_client
 
 REPORT_WAIT_S = 3.0
 """Workers report with a beat, once a second."""
-LOOKS = 5
-_SETTLE_S = 0.3
 _READABLE = (BlockState.SEALED, BlockState.CACHED)
 
 
@@ -45,12 +43,7 @@ def fsck(arena: Arena, ledger: Ledger, *, digests: bool = False, wait_s: float =
     Errors: LedgerUnavailable, StaleDataset (it is being built anew: try again), LedgerDamaged.
     """
     workers, silent = _ask_workers(ledger, wait_s)
-    lasting = dict.fromkeys(_look(arena, ledger))
-    for _ in range(LOOKS - 1):
-        if lasting:
-            time.sleep(_SETTLE_S)
-            now = set(_look(arena, ledger))
-            lasting = {difference: None for difference in lasting if difference in now}
+    lasting = invariants.lasting(lambda: _look(arena, ledger))
     return Findings((*lasting, *workers, *(_digests(arena) if digests else ())), silent)
 
 

@@ -7,16 +7,39 @@ block's generation is written once, and I3 says when it changes.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from block_store.inspection import BlockState, Inspection, inspect
 from block_store.ledger import Ledger
 from common.types import BlockRef, Epoch
 
+LOOKS = 5
+SETTLE_S = 0.3
+
 
 def check(ledger: Ledger, before: Inspection | None = None) -> list[str]:
     """Every broken invariant of the ledger now; with `before`, an earlier moment, also of what changed since."""
     return findings(ledger, inspect(ledger, with_blocks=True), before)
+
+
+def check_running(ledger: Ledger) -> list[str]:
+    """`check` of a ledger that is at work."""
+    return lasting(lambda: check(ledger))
+
+
+def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
+    """What is found in each of LOOKS looks; none but the first where nothing is left. A ledger that changes while it is
+    read, piece by piece, shows differences that are none.
+    """
+    found = list(dict.fromkeys(look()))
+    for _ in range(LOOKS - 1):
+        if found:
+            time.sleep(SETTLE_S)
+            now = set(look())
+            found = [finding for finding in found if finding in now]
+    return found
 
 
 def findings(ledger: Ledger, now: Inspection, before: Inspection | None = None) -> list[str]:

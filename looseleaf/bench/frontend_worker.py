@@ -23,7 +23,7 @@ from block_store.registry import WorkerRegistry
 from common.blocks import blocks_of
 from common.rpc import RpcServer, wait_for_signal
 from common.step_thread import StepThread
-from common.types import Role, Ticket, WorkerLoad, WorkerRecord
+from common.types import Role, WorkerLoad, WorkerRecord
 from decode_svc.outputs import AnyOutput, PlainToken, Session
 from decode_svc.scheduler import Group
 from decode_svc.service import DecodeServicer
@@ -67,7 +67,7 @@ class CountingWorker:
         self._sessions: list[Session] = []
         self._next_at = 0.0
 
-    def submit(self, session: Session, group: Group, ticket: Ticket, salt: bytes, candidates: object = None) -> None:
+    def submit(self, session: Session, group: Group, *_: object) -> None:
         if session not in self._sessions:
             self._sessions.append(session)
         session.groups[group.handle] = group

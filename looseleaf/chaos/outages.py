@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from block_store.invariants import check
+from block_store.invariants import check_running
 from looseleaf.chaos.report import Report, percentile
 from looseleaf.chaos.run import Run, judge
 from looseleaf.chaos.stack import Stack
@@ -114,7 +114,7 @@ def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) 
     ended = sum(stack.pids[service] != pid for service, pid in pids.items())
     report.none("processes that ended", ended, run.trials * len(pids), "times")
     report.at_most("ledger whole after, most", max(took), WHOLE_S, "s")
-    left = check(stack.ledger())
+    left = check_running(stack.ledger())
     report.none("broken invariants at the end", len(left), 1, "looks")
     for finding in left[:3]:
         report.told("  namely", finding[:100])
@@ -138,6 +138,6 @@ def _whole_after(stack: Stack) -> float:
 def _is_whole(stack: Stack) -> bool:
     try:
         leased = {holder.name for holder in stack.inspect().holders}
-        return leased >= WORKERS and not check(stack.ledger())
+        return leased >= WORKERS and not check_running(stack.ledger())
     except Exception:  # not there yet, in whichever way
         return False

@@ -114,8 +114,8 @@ async def test_what_has_not_finished_gets_an_error_and_a_proper_end(serve: Any) 
     count, status = await called
     assert status is not None and status.code() is grpc.StatusCode.UNAVAILABLE and 0 < count < 400
     assert error_of(status).retry_after_s == 1.0
-    await until(lambda: len(rig.script.cancelled) == 3)
-    assert rig.script.prefills_cancelled == 1 and rig.admission.current == 0
+    await until(lambda: len(rig.script.cancelled) == 3 and rig.script.prefills_cancelled == 1)
+    assert rig.admission.current == 0
 
 
 async def test_what_finishes_in_time_is_whole_and_ends_the_drain(serve: Any) -> None:
