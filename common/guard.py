@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -61,8 +62,9 @@ class _Call:
             self._check(self._name, context)
             result = await self._begin(raws, context)
             if not asyncio.iscoroutine(result):
-                async for response in result:
-                    yield response
+                async with aclosing(result) as responses:  # it ends with the call, not when it is collected
+                    async for response in responses:
+                        yield response
             elif self._handler.response_streaming:  # a method that writes to the context itself
                 await result
             else:

@@ -36,7 +36,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
                 if self._script.prefill_heartbeats:
                     yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())
             await asyncio.sleep(step % HEARTBEAT_S)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # while it computes, or while a heartbeat is being sent
             self._script.prefills_cancelled += 1
             raise
         yield prefill_pb2.PrefillResponse(done=self._done(request))
