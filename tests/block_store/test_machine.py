@@ -27,7 +27,7 @@ EXAMPLES, STEPS = (int(os.environ.get(f"MODEL_CHECK_{k}", small)) for k, small i
 SHARDS = int(os.environ.get("MODEL_CHECK_SHARDS", "1"))
 FLOORS = {
     "alloc": 100, "seal": 60, "acquire": 60, "hit": 40, "dedup": 10, "hand_over": 40, "claim": 30, "release": 60,
-    "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 20,
+    "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 15,
     "late": 10, "gap": 20, "rebuild": 20, "older": 20, "assert": 60,
 }  # fmt: skip
 """Least successes over the whole run: a machine that seldom gets deep finds nothing."""
