@@ -228,8 +228,7 @@ class HeldBlocks(LedgerLink):
     def assert_idle(self) -> None:
         """AssertionError unless nothing is held but the reserve, here and in the ledger."""
         assert not self._counts, f"{len(self._counts)} blocks are still counted: {dict(self._counts)}"
-        if self._unsure or self._late_seals:
-            self._reconcile()
+        self._reconcile()
         ledger_side = set(self._call(self.holder.holdings))
         assert ledger_side == set(self._reserve), f"the ledger also has {ledger_side - set(self._reserve)}"
 

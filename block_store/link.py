@@ -109,8 +109,7 @@ class LedgerLink:
         """
         if self.holder.fenced.is_set():
             return
-        if self._unsure or self._late_seals:
-            self._reconcile()
+        self._reconcile()
         self._level_reserve()
         if self.holder.census:
             self._report(self.holder.census)
@@ -208,7 +207,9 @@ class LedgerLink:
             self._late_seals.pop(0)
 
     def _reconcile(self) -> None:
-        """Releases what the ledger holds for us and we know nothing of."""
+        """After unanswered calls: releases what the ledger holds for us and we know nothing of."""
+        if not (self._unsure or self._late_seals):
+            return
         with self._lock:
             self._call(lambda: None)
             self._unsure = False
