@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from block_store.hashing import HASH_BYTES
-from common.types import BlockRef
+from common.types import BlockRef, CacheQuota
 
 _REF = struct.Struct("<IQ")
-_ITEM = struct.Struct("<IQB32s")
+_ITEM = struct.Struct("<IQB32sH")
+_QUOTA = struct.Struct("<32sI")
 _NO_HASH = bytes(HASH_BYTES)
 
 
@@ -20,6 +21,8 @@ class SealItem:
 
     ref: BlockRef
     prefix_hash: bytes | None = None
+    quota: CacheQuota | None = None
+    """Of the tenant whose block it is; None: it counts for nobody."""
 
 
 def pack_refs(refs: Iterable[BlockRef]) -> bytes:
@@ -30,11 +33,17 @@ def unpack_refs(packed: bytes) -> list[BlockRef]:
     return [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
 
 
-def pack_items(items: Iterable[SealItem]) -> bytes:
-    return b"".join(
-        _ITEM.pack(item.ref.block, item.ref.generation, item.prefix_hash is not None, item.prefix_hash or _NO_HASH)
+def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
+    """The items, and the quotas that they name by their place, from 1 on."""
+    places: dict[CacheQuota | None, int] = {None: 0}
+    packed = b"".join(
+        _ITEM.pack(
+            item.ref.block, item.ref.generation, item.prefix_hash is not None, item.prefix_hash or _NO_HASH,
+            places.setdefault(item.quota, len(places)),
+        )
         for item in items
-    )
+    )  # fmt: skip
+    return packed, b"".join(_QUOTA.pack(quota.owner, quota.percent) for quota in places if quota is not None)
 
 
 def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:

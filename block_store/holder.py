@@ -19,7 +19,7 @@ from block_store.breaker import BUDGET_S, PROBE_S, Breaker
 from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerError, LedgerUnavailable, StaleDataset
 from block_store.joining import Joining
-from block_store.ledger import CHUNK, LEASE_S, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
+from block_store.ledger import CHUNK, LEASE_S, RELEASE_CHUNK, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
 from common.telemetry import Fallbacks
 from common.types import BlockRef, Epoch, TicketId
 
@@ -206,7 +206,7 @@ class Holder:
         No refusal, not even when fenced.
         """
         try:
-            for part in reversed(list(chunks(refs))):
+            for part in reversed(list(chunks(refs, RELEASE_CHUNK))):
                 self._in_lane(lambda lane, part=part: self.ledger.release(lane, part))  # type: ignore[misc]
         except Fenced:
             return

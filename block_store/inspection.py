@@ -16,7 +16,7 @@ from block_store.ledger import Ledger
 from common.types import BlockRef, Epoch
 
 RECORD = struct.Struct("<BBHIQQ32s")
-"""One block in the packed string of `lua/prelude.lua`: state, hashed, unused, writer slot, generation, writer epoch,
+"""One block in the packed string of `lua/prelude.lua`: state, hashed, owner, writer slot, generation, writer epoch,
 hash.
 """
 _PIECE = 512
@@ -74,6 +74,8 @@ class BlockView:
     writer_slot: int
     writer_epoch: int
     prefix_hash: bytes | None
+    owner: int
+    """The tenant whose quota it counts for while it is CACHED; 0: none."""
     holders: tuple[Epoch, ...]
 
 
@@ -88,6 +90,10 @@ class Inspection:
     free: tuple[int, ...] = ()
     cached: tuple[int, ...] = ()
     """Coldest first."""
+    quotas: dict[int, int] | None = None
+    """Blocks that may be CACHED, by owner."""
+    owned: dict[int, tuple[int, ...]] | None = None
+    """Those of `cached` that count for an owner."""
     quarantine: tuple[tuple[int, int], ...] = ()
     """(block, writer slot)"""
     floors: dict[Epoch, int] | None = None
@@ -121,6 +127,7 @@ def _with_blocks(ledger: Ledger, blocks: BlockMap) -> Inspection:
         sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
         views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
         holders = (replace(h, own=_own(blocks.ordered(f"own:{h.epoch}"), views)) for h in seen.holders)
+        quotas = {int(owner): int(most) for owner, most in blocks.entries("quotas")}
         floors, dying = blocks.entries("floors"), blocks.ordered("dying")
         return replace(
             seen,
@@ -129,6 +136,8 @@ def _with_blocks(ledger: Ledger, blocks: BlockMap) -> Inspection:
             index={key: int(block) for key, block in blocks.entries("index")},
             free=tuple(map(int, blocks.listed("free"))),
             cached=tuple(int(block) for block, _ in blocks.ordered("cached")),
+            quotas=quotas,
+            owned={o: tuple(int(b) for b, _ in blocks.ordered(f"cached:{o}")) for o in quotas},
             quarantine=tuple((int(block), int(slot)) for block, slot in blocks.ordered("quarantine")),
             floors={Epoch(int(epoch)): int(floor) for epoch, floor in floors},
             dying={Epoch(int(e)): tuple(int(b) for b, _ in blocks.ordered(f"dying:{int(e)}")) for e, _ in dying},
@@ -190,5 +199,5 @@ def _holder(fields: Sequence[Any], now_ms: int) -> HolderView:
 
 
 def _block(fields: tuple[Any, ...], holders: tuple[Epoch, ...]) -> BlockView:
-    state, hashed, _, slot, generation, writer, prefix_hash = fields
-    return BlockView(BlockState(state), generation, slot, writer, prefix_hash if hashed else None, holders)
+    state, hashed, owner, slot, generation, writer, prefix_hash = fields
+    return BlockView(BlockState(state), generation, slot, writer, prefix_hash if hashed else None, owner, holders)

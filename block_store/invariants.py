@@ -73,9 +73,19 @@ def _accounting(now: Inspection) -> list[str]:
     for state, blocks in listed.items():
         if sorted(blocks) != [i for i, block in enumerate(now.blocks) if block.state is state]:
             found.append(f"I1: the list of {state.name} blocks is {sorted(blocks)}")
+    found += _quotas(now)
     for block, slot in now.quarantine:
         if now.blocks[block].writer_slot != slot:
             found.append(f"I1: block {block} waits for writer slot {slot}, not for its own")
+    return found
+
+
+def _quotas(now: Inspection) -> list[str]:
+    """I1, for what counts for a tenant."""
+    found: list[str] = []
+    for owner, owned in (now.owned or {}).items():
+        if owned != tuple(block for block in now.cached if now.blocks[block].owner == owner):
+            found.append(f"I1: the CACHED blocks of owner {owner} are {owned}")
     return found
 
 

@@ -32,6 +32,8 @@ CHUNK = 256
 """Most blocks of one call. A script blocks the server while it runs: none takes 5 ms, however much is held. Who has
 more makes several calls (`holder.Holder`).
 """
+RELEASE_CHUNK = 128
+"""Most blocks of one release: each may evict another, where its tenant has a quota."""
 
 T = TypeVar("T")
 _OPERATIONS = (
@@ -119,10 +121,11 @@ class Ledger:
     def seal(self, lane: Lane, items: Sequence[SealItem]) -> list[BlockRef]:
         """Seals all items or none; the reference to use for each: its own, or that of the block which has the hash.
 
-        In the second case the caller holds both. Fenced, Stale.
+        In the second case the caller holds both. What a tenant has CACHED beyond its quota is evicted, its coldest
+        first, as soon as it would be cached. Fenced, Stale.
         """
         _bounded(len(items))
-        return codec.unpack_refs(self._call("seal", *lane, codec.pack_items(items)))
+        return codec.unpack_refs(self._call("seal", *lane, *codec.pack_items(items)))
 
     def acquire(self, lane: Lane, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """References on the longest prefix that is there for every group; equally long lists, one per group. Fenced."""
@@ -161,7 +164,7 @@ class Ledger:
 
     def release(self, lane: Lane, refs: Sequence[BlockRef]) -> int:
         """Gives up `refs` (a chain, head first); returns how many were held. Refuses nothing."""
-        _bounded(len(refs))
+        _bounded(len(refs), RELEASE_CHUNK)
         return int(self._call("release", *lane, codec.pack_refs(refs)))
 
     def assert_held(self, lane: Lane, refs: Sequence[BlockRef]) -> list[Standing]:
@@ -306,16 +309,16 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _bounded(num_blocks: int) -> int:
-    if not 0 <= num_blocks <= CHUNK:
-        raise ValueError(f"{num_blocks} blocks in one call, the limit is {CHUNK}")
+def _bounded(num_blocks: int, most: int = CHUNK) -> int:
+    if not 0 <= num_blocks <= most:
+        raise ValueError(f"{num_blocks} blocks in one call, the limit is {most}")
     return num_blocks
 
 
-def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+def chunks(items: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
     """`items` in pieces of one call each."""
-    for first in range(0, len(items), CHUNK):
-        yield items[first : first + CHUNK]
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
 
 
 def parts_of(hashes_by_group: Sequence[Sequence[bytes]]) -> Iterator[list[Sequence[bytes]]]:

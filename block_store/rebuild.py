@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 _CHUNK = 1024
 """Blocks per command."""
 _RECORD = np.dtype(
-    [("state", "u1"), ("hashed", "u1"), ("unused", "<u2"), ("slot", "<u4"), ("generation", "<u8"), ("writer", "<u8"),
+    [("state", "u1"), ("hashed", "u1"), ("owner", "<u2"), ("slot", "<u4"), ("generation", "<u8"), ("writer", "<u8"),
      ("hash", "S32")]
 )  # fmt: skip
 """`inspection.RECORD`, for whole arenas."""

@@ -31,7 +31,7 @@ from block_store.ledger import Lane, Ledger
 from block_store.rebuild import open_ledger
 from block_store.writer_slots import WriterSlot
 from common import convert
-from common.types import BlockRef, Epoch, KvLayout, KvSpec, TicketId
+from common.types import BlockRef, CacheQuota, Epoch, KvLayout, KvSpec, TicketId
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
@@ -107,11 +107,11 @@ class TestStore:
         assert not (found := invariants.findings(self.ledger, now, before)), found
         return now
 
-    def fill(self, caller: Caller, hashes: Sequence[bytes]) -> list[BlockRef]:
+    def fill(self, caller: Caller, hashes: Sequence[bytes], quota: CacheQuota | None = None) -> list[BlockRef]:
         """Allocates, writes and seals full blocks with these hashes."""
         refs = self.ledger.alloc(caller.lane(), len(hashes))
         self.write(caller, refs, hashes)
-        return self.ledger.seal(caller.lane(), [SealItem(*pair) for pair in zip(refs, hashes, strict=True)])
+        return self.ledger.seal(caller.lane(), [SealItem(*pair, quota) for pair in zip(refs, hashes, strict=True)])
 
     def write(self, caller: Caller, refs: Sequence[BlockRef], hashes: Sequence[bytes | None]) -> None:
         """By the writer rule; the content of a full block is a function of its hash."""

@@ -17,7 +17,10 @@ from block_store.inspection import BlockState, Inspection
 from block_store.ledger import TICKET_SECRET_BYTES, Lane, Ledger, ReapReport, Standing
 from block_store.rebuild import rebuild
 from block_store.testing import LONG_S, Caller, TestStore, chain, content
-from common.types import BlockRef, TicketId
+from common.types import BlockRef, CacheQuota, TicketId
+
+QUOTAS = {"ax": CacheQuota(b"a" * 32, 34), "bx": CacheQuota(b"b" * 32, 9)}
+"""Of those whose chains these are."""
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class LedgerWalk:
         before = self._now()
         answer = _attempt(lambda: operation(mine.caller.lane()))
         self._known = after = self.store.check(before)
+        _check_quotas(after)
         again = _attempt(lambda: operation(mine.caller.last))
         assert repr(again) == repr(answer), f"I8: {name} answered {answer}, repeated {again}"
         assert again == answer or isinstance(answer, errors.LedgerError), f"I8: {name} gave another secret"
@@ -111,7 +115,8 @@ class LedgerWalk:
         if which % 5 == 4:
             hashes[-1] = None
         self.store.write(mine.caller, refs, hashes)
-        items = [SealItem(ref, prefix_hash) for ref, prefix_hash in zip(refs, hashes, strict=True)]
+        quota = QUOTAS.get(name)
+        items = [SealItem(ref, prefix_hash, quota) for ref, prefix_hash in zip(refs, hashes, strict=True)]
         answer = self._once("seal", mine, lambda lane: self.ledger.seal(lane, items))
         assert isinstance(answer, list), answer
         mine.unsealed = mine.unsealed[len(refs) :]
@@ -120,6 +125,9 @@ class LedgerWalk:
             if own != used:
                 mine.held.setdefault(own, None)
                 self.successes["dedup"] += 1
+            elif prefix_hash is not None:
+                owner = self._now().blocks[used.block].owner
+                assert (owner > 0) == (quota is not None), f"{used} counts for owner {owner}"
         self._read(mine)
 
     def acquire(self, who: int, which: int, n: int) -> None:
@@ -351,6 +359,12 @@ class LedgerWalk:
         for ref in refs:
             assert (self.store.arena.data[ref.block] == content(mine.held[ref])).all(), f"I7: {ref}"
             assert blocks[ref.block].state is BlockState.SEALED
+
+
+def _check_quotas(now: Inspection) -> None:
+    for owner, most in (now.quotas or {}).items():
+        cached = (now.owned or {})[owner]
+        assert len(cached) <= most, f"owner {owner} has {cached} CACHED, its quota is {most}"
 
 
 def _attempt(operation: Callable[[], object]) -> object:

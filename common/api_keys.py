@@ -2,7 +2,7 @@
 
 A file has a line for each key: `TENANT KEY`, then what the tenant is limited to, as `name=number`:
 
-    acme  a-key    requests_per_minute=600 tokens_per_minute=200000 best_priority=-1
+    acme  a-key    requests_per_minute=600 tokens_per_minute=200000 best_priority=-1 cache_percent=25
     acme  another
     zoo   z-key
 
@@ -20,8 +20,11 @@ from common.errors import StartupError
 from common.secret_files import warn_if_readable
 
 DEFAULT_TENANT = "default"
-_LOWEST = {"requests_per_minute": 1, "tokens_per_minute": 1, "best_priority": -(2**31)}
-_HIGHEST = 2**31 - 1
+_MOST = 2**31 - 1
+_RANGES = {
+    "requests_per_minute": (1, _MOST), "tokens_per_minute": (1, _MOST), "best_priority": (-(2**31), _MOST),
+    "cache_percent": (0, 100),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class TenantLimits:
     """Of prompts and outputs."""
     best_priority: int | None = None
     """The lowest number, which goes first, that a request may give as its priority."""
+    cache_percent: int | None = None
+    """The most of an arena's blocks that stay cached for the tenant while none of its requests uses them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +97,9 @@ def _limit(setting: str) -> tuple[str, int]:
     known = [f.name for f in fields(TenantLimits)]
     if not separator or name not in known:
         raise ValueError(f"{name[:40]!r} is no limit; after the key may follow {', '.join(f'{k}=...' for k in known)}")
-    lowest = _LOWEST[name]
-    if not text.removeprefix("-").isdecimal() or len(text) > 11 or not lowest <= int(text) <= _HIGHEST:
-        raise ValueError(f"{name} must be a whole number from {lowest} to {_HIGHEST}, got {text[:40]!r}")
+    lowest, highest = _RANGES[name]
+    if not text.removeprefix("-").isdecimal() or len(text) > 11 or not lowest <= int(text) <= highest:
+        raise ValueError(f"{name} must be a whole number from {lowest} to {highest}, got {text[:40]!r}")
     return name, int(text)
 
 

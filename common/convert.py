@@ -8,6 +8,7 @@ from typing import cast
 from common.types import (
     BlockRef,
     Branch,
+    CacheQuota,
     DType,
     EarlyStopping,
     Epoch,
@@ -99,6 +100,17 @@ def branch_to_pb(branch: Branch) -> pb.Branch:
 
 def branch_from_pb(message: pb.Branch) -> Branch:
     return Branch(message.sample_index, tuple(message.output_token_ids), message.cumulative_logprob)
+
+
+def quota_to_pb(quota: CacheQuota) -> pb.CacheQuota:
+    return pb.CacheQuota(owner=quota.owner, percent=quota.percent)
+
+
+def quota_from_pb(message: pb.CacheQuota) -> CacheQuota:
+    """ValueError: what is out of range."""
+    if len(message.owner) != 32 or message.percent > 100:
+        raise ValueError("must have an owner of 32 bytes and a percent of at most 100")
+    return CacheQuota(message.owner, message.percent)
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:

@@ -228,6 +228,16 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheQuota:
+    """What of a tenant may stay in the cache when nobody uses it."""
+
+    owner: bytes
+    """32 bytes that name the tenant and say nothing of it."""
+    percent: int
+    """Of an arena's blocks, 0 to 100."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """What a worker publishes about itself so that gateways find it."""
 

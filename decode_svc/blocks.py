@@ -106,7 +106,7 @@ class RunningBlocks:
         for sequence in filled:
             sequence.extend_hashes(sequence.num_sealed + 1, size, next_hash)
             block = sequence.num_sealed
-            items.append(SealItem(sequence.table[block], sequence.block_hash(block)))
+            items.append(SealItem(sequence.table[block], sequence.block_hash(block), sequence.quota_of(block)))
         for sequence, ref in zip(filled, self._attached.held.seal(items), strict=True):
             sequence.table[sequence.num_sealed] = ref
             sequence.num_sealed += 1

@@ -9,7 +9,7 @@ import time
 from typing import NamedTuple
 
 from common import convert
-from common.types import SamplingParams, StoppingParams, Ticket
+from common.types import CacheQuota, SamplingParams, StoppingParams, Ticket
 from decode_svc.scheduler import Group
 from engine.beam import Candidates
 from engine.sequence import Sequence
@@ -41,9 +41,10 @@ def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
         candidates = Candidates(tuple(submit.beam_candidates.token_ids), tuple(submit.beam_candidates.logprobs))
     _check_branches(submit, sampling, candidates)
     _check_ids(submit, sampling, stopping, vocab_size)
+    quota = _quota(submit)
     prompt, now = list(submit.prompt_token_ids), time.monotonic_ns()
     sequences = [
-        Sequence(prompt, list(branch.output_token_ids), sampling, stopping, branch.sample_index)
+        Sequence(prompt, list(branch.output_token_ids), sampling, stopping, branch.sample_index, quota=quota)
         for branch in submit.branches
     ]
     deadline = now + submit.timeout_ms * 1_000_000 if submit.HasField("timeout_ms") else None
@@ -51,6 +52,13 @@ def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
         submit.handle, submit.attempt, sequences, priority=submit.priority, deadline_ns=deadline, arrived_ns=now
     )
     return Submission(group, ticket, submit.cache_salt, candidates, submit.public_tokens)
+
+
+def _quota(submit: pb.Submit) -> CacheQuota | None:
+    try:
+        return convert.quota_from_pb(submit.cache_quota) if submit.HasField("cache_quota") else None
+    except ValueError as error:
+        raise ValueError(f"cache_quota {error}") from None
 
 
 def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Candidates | None) -> None:

@@ -166,7 +166,7 @@ class SwapSpace:
         for sequence, slots in tables.items():
             for i in range(sequence.num_sealed):
                 if slots[i] in fresh and slots[i] not in items:
-                    items[slots[i]] = SealItem(fresh[slots[i]], sequence.block_hash(i))
+                    items[slots[i]] = SealItem(fresh[slots[i]], sequence.block_hash(i), sequence.quota_of(i))
         if not items:
             return {}
         return dict(zip(items, self._attached.held.seal(list(items.values())), strict=True))

@@ -19,7 +19,15 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from common.types import BlockRef, FinishReason, PromptSources, SamplingParams, StoppingParams, TokenLogprob
+from common.types import (
+    BlockRef,
+    CacheQuota,
+    FinishReason,
+    PromptSources,
+    SamplingParams,
+    StoppingParams,
+    TokenLogprob,
+)
 from engine.step import StepInput
 
 _STAMPS = itertools.count(1)
@@ -88,6 +96,8 @@ class Sequence:
     """Prefix hashes of the leading full blocks, as far as they have been computed."""
     rekey: tuple[int, bytes] | None = None
     """The first block that is not public, and what its hash has for a parent. None: that of the block before it."""
+    quota: CacheQuota | None = None
+    """Of the tenant; None: without a bound."""
     num_computed: int = 0
     num_sealed: int = 0
     tail_sealed: bool = False
@@ -126,6 +136,7 @@ class Sequence:
             self.table.copy(),
             self.hashes.copy(),
             self.rekey,
+            self.quota,
             num_computed=self.num_computed,
             num_sealed=self.num_sealed,
             tail_sealed=self.tail_sealed,
@@ -147,6 +158,10 @@ class Sequence:
     def block_hash(self, block: int) -> bytes:
         """The hash of a full block; `hashes[0]` is the start of the chain (domain and salt)."""
         return self.hashes[block + 1]
+
+    def quota_of(self, block: int) -> CacheQuota | None:
+        """Public blocks count for no tenant."""
+        return None if self.rekey is not None and block < self.rekey[0] else self.quota
 
     def sources(self) -> PromptSources:
         """Where the prompt's KV came from (positions of outputs that were prefilled again are not counted)."""

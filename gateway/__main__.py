@@ -29,6 +29,7 @@ from gateway.key_ring import KeyRing
 from gateway.metrics import Metrics
 from gateway.public_prefixes import load_public_prefixes
 from gateway.requests import RequestRunner
+from gateway.salts import Salts
 from gateway.server import (
     HttpServer,
     bind_grpc,
@@ -43,7 +44,7 @@ from gateway.sessions import Limits
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tokenizing import TokenizerPool
-from gateway.validate import Salts, Validator
+from gateway.validate import Validator
 from gateway.workers import Workers
 from gateway.wrong_keys import WrongKeys
 from protos.v1 import inference_pb2_grpc
@@ -104,6 +105,7 @@ async def main(settings: GatewaySettings) -> None:
         settings.public_prefix_file, lambda prompt, name: validator.tokenize(prompt, name, add_special_tokens=None)
     )
     validator.use_public(public.common_tokens)
+    validator.use_quotas(tenants.cache_percent)
     metrics = Metrics(assets.name)
     metrics.watch_queues(
         lambda: gate.num_running,

@@ -169,6 +169,7 @@ class Life:
             request_id=request.request_id,
             attempt=self.attempts,
             cache_salt=request.salt,
+            cache_quota=self._quota,
             public_tokens=request.public_tokens,
             prompt_token_ids=request.prompt_ids,
             branches=self._branches(self.open_samples),
@@ -185,6 +186,7 @@ class Life:
             attempt=self.attempts - 1,
             ticket=done.ticket,
             cache_salt=request.salt,
+            cache_quota=self._quota,
             public_tokens=request.public_tokens,
             prompt_token_ids=request.prompt_ids,
             branches=self._branches(going),
@@ -194,6 +196,11 @@ class Life:
             timeout_ms=max(1, int(self.remaining_s() * 1000)),
             beam_candidates=done.beam_candidates if self.is_beam_search else None,
         )
+
+    @property
+    def _quota(self) -> types_pb.CacheQuota | None:
+        quota = self.request.cache_quota
+        return None if quota is None else convert.quota_to_pb(quota)
 
     def _branches(self, samples: list[Sample]) -> list[types_pb.Branch]:
         branches = [Branch()] if self.is_beam_search else [sample.branch for sample in samples]

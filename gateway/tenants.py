@@ -1,4 +1,5 @@
-"""What tenants may ask for: requests and tokens a minute, and how high a priority. No I/O; the time is an argument.
+"""What tenants may ask for: requests and tokens a minute, how high a priority, how many cached blocks. No I/O; the time
+is an argument.
 
 The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant without limits, and
 everybody where no key is asked for, may ask for anything.
@@ -70,6 +71,10 @@ class Tenants:
     def best_priority(self, tenant: str) -> int | None:
         """The lowest number that the tenant may give; None: any."""
         return self._limits.get(tenant, _NO_LIMITS).best_priority
+
+    def cache_percent(self, tenant: str) -> int | None:
+        """The most of an arena's blocks that stay cached for the tenant; None: no bound."""
+        return self._limits.get(tenant, _NO_LIMITS).cache_percent
 
     def requests(self, tenant: str) -> Bucket | None:
         """None: as many as it likes."""

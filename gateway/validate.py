@@ -5,14 +5,12 @@ Knows nothing of protobuf or JSON: both fronts fill a `Wanted`. Defaults come fr
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import InvalidArgument, NotFound
-from common.types import EarlyStopping, SamplingParams, StoppingParams
+from common.types import CacheQuota, EarlyStopping, SamplingParams, StoppingParams
 from gateway.assets import GenerationDefaults, ModelAssets
 from gateway.groups import (
     GroupLimits,
@@ -31,6 +29,7 @@ from gateway.limits import (
     Checker,
     PromptLimits,
 )
+from gateway.salts import Salts
 from gateway.tokenizing import TokenizerPool
 
 DEFAULT_MAX_TOKENS = 16
@@ -112,26 +111,13 @@ class ResolvedRequest:
     tenant: str = ""
     public_tokens: int = 0
     """Leading tokens of the prompt whose full blocks all tenants share."""
+    cache_quota: CacheQuota | None = None
+    """The tenant's, if it has one."""
 
     @property
     def cost(self) -> int:
         """The most tokens that the request can take, for fair shares: the prompt, and outputs of all its sequences."""
         return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Salts:
-    """Derives cache salts (HMAC-SHA-256), so that tenants never share blocks; a client's cache_salt can only narrow."""
-
-    secret: bytes = field(repr=False)
-
-    def derive(self, tenant: str, cache_salt: str | None) -> bytes:
-        """Empty, the public salt, for a request with neither tenant nor salt."""
-        if not tenant and cache_salt is None:
-            return b""
-        fields = [tenant.encode(), b"" if cache_salt is None else b"1" + cache_salt.encode()]
-        message = b"".join(len(f).to_bytes(4, "little") + f for f in fields)
-        return hmac.new(self.secret, message, hashlib.sha256).digest()
 
 
 class Validator:
@@ -155,10 +141,15 @@ class Validator:
         self._max_model_len = max_model_len
         self._group_limits = group_limits
         self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
+        self._cache_percent: Callable[[str], int | None] = lambda tenant: None
 
     def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
         """How many leading tokens of a prompt are public: `PublicPrefixes.common_tokens`."""
         self._public_tokens = public_tokens
+
+    def use_quotas(self, cache_percent: Callable[[str], int | None]) -> None:
+        """What of a tenant may stay cached: `Tenants.cache_percent`."""
+        self._cache_percent = cache_percent
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
         """Errors: NotFound (model), InvalidArgument with every violation."""
@@ -254,6 +245,7 @@ class Validator:
             prompt_text=text,
             tenant=tenant,
             public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
+            cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:

@@ -100,7 +100,7 @@ class GroupBlocks:
             full = sequence.num_full_blocks(self._block_size)
             sequence.extend_hashes(full, self._block_size, next_hash)
             for block in range(sequence.num_sealed, full):
-                items.append(SealItem(sequence.table[block], sequence.block_hash(block)))
+                items.append(SealItem(sequence.table[block], sequence.block_hash(block), sequence.quota_of(block)))
                 places.append((job, block))
             sequence.num_sealed = full
             if sequence.num_computed == sequence.num_tokens and full < len(sequence.table):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from common import convert
 from common.errors import InvalidArgument
-from common.types import Branch, SamplingParams, StoppingParams
+from common.types import Branch, CacheQuota, SamplingParams, StoppingParams
 from prefill_svc.job import Job
 from protos.v1 import prefill_pb2 as pb
+from protos.v1 import types_pb2 as types_pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,19 @@ def job_of(request: pb.PrefillRequest, limits: Limits) -> Job:
         raise InvalidArgument.of("public_tokens", f"must be at most the prompt's length, {len(prompt)}")
     _check_ids(prompt, branches, sampling, stopping, limits.vocab_size)
     job = Job.of(prompt, branches, sampling, stopping)
+    if request.HasField("cache_quota"):
+        quota = _quota(request.cache_quota)
+        for sequence in job.sequences:
+            sequence.quota = quota
     job.priority, job.arrived_ns = request.priority, time.monotonic_ns()
     return job
+
+
+def _quota(message: types_pb.CacheQuota) -> CacheQuota:
+    try:
+        return convert.quota_from_pb(message)
+    except ValueError as error:
+        raise InvalidArgument.of("cache_quota", str(error)) from None
 
 
 def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: Limits) -> None:

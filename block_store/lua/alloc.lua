@@ -13,12 +13,10 @@ local blocks, num_free = {}, math.min(n, call('LLEN', FREE_LIST))
 if num_free > 0 then blocks = call('LPOP', FREE_LIST, num_free) end
 local coldest = n > #blocks and call('ZPOPMIN', CACHED_SET, n - #blocks) or {}
 for i = 1, #coldest, 2 do blocks[#blocks + 1] = coldest[i] end
-local records, hashes, evicted = read_all(blocks), {}, {}
-for i = num_free + 1, n do hashes[i - num_free] = string.sub(records[i], 25, 56) end
-for i, block in ipairs(hmget(INDEX, hashes)) do
-  if block == blocks[num_free + i] then evicted[#evicted + 1] = hashes[i] end
-end
-send('HDEL', INDEX, evicted)
+local records, evicted, evicted_records = read_all(blocks), {}, {}
+for i = num_free + 1, n do evicted[i - num_free], evicted_records[i - num_free] = blocks[i], records[i] end
+unindex(evicted, evicted_records)
+leave_cache(evicted, evicted_records)
 
 local rebuild, slot = tonumber(call('HGET', META, 'rebuild')), tonumber(call('HGET', holder_key(epoch), 'slot'))
 local epoch8, head = u64(epoch), struct.pack('<BBI2I4', RESERVED, 0, 0, slot)

@@ -2,13 +2,15 @@
 -- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
 --
 -- Keys: meta (hash: dataset, run_id, num_blocks, rebuild, epoch, tick, reserved, sealed, last_reap, grace_until)
---   blocks (string, RECORD bytes each: state u8, hashed u8, u16, writer slot u32, generation u64, writer epoch u64,
---           hash[32])
+--   blocks (string, RECORD bytes each: state u8, hashed u8, owner u16 (0: nobody), writer slot u32, generation u64,
+--           writer epoch u64, hash[32])
 --   refs   (hash: block -> its holders' epochs, u64 each)          the block side
 --   own:<epoch>    (zset: block, by the order in which it came)    the holder side; the generation is the block's
 --   holder:<epoch> (hash: kind, name, slot, floor, token, secret, claimer, number, reply)
 --   index  (hash: prefix hash -> block)
 --   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot; 0: see `awaiting`)
+--   owners (hash: id of a tenant with a quota -> owner)     quotas (hash: owner -> blocks that may be cached)
+--   cached:<owner> (zset: those of `cached` that are the owner's)
 --   dying (zset: epoch -> was it reaped)     dying:<epoch> (zset: what it still holds, as `own` was)
 --   awaited (set: writer slots that were locked when the ledger was built and have not asserted what they hold)
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
@@ -23,17 +25,21 @@ local BLOCKS, REFS, INDEX = TAG .. 'blocks', TAG .. 'refs', TAG .. 'index'
 local FREE_LIST, CACHED_SET, QUARANTINE_SET = TAG .. 'free', TAG .. 'cached', TAG .. 'quarantine'
 local LEASES, FLOORS, TOKENS = TAG .. 'leases', TAG .. 'floors', TAG .. 'tokens'
 local DYING, AWAITED = TAG .. 'dying', TAG .. 'awaited'
+local OWNERS, QUOTAS = TAG .. 'owners', TAG .. 'quotas'
 local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
 local RECORD = 56
 local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
-local MOST = 256 -- blocks that one call frees or lets go of beside those that it names; ledger.CHUNK of those
+local MOST = 256 -- blocks that one call frees beside those that it names; ledger.CHUNK of those
+local MOST_LET_GO = 128 -- blocks that one call lets go of; each may evict another. ledger.RELEASE_CHUNK
 local MOST_HOLDERS = 64 -- holders that one call ends
+local MOST_OWNERS = 65535 -- numbers for owners; blocks of later ones count for nobody
 
 if call('HGET', META, 'dataset') ~= ARGV[1] then return '-STALE_DATASET' end
 
 local function own_key(epoch) return TAG .. 'own:' .. epoch end
 local function holder_key(epoch) return TAG .. 'holder:' .. epoch end
 local function dying_key(epoch) return TAG .. 'dying:' .. epoch end
+local function cached_key(owner) return TAG .. 'cached:' .. owner end
 local function u64(number) return struct.pack('<I8', tonumber(number)) end
 local function live(epoch) return call('ZSCORE', LEASES, epoch) end
 
@@ -135,6 +141,7 @@ end
 
 local function state_of(record) return string.byte(record, 1) end
 local function generation_of(record) return string.sub(record, 9, 16) end
+local function owner_of(record) return (struct.unpack('<I2', record, 3)) end
 
 -- State and hashed flag; what else the record holds stays.
 local function in_state(record, state, hashed) return string.char(state, hashed) .. string.sub(record, 3) end
@@ -202,6 +209,59 @@ local function owns(epoch, blocks)
   return call('ZMSCORE', own_key(epoch), unpack(blocks))
 end
 
+-- Blocks that were CACHED leave the eviction order, and that of their owners.
+local function leave_cache(blocks, records)
+  send('ZREM', CACHED_SET, blocks)
+  local by_owner = {}
+  for i, block in ipairs(blocks) do
+    local owner = owner_of(records[i])
+    if owner > 0 then
+      by_owner[owner] = by_owner[owner] or {}
+      table.insert(by_owner[owner], block)
+    end
+  end
+  for owner, owned in pairs(by_owner) do send('ZREM', cached_key(owner), owned) end
+end
+
+-- The index forgets blocks that were CACHED.
+local function unindex(blocks, records)
+  local hashes, evicted = {}, {}
+  for i = 1, #blocks do hashes[i] = string.sub(records[i], 25, 56) end
+  for i, block in ipairs(hmget(INDEX, hashes)) do
+    if block == blocks[i] then evicted[#evicted + 1] = hashes[i] end
+  end
+  send('HDEL', INDEX, evicted)
+end
+
+-- Blocks have become CACHED: `order` has a tick and a block for each. An owner that has more than its quota now loses
+-- its coldest.
+local function enter_cache(order, records)
+  send('ZADD', CACHED_SET, order)
+  local by_owner = {}
+  for i = 1, #order, 2 do
+    local owner = owner_of(records[(i + 1) / 2])
+    if owner > 0 then
+      local owned = by_owner[owner] or {}
+      by_owner[owner] = owned
+      owned[#owned + 1] = order[i]
+      owned[#owned + 1] = order[i + 1]
+    end
+  end
+  for owner, owned in pairs(by_owner) do
+    local key, surplus, n = cached_key(owner), {}, 0
+    send('ZADD', key, owned)
+    n = call('ZCARD', key) - tonumber(call('HGET', QUOTAS, owner))
+    local coldest = n > 0 and call('ZPOPMIN', key, math.min(n, MOST_LET_GO)) or {}
+    for i = 1, #coldest, 2 do surplus[#surplus + 1] = coldest[i] end
+    local surplus_records = read_all(surplus)
+    unindex(surplus, surplus_records)
+    for i, record in ipairs(surplus_records) do surplus_records[i] = in_state(record, FREE, 0) end
+    write_all(surplus, surplus_records)
+    send('ZREM', CACHED_SET, surplus)
+    send('LPUSH', FREE_LIST, surplus)
+  end
+end
+
 -- References of `epoch` on sealed blocks, one on each, however often it is named. `records` as they are now.
 local function pin(epoch, epoch8, blocks, records, order)
   local sides, seen, new_sides, own, warm, warm_records = hmget(REFS, blocks), {}, {}, {}, {}, {}
@@ -222,7 +282,7 @@ local function pin(epoch, epoch8, blocks, records, order)
   end
   send('HSET', REFS, new_sides)
   add_own(epoch, own, order)
-  send('ZREM', CACHED_SET, warm)
+  leave_cache(warm, warm_records)
   write_all(warm, warm_records)
   call('HINCRBY', META, 'sealed', #warm)
 end
@@ -231,7 +291,7 @@ end
 -- if it is indexed, else FREE; `reaped`: unsealed ones go to quarantine. The chain enters the eviction order tail first.
 local function let_go(epoch, blocks, reaped)
   local epoch8, sides = u64(epoch), hmget(REFS, blocks)
-  local kept, gone, freed, cached, waiting = {}, {}, {}, {}, {}
+  local kept, gone, freed, cached, cached_records, waiting = {}, {}, {}, {}, {}, {}
   local num_reserved, num_sealed, tick = 0, 0, ticks(#blocks)
   for i = #blocks, 1, -1 do
     local block, rest = blocks[i], without(sides[i] or '', epoch8)
@@ -255,6 +315,7 @@ local function let_go(epoch, blocks, reaped)
       cached[#cached + 1] = tick
       cached[#cached + 1] = block
       records[i] = in_state(records[i], CACHED, 1)
+      cached_records[#cached_records + 1] = records[i]
     else
       freed[#freed + 1] = block
       records[i] = in_state(records[i], FREE, 0)
@@ -264,7 +325,7 @@ local function let_go(epoch, blocks, reaped)
   send('HSET', REFS, kept)
   send('HDEL', REFS, gone)
   send('LPUSH', FREE_LIST, freed)
-  send('ZADD', CACHED_SET, cached)
+  enter_cache(cached, cached_records)
   send('ZADD', QUARANTINE_SET, waiting)
   call('HINCRBY', META, 'reserved', 0 - num_reserved)
   call('HINCRBY', META, 'sealed', 0 - num_sealed)
@@ -283,9 +344,9 @@ local function end_holder(epoch, reaped)
   call('DEL', holder_key(epoch))
 end
 
--- Lets go of up to MOST blocks of holders that have ended, tails first. Returns whether some are left.
+-- Lets go of up to MOST_LET_GO blocks of holders that have ended, tails first. Returns whether some are left.
 local function bury()
-  local room, dying = MOST, call('ZRANGE', DYING, 0, MOST_HOLDERS, 'WITHSCORES')
+  local room, dying = MOST_LET_GO, call('ZRANGE', DYING, 0, MOST_HOLDERS, 'WITHSCORES')
   for i = 1, #dying, 2 do
     local epoch, key = dying[i], dying_key(dying[i])
     local blocks = call('ZRANGE', key, 0 - room, -1)

@@ -1,9 +1,10 @@
--- seal(epoch, number, items): items are block u32, generation u64, full u8, hash[32]. All or nothing.
+-- seal(epoch, number, items, quotas): items are block u32, generation u64, full u8, hash[32], quota u16 (which of the
+-- quotas its owner has; 0: none). Quotas are the owner's id[32] and the percent of all blocks u32. All or nothing.
 -- Answers with the reference to use for each: its own, or that of the block which has the hash already.
-local epoch, number, packed = ARGV[2], ARGV[3], ARGV[4]
+local epoch, number, packed, quotas = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local early = lane(epoch, number)
 if early then return early end
-local ITEM, epoch8, n, seen = 45, u64(epoch), 0, {}
+local ITEM, epoch8, n, seen = 47, u64(epoch), 0, {}
 local blocks, hashes = {}, {} -- a partial block's hash is '', which the index has never
 for at = 1, #packed, ITEM do
   n = n + 1
@@ -18,6 +19,19 @@ for i, block in ipairs(blocks) do
     return answer(epoch, number, '-STALE ' .. block)
   end
   seen[block] = true
+end
+local owners = { [0] = 0 }
+for at = 1, #quotas, 36 do
+  local id = string.sub(quotas, at, at + 31)
+  local owner = tonumber(call('HGET', OWNERS, id) or call('HLEN', OWNERS) + 1)
+  if owner > MOST_OWNERS then
+    owner = 0
+  else
+    call('HSET', OWNERS, id, owner)
+    local part = struct.unpack('<I4', quotas, at + 32) / 100
+    call('HSET', QUOTAS, owner, text(math.floor(part * call('HGET', META, 'num_blocks'))))
+  end
+  owners[#owners + 1] = owner
 end
 call('HINCRBY', META, 'reserved', 0 - n)
 call('HINCRBY', META, 'sealed', n)
@@ -35,7 +49,8 @@ for i, block in ipairs(blocks) do
     if hash == '' then
       records[i] = in_state(record, SEALED, 0)
     else
-      records[i] = string.sub(in_state(record, SEALED, 1), 1, 24) .. hash
+      local owner = owners[struct.unpack('<I2', packed, (i - 1) * ITEM + 46)]
+      records[i] = string.char(SEALED, 1) .. struct.pack('<I2', owner) .. string.sub(record, 5, 24) .. hash
       entries[#entries + 1], here[hash] = hash, reply[i + 1]
       entries[#entries + 1] = block
     end

@@ -25,12 +25,12 @@ from block_store.codec import SealItem
 from block_store.errors import BlockStoreError
 from block_store.fsck import fsck
 from block_store.inspection import inspect
-from block_store.ledger import CHUNK, Lane, Ledger
+from block_store.ledger import CHUNK, RELEASE_CHUNK, Lane, Ledger, chunks
 from block_store.reaper import Reaper
 from block_store.rebuild import open_ledger
 from block_store.registry import StoreRecord
 from block_store.testing import LAYOUT
-from common.types import BlockRef, Epoch
+from common.types import BlockRef, CacheQuota, Epoch
 from looseleaf.chaos.report import Report
 from looseleaf.chaos.run import Run
 
@@ -176,10 +176,10 @@ def _life_of_a_table(ledger: Ledger, timed: Callable[[str, Callable[[], Any]], A
         numbers[epoch] += 1
         return Lane(epoch, numbers[epoch])
 
-    hashes = [secrets.token_bytes(32) for _ in range(CHUNK)]
+    hashes, quota = [secrets.token_bytes(32) for _ in range(CHUNK)], CacheQuota(secrets.token_bytes(32), 0)
     timed("beat", lambda: ledger.beat(one, 60))
     refs: list[BlockRef] = timed("alloc", lambda: ledger.alloc(lane(one), CHUNK))
-    timed("seal", lambda: ledger.seal(lane(one), [SealItem(*pair) for pair in zip(refs, hashes, strict=True)]))
+    timed("seal", lambda: ledger.seal(lane(one), [SealItem(*pair, quota) for pair in zip(refs, hashes, strict=True)]))
     ticket = timed("hand_over", lambda: ledger.hand_over(lane(one), refs))
     timed("release", lambda: ledger.release(lane(one), refs[: CHUNK // 2]))
     timed("claim", lambda: ledger.claim(lane(two), ticket))
@@ -189,7 +189,11 @@ def _life_of_a_table(ledger: Ledger, timed: Callable[[str, Callable[[], Any]], A
     timed("holds", lambda: ledger.holds(one, refs))
     timed("assert_held", lambda: ledger.assert_held(lane(one), refs))
     timed("inspect", lambda: inspect(ledger))
-    ledger.release(lane(one), refs)
+    for part in chunks(refs, RELEASE_CHUNK):
+        timed("release", lambda part=part: ledger.release(lane(one), part))  # type: ignore[misc]
+    fresh = [SealItem(ref, secrets.token_bytes(32), quota) for ref in ledger.alloc(lane(one), RELEASE_CHUNK)]
+    ledger.seal(lane(one), fresh)
+    timed("release", lambda: ledger.release(lane(one), [item.ref for item in fresh]))
     timed("unregister", lambda: ledger.unregister(two))
     ledger.unregister(one)
     timed("reap", ledger.reap)

@@ -112,6 +112,14 @@ class SamplingParams(_message.Message):
     early_stopping: BeamStopping
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., num_sequences: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[BeamStopping, str]] = ...) -> None: ...
 
+class CacheQuota(_message.Message):
+    __slots__ = ("owner", "percent")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    owner: bytes
+    percent: int
+    def __init__(self, owner: _Optional[bytes] = ..., percent: _Optional[int] = ...) -> None: ...
+
 class BeamCandidates(_message.Message):
     __slots__ = ("token_ids", "logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]

@@ -11,9 +11,10 @@ from block_store import errors
 from block_store.codec import SealItem
 from block_store.inspection import BlockState
 from block_store.ledger import CHUNK, Lane, chunks
+from block_store.rebuild import rebuild
 from block_store.redis_server import RedisHandle
 from block_store.testing import TestStore, chain
-from common.types import BlockRef, Epoch, TicketId
+from common.types import BlockRef, CacheQuota, Epoch, TicketId
 
 
 def test_alloc_takes_free_blocks_then_the_coldest_cached(store: TestStore) -> None:
@@ -47,6 +48,42 @@ def test_reaped_chains_too_are_evicted_tail_first(store: TestStore) -> None:
     assert store.moment().cached == tuple(ref.block for ref in reversed(refs))
     store.ledger.alloc(me.lane(), 7 + 3)
     assert store.ledger.lookup([chain("a", 5)]) == 2
+
+
+def test_a_tenants_coldest_blocks_leave_the_cache_at_its_quota(store: TestStore) -> None:
+    """25 % of 12 blocks: 3 stay, the head of the chain that was used last; the others' blocks are not touched."""
+    me, ledger, quota = store.caller(), store.ledger, CacheQuota(b"t" * 32, 25)
+    other = store.fill(me, chain("other", 4))
+    ledger.release(me.lane(), other)
+    for name in "ab":
+        refs = store.fill(me, chain(name, 4), quota)
+        ledger.release(me.lane(), refs)
+        now = store.check()
+        assert (now.counts.free, now.counts.cached) == (5, 7)
+        assert now.owned == {1: tuple(ref.block for ref in reversed(refs[:3]))}
+    assert [ledger.lookup([chain(name, 4)]) for name in ("other", "a", "b")] == [4, 0, 3]
+    held = ledger.acquire(me.lane(), [chain("b", 3)])[0]
+    assert store.check().owned == {1: ()}
+    more = store.fill(me, chain("c", 4), quota)
+    assert store.check().counts.sealed == 7, "what is in use counts for no quota"
+    ledger.release(me.lane(), [*held, *more])
+    assert store.check().counts.cached == 7
+
+
+def test_a_quota_that_has_changed_counts_from_the_next_blocks_on(store: TestStore) -> None:
+    me, ledger, tenant = store.caller(), store.ledger, b"t" * 32
+    for percent, name, cached in ((50, "a", 4), (50, "b", 6), (0, "c", 0), (100, "d", 4)):
+        refs = store.fill(me, chain(name, 4), CacheQuota(tenant, percent))
+        ledger.release(me.lane(), refs)
+        assert store.check().counts.cached == cached, percent
+
+
+def test_blocks_of_a_ledger_built_anew_count_for_nobody(store: TestStore) -> None:
+    me, quota = store.caller(), CacheQuota(b"t" * 32, 25)
+    store.fill(me, chain("a", 3), quota)
+    store.ledger = store.ledger.under(rebuild(store.client, store.arena, grace_s=0))
+    now = store.check()
+    assert now.counts.cached == 3 and now.owned == {} and {block.owner for block in now.blocks} == {0}
 
 
 def test_seal_of_a_known_hash_gives_the_other_block(store: TestStore) -> None:

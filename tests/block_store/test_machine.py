@@ -193,7 +193,7 @@ Edit = tuple[str, str, str]
 
 NAMED: dict[str, list[Edit]] = {
     "acquire without fence": [("acquire", "return '-FENCED'", "return")],
-    "eviction order not updated": [("release", "send('ZADD', CACHED_SET, cached)", "")],
+    "eviction order not updated": [("release", "send('ZADD', CACHED_SET, order)", "")],
     "torn write not quarantined": [("reap", "state == RESERVED and reaped", "false")],
     "alloc not idempotent": [("alloc", "answer(epoch, number, table.concat(reply))", "table.concat(reply)")],
     "seal without generation": [
@@ -213,7 +213,7 @@ NAMED: dict[str, list[Edit]] = {
     "duplicate's eviction drops the indexed block": [
         ("seal", "= indexed[i], i\n    records[i] = in_state(record, SEALED, 0)",
          "= indexed[i], i\n    records[i] = string.sub(in_state(record, SEALED, 1), 1, 24) .. hash"),
-        ("alloc", "if block == blocks[num_free + i] then", "if true then"),
+        ("alloc", "if block == blocks[i] then", "if true then"),
     ],
     "old snapshot accepted": [("beat", "< tonumber(ARGV[4])", "< 0")],
     "reap after a gap": [("reap", "last > now or now - last > gap_ms", "false")],
@@ -228,11 +228,19 @@ MORE: dict[str, list[Edit]] = {
     "seal overwrites the index": [("seal", "= hmget(INDEX, hashes), {}", "= {}, {}")],
     "seal of twins indexes both": [("seal", "elseif here[hash] then", "elseif false then")],
     "sealed count forgotten": [("seal", "call('HINCRBY', META, 'sealed', n)", "")],
-    "acquire leaves the block cached": [("acquire", "send('ZREM', CACHED_SET, warm)", "")],
+    "acquire leaves the block cached": [("acquire", "leave_cache(warm, warm_records)", "")],
     "acquire twice": [("acquire", "if not holds(side, epoch8) then", "if true then")],
     "hand-over of old generations": [("hand_over", "generation_of(record) ~= generations[i]", "false")],
     "hand-over forgets the block side": [("hand_over", "send('HSET', REFS, new_sides)", "")],
     "hand-over forgets the holder side": [("hand_over", "add_own(ticket, blocks, ticks(#blocks))", "")],
+    "a quota is no bound": [("release", "local coldest = n > 0 and", "local coldest = false and")],
+    "a quota of one block more": [("release", "call('ZCARD', key) - ", "call('ZCARD', key) - 1 - ")],
+    "what is beyond a quota stays in the index": [("release", "unindex(surplus, surplus_records)", "")],
+    "what is beyond a quota stays cached": [("release", "send('ZREM', CACHED_SET, surplus)", "")],
+    "what is beyond a quota is lost": [("release", "send('LPUSH', FREE_LIST, surplus)", "")],
+    "an eviction leaves the owner's list": [("alloc", "leave_cache(evicted, evicted_records)", "")],
+    "an acquire leaves the owner's list": [("acquire", "send('ZREM', cached_key(owner), owned)", "")],
+    "seal forgets the owner": [("seal", "struct.pack('<I2', owner)", "struct.pack('<I2', 0)")],
     "claim without the secret": [("claim", "is_ticket(ticket, secret)", "live(ticket)")],
     "claim leaves the ticket alive": [("claim", "call('ZREM', LEASES, ticket)", "")],
     "claim forgets the block side": [("claim", "send('HSET', REFS, new_sides)", "")],

@@ -19,7 +19,7 @@ from block_store.errors import Exhausted, LedgerUnavailable, StaleDataset
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.inspection import BlockState, inspect
-from block_store.ledger import CHUNK, Lane, Ledger, chunks
+from block_store.ledger import RELEASE_CHUNK, Lane, Ledger, chunks
 from block_store.reaper import Reaper
 from block_store.rebuild import open_ledger, rebuild
 from block_store.redis_server import RedisHandle
@@ -421,7 +421,7 @@ def test_a_large_reap_comes_in_pieces(store: TestStore, shm: Path) -> None:
     big.expire(dead.epoch)
     report = big.ledger.reap(gap_s=600)
     assert report.reaped == (dead.epoch,) and report.more
-    assert big.moment().cached == tuple(ref.block for ref in reversed(refs[-CHUNK:]))
+    assert big.moment().cached == tuple(ref.block for ref in reversed(refs[-RELEASE_CHUNK:]))
     big.check()
     assert big.ledger.acquire(me.lane(), [chain("a", 9)]) == [refs[:9]], "others go on in between"
     while big.ledger.reap(gap_s=600).more:

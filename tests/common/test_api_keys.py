@@ -13,14 +13,14 @@ from common.errors import StartupError
 def test_keys_and_limits_of_a_setting_and_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(
-        "# who may come\n\nacme  a-key best_priority=-3 requests_per_minute=60\n"
+        "# who may come\n\nacme  a-key best_priority=-3 requests_per_minute=60 cache_percent=0\n"
         "acme another tokens_per_minute=5000 requests_per_minute=60\nzoo\tz-key\n"
     )
     assert read_keys(None, None) == ApiKeys()
     assert read_keys("own", None) == ApiKeys({"own": "default"})
     keys = read_keys("own", str(path))
     assert keys.tenants == {"own": "default", "a-key": "acme", "another": "acme", "z-key": "zoo"}
-    assert keys.limits == {"acme": TenantLimits(60, 5000, -3), "zoo": TenantLimits(best_priority=0)}
+    assert keys.limits == {"acme": TenantLimits(60, 5000, -3, 0), "zoo": TenantLimits(best_priority=0)}
     assert "a-key" not in repr(keys)
 
 
@@ -39,6 +39,7 @@ def test_keys_and_limits_of_a_setting_and_a_file(tmp_path: Path) -> None:
         ("acme secret requests_per_minute=1.5\n", "line 1: requests_per_minute must be .* got '1.5'"),
         ("acme secret tokens_per_minute=99999999999\n", "line 1: tokens_per_minute must be"),
         ("acme secret best_priority=--1\n", "line 1: best_priority must be a whole number from -2147483648 to"),
+        ("a k cache_percent=101\n", "line 1: cache_percent must be a whole number from 0 to 100"),
         ("a k best_priority=1\na l best_priority=2\n", "line 2: best_priority of a is given twice, and not the same"),
         (None, "cannot be read"),
     ],

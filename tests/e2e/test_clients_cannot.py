@@ -30,10 +30,11 @@ class Canary:
     def _listen(self) -> None:
         while True:
             try:
-                self._socket.accept()[0].close()
+                connection = self._socket.accept()[0]
             except OSError:
                 return
-            self.hits += 1
+            self.hits += 1  # before the client can know
+            connection.close()
 
     def close(self) -> None:
         self._socket.close()

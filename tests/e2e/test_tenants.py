@@ -11,13 +11,15 @@ from looseleaf import LLM, Client
 from looseleaf.testing import prompts
 
 BLOCK = 16
-KEYS = {"acme": "a-key-of-acme", "zoo": "a-key-of-zoo"}
+KEYS = {"acme": "a-key-of-acme", "zoo": "a-key-of-zoo", "bulk": "a-key-of-bulk"}
+QUOTA = 10
 
 
 @pytest.fixture(scope="module")
 def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("".join(f"{tenant} {key}\n" for tenant, key in KEYS.items()))
+    lines = [f"{tenant} {key}\n" for tenant, key in KEYS.items()]
+    keys.write_text("".join([*lines, f"bulk another cache_percent={QUOTA}\n"]))
     settings = {"num_blocks": 512, "max_model_len": 1024, "roles": "split", "api_key_file": str(keys)}
     with LLM(str(checkpoint), **settings) as running:  # type: ignore[arg-type]
         yield running
@@ -49,6 +51,27 @@ def test_what_decode_has_published_is_a_hit_for_its_tenant_alone(clients: dict[s
 
 def test_a_prompt_is_a_hit_for_its_tenant_alone(clients: dict[str, Client]) -> None:
     [prompt] = prompts(1, seed=30, lengths=(90, 90))
-    for client in clients.values():
+    for client in (clients["acme"], clients["zoo"]):
         assert client.generate(prompt, max_tokens=1).usage.cached_tokens == 0
         assert client.generate(prompt, max_tokens=1).usage.cached_tokens == 80
+
+
+def test_a_flood_evicts_what_is_beyond_its_own_quota(served: LLM, clients: dict[str, Client]) -> None:
+    """Its prompts and outputs are more than the arena; without a quota the same flood leaves nothing to others."""
+    [mine] = prompts(1, seed=40, lengths=(90, 90))
+    flood = prompts(60, seed=41, lengths=(100, 100))
+    for tenant, left in (("bulk", 80), ("zoo", 0)):
+        clients["acme"].generate(mine, max_tokens=1)
+        for prompt in flood:
+            clients[tenant].generate(prompt, max_tokens=60, ignore_eos=True)
+        assert clients["acme"].generate(mine, max_tokens=1).usage.cached_tokens == left, tenant
+    cached = [clients["zoo"].generate(prompt, max_tokens=1).usage.cached_tokens for prompt in reversed(flood)]
+    assert sum(cached) > QUOTA / 100 * 512 * BLOCK
+
+
+def test_a_tenant_finds_no_more_than_its_quota(clients: dict[str, Client]) -> None:
+    asked = prompts(20, seed=42, lengths=(100, 100))
+    for prompt in asked:
+        clients["bulk"].generate(prompt, max_tokens=1)
+    cached = [clients["bulk"].generate(prompt, max_tokens=1).usage.cached_tokens for prompt in reversed(asked)]
+    assert 0 < sum(cached) <= QUOTA / 100 * 512 * BLOCK

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from block_store.hashing import chain_start, hash_blocks, next_hash, prompt_chain
-from common.types import BlockRef, FinishReason, SamplingParams, StoppingParams
+from common.types import BlockRef, CacheQuota, FinishReason, SamplingParams, StoppingParams
 from engine.sequence import BlockTable, Chunk, Sequence, lay_out
 
 
@@ -132,10 +132,12 @@ def test_a_fork_has_the_same_past_and_grows_by_itself() -> None:
 def test_a_sequence_and_its_forks_have_the_hashes_of_its_public_beginning_and_of_its_salt() -> None:
     ids = list(range(50, 90))
     start, rekey = prompt_chain(b"d" * 32, b"salt", ids, 20, 8)
-    sequence = Sequence(ids, [], SamplingParams(), StoppingParams(), hashes=[start], rekey=rekey)
+    quota = CacheQuota(b"t" * 32, 10)
+    sequence = Sequence(ids, [], SamplingParams(), StoppingParams(), hashes=[start], rekey=rekey, quota=quota)
     sequence.extend_hashes(1, 8, next_hash)
     other = sequence.fork(1)
     for each in (sequence, other):
         each.extend_hashes(5, 8, next_hash)
         assert each.hashes[1:] == hash_blocks(start, ids, 8, rekey=rekey)
+        assert [each.quota_of(block) for block in range(5)] == [None, None, quota, quota, quota]
     assert sequence.hashes[1:3] == hash_blocks(start, ids[:16], 8) != sequence.hashes[3:]

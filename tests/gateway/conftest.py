@@ -21,12 +21,13 @@ from gateway.gate import Gate
 from gateway.groups import limits_of
 from gateway.metrics import Metrics
 from gateway.requests import RequestRunner
+from gateway.salts import Salts
 from gateway.sessions import Limits
 from gateway.tenants import Tenants
 from gateway.testing import Script, make_assets
 from gateway.testing_workers import ScriptedWorker
 from gateway.tokenizing import TokenizerPool
-from gateway.validate import Salts, Validator
+from gateway.validate import Validator
 from gateway.workers import Workers
 
 

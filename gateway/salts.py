@@ -1,0 +1,28 @@
+"""What keeps the blocks of tenants apart: the salts of their prefix hashes, and the names under which blocks count."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+from common.types import CacheQuota
+
+
+@dataclass(frozen=True, slots=True)
+class Salts:
+    """Derives cache salts (HMAC-SHA-256), so that tenants never share blocks; a client's cache_salt can only narrow."""
+
+    secret: bytes = field(repr=False)
+
+    def derive(self, tenant: str, cache_salt: str | None) -> bytes:
+        """Empty, the public salt, for a request with neither tenant nor salt."""
+        if not tenant and cache_salt is None:
+            return b""
+        fields = [tenant.encode(), b"" if cache_salt is None else b"1" + cache_salt.encode()]
+        message = b"".join(len(f).to_bytes(4, "little") + f for f in fields)
+        return hmac.new(self.secret, message, hashlib.sha256).digest()
+
+    def quota(self, tenant: str, percent: int | None) -> CacheQuota | None:
+        """What of the tenant may stay cached, whatever the salts of its requests."""
+        return None if percent is None else CacheQuota(self.derive(tenant, ""), percent)
