@@ -21,7 +21,7 @@ RUN_TIME ?= 60s
 
 PROTOS := $(wildcard protos/v1/*.proto)
 # Tests that do not mind what runs beside them: two at a time, the others one by one.
-QUIET := $(addprefix tests/,block_store common decode_svc engine equality kernels models prefill_svc)
+TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality kernels models prefill_svc)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/atomics.c)
 
 .PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants
@@ -33,10 +33,10 @@ serve: install ## serve a model on this machine (ARGS="MODEL --prefill 2 ...")
 	@exec $(PY) -m looseleaf serve $(ARGS)
 
 test: dev ## run the tests that need no container engine (ARGS="tests/gateway -k tenants")
-	@if [ -n "$(ARGS)" ]; then exec $(PY) -m pytest -m "not compose" $(ARGS); fi
+	@$(if $(ARGS),exec $(PY) -m pytest -m "not compose" $(ARGS))
 	status=0
-	$(PY) -m pytest -m "not compose" -n 2 $(QUIET) || status=$$?
-	$(PY) -m pytest -m "not compose" $(addprefix --ignore=,$(QUIET)) || status=$$?
+	$(PY) -m pytest -m "not compose" -n 2 $(TOGETHER) || status=$$?
+	$(PY) -m pytest -m "not compose" $(addprefix --ignore=,$(TOGETHER)) || status=$$?
 	exit $$status
 
 check: dev lint types imports proto-check buf-lint ## linter, types, import rules, protos

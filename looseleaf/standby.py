@@ -22,12 +22,14 @@ _LEAST_BYTES = 1 << 30
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
     """Whether a launch of settled `settings` has a spare worker, and why, for the log. `weights_bytes`: of a worker."""
+    from block_store.sizing import gib  # here, so that services are started before numpy is loaded
+
     if settings.spare is not None:
         return settings.spare > 0, f"--spare {settings.spare}"
     if settings.device == "cuda":
         return False, "a GPU would hold the weights once more; --spare 1 has one"
     least = max(FREE_WEIGHTS * weights_bytes, _LEAST_BYTES)
-    room = f"{_gib(free_bytes)} of memory free, {_gib(least)} wanted for {_gib(weights_bytes)} of weights"
+    room = f"{gib(free_bytes)} of memory free, {gib(least)} wanted for {gib(weights_bytes)} of weights"
     return (True, f"{room}; --spare 0 has none") if free_bytes >= least else (False, f"{room}; --spare 1 has one")
 
 
@@ -75,7 +77,3 @@ class Standby:
 
     def _is_starting(self, child: Child) -> bool:
         return child.status is None and child.ready_lines() is None
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

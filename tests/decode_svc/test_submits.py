@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.types import CacheQuota
 from decode_svc.submits import read_submit
 from protos.v1 import decode_pb2, types_pb2
 
@@ -32,8 +33,14 @@ def submit(**changes: Any) -> decode_pb2.Submit:
 
 
 def test_good_ones_are_read() -> None:
+    quota = types_pb2.CacheQuota(owner=b"t" * 32, percent=0)
+    with_quota = read_submit(submit(cache_quota=quota), 512)
+    assert [s.quota for s in with_quota.group.sequences] == [CacheQuota(b"t" * 32, 0)] * 2
     samples, beams = read_submit(submit(), 512), read_submit(submit(**BEAMS), 512)
-    assert [s.sample_index for s in samples.group.sequences] == [0, 1] and samples.candidates is None
+    assert [(s.sample_index, s.quota) for s in samples.group.sequences] == [
+        (0, None),
+        (1, None),
+    ] and samples.candidates is None
     assert beams.candidates is not None and beams.candidates.token_ids == (5, 6, 7, 8)
 
 
@@ -47,6 +54,8 @@ def test_good_ones_are_read() -> None:
         ({"prompt_token_ids": [5, 512]}, "token id 512 is not below the vocabulary size 512"),
         ({"branches": [TWO[0], types_pb2.Branch(sample_index=1, output_token_ids=[600])]}, "token id 600"),
         ({"sampling": types_pb2.SamplingParams(num_sequences=2, logprobs=513)}, "logprobs must be at most"),
+        ({"cache_quota": types_pb2.CacheQuota(owner=b"t", percent=5)}, "cache_quota must have an owner"),
+        ({"cache_quota": types_pb2.CacheQuota(owner=b"t" * 32, percent=101)}, "a percent of at most 100"),
         (BEAMS | {"beam_candidates": types_pb2.BeamCandidates()}, "candidates with a log-probability each"),
         (BEAMS | {"branches": TWO, "ticket": TICKET}, "has one branch"),
         (BEAMS | {"sampling": types_pb2.SamplingParams(num_sequences=3, beam_width=2)}, "returns at most as many"),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import pytest
@@ -38,11 +39,14 @@ FREE_PORTS = ["--port", "0", "--grpc-port", "0", "--num-blocks", "512"]
 
 
 class Served:
-    """A running `looseleaf serve` and what it has printed until it was ready."""
+    """A running `looseleaf serve` and what it has printed until it was ready. It ends with its test at the latest."""
+
+    begun: ClassVar[list[Served]] = []
 
     def __init__(self, *flags: str) -> None:
         command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, *flags]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        Served.begun.append(self)
         assert self.process.stdout is not None
         self.lines: list[str] = []
         for line in self.process.stdout:
@@ -89,6 +93,17 @@ class Served:
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """A test that fails half-way leaves nothing running."""
+    yield
+    while Served.begun:
+        process = Served.begun.pop().process
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
 
 
 def attempt(client: Client) -> Completion | None:

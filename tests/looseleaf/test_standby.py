@@ -119,6 +119,6 @@ def test_it_is_there_where_four_times_the_weights_are_free() -> None:
     assert not decided(GIB // 2, 1 << 20), "its process takes memory too"
     assert decided(0, GIB, spare=1) and not decided(100 * GIB, GIB, spare=0)
     _, why = wanted(settled(ServeSettings()), GIB, 2 * GIB)
-    assert "2.0 GiB of memory free, 4.0 GiB wanted for 1.0 GiB of weights" in why
+    assert "2.00 GiB of memory free, 4.00 GiB wanted for 1.00 GiB of weights" in why
     on_gpu = settled(ServeSettings()).model_copy(update={"device": "cuda"})
     assert not wanted(on_gpu, GIB, 100 * GIB)[0]

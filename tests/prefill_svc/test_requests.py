@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidArgument
+from common.types import CacheQuota
 from prefill_svc.requests import Limits, job_of
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as pb
@@ -25,6 +26,14 @@ def test_a_group_becomes_one_job() -> None:
     job = job_of(request(branches=branches, sampling=pb.SamplingParams(num_sequences=4), priority=-3), LIMITS)
     assert [(s.prompt_ids, s.output_ids) for s in job.sequences] == [([5, 6, 7], []), ([5, 6, 7], [9])]
     assert job.branches == [(0, 0), (1, 2), (0, 3)] and job.priority == -3 and job.arrived_ns
+    assert [s.quota for s in job.sequences] == [None, None]
+
+
+def test_every_sequence_has_the_tenants_quota() -> None:
+    branches = [BRANCH(sample_index=i, output_token_ids=[9] * i) for i in (0, 1)]
+    quota, sampling = pb.CacheQuota(owner=b"t" * 32, percent=100), pb.SamplingParams(num_sequences=2)
+    job = job_of(request(branches=branches, sampling=sampling, cache_quota=quota), LIMITS)
+    assert [s.quota for s in job.sequences] == [CacheQuota(b"t" * 32, 100)] * 2
 
 
 @pytest.mark.parametrize(
@@ -50,6 +59,8 @@ def test_a_group_becomes_one_job() -> None:
         ({"branches": [BRANCH(output_token_ids=[100])]}, "token ids"),
         ({"sampling": pb.SamplingParams(logit_bias={100: 1.0})}, "token ids"),
         ({"sampling": pb.SamplingParams(logprobs=101)}, "logprobs"),
+        ({"cache_quota": pb.CacheQuota(owner=b"t" * 31, percent=5)}, "cache_quota"),
+        ({"cache_quota": pb.CacheQuota(owner=b"t" * 32, percent=101)}, "cache_quota"),
     ],
     ids=str,
 )
