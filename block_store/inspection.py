@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import chain
 from typing import Any, cast
 
 import redis
@@ -126,7 +127,8 @@ def _with_blocks(ledger: Ledger, blocks: BlockMap) -> Inspection:
     try:
         sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
         views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
-        holders = (replace(h, own=_own(blocks.ordered(f"own:{h.epoch}"), views)) for h in seen.holders)
+        owns = blocks.each_ordered([f"own:{h.epoch}" for h in seen.holders])
+        holders = (replace(h, own=_own(found, views)) for h, found in zip(seen.holders, owns, strict=True))
         quotas = {int(owner): int(most) for owner, most in blocks.entries("quotas")}
         floors, dying = blocks.entries("floors"), blocks.ordered("dying")
         return replace(
@@ -171,9 +173,16 @@ class BlockMap:
             yield from part
             first += _PIECE
 
-    def ordered(self, name: str) -> Iterator[tuple[bytes, float]]:
-        """Of a sorted set, lowest first."""
-        first = 0
+    def each_ordered(self, names: Sequence[str]) -> Iterator[Iterator[tuple[bytes, float]]]:
+        """`ordered` of many sorted sets, most of them small: tickets are many."""
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.zrange(self._tag + name, 0, _PIECE - 1, withscores=True)
+        for name, part in zip(names, pipe.execute(), strict=True):
+            yield chain(part, self.ordered(name, _PIECE) if len(part) == _PIECE else ())
+
+    def ordered(self, name: str, first: int = 0) -> Iterator[tuple[bytes, float]]:
+        """Of a sorted set, lowest first, from place `first` on."""
         while part := cast(
             list[tuple[bytes, float]], self._client.zrange(self._tag + name, first, first + _PIECE - 1, withscores=True)
         ):

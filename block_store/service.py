@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import xxhash
@@ -47,6 +48,8 @@ class BlockStoreServicer:
         self._layout: KvLayout | None = None
         self._device_uuid = b""
         self._needs: dict[str, WorkerNeeds] = {}
+        self._mapping = asyncio.Lock()
+        """The map of blocks is read for one caller at a time."""
         self._making: asyncio.Task[None] | None = None
         self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -84,7 +87,8 @@ class BlockStoreServicer:
         if arena is None or ledger is None:
             return pb.InspectResponse()
         try:
-            moment = await asyncio.to_thread(inspect, ledger, request.include_blocks)
+            async with self._mapping if request.include_blocks else nullcontext():
+                moment = await asyncio.to_thread(inspect, ledger, request.include_blocks)
         except BlockStoreError as error:
             _LOG.warning("inspect: %s", error)
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error

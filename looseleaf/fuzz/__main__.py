@@ -65,13 +65,14 @@ class Fuzzer:
                     found = methods_of(address, service, metadata)
                     self._targets += [(f"{service.name}.{m.descriptor.name}{label}", m) for m in found]
         self.outcome = Outcome()
+        self._began = time.monotonic()
 
     async def run(self, num_inputs: int, num_at_once: int) -> None:
-        pids, began = dict(self._llm.pids), time.monotonic()
+        pids = dict(self._llm.pids)
         await self._send_all(range(num_inputs // 5), num_at_once)
         before = {name: _resident(pid) for name, pid in pids.items()}
         await self._send_all(range(num_inputs // 5, num_inputs), num_at_once)
-        self.outcome.num_inputs, self.outcome.seconds = num_inputs, time.monotonic() - began
+        self.outcome.num_inputs, self.outcome.seconds = num_inputs, time.monotonic() - self._began
         await self._grpc.close()
         await asyncio.to_thread(self._check, pids, before)
 
@@ -80,6 +81,8 @@ class Fuzzer:
 
         async def one_after_another() -> None:
             for number in queue:
+                if number % 50_000 == 0:
+                    print(f"input {number:,}, {time.monotonic() - self._began:.0f} s", file=sys.stderr, flush=True)
                 await self._send(number)
 
         await asyncio.gather(*(one_after_another() for _ in range(num_at_once)))
