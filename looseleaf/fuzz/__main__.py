@@ -68,24 +68,22 @@ class Fuzzer:
         self._began = time.monotonic()
 
     async def run(self, num_inputs: int, num_at_once: int) -> None:
-        pids = dict(self._llm.pids)
-        await self._send_all(range(num_inputs // 5), num_at_once)
-        before = {name: _resident(pid) for name, pid in pids.items()}
-        await self._send_all(range(num_inputs // 5, num_inputs), num_at_once)
-        self.outcome.num_inputs, self.outcome.seconds = num_inputs, time.monotonic() - self._began
-        await self._grpc.close()
-        await asyncio.to_thread(self._check, pids, before)
-
-    async def _send_all(self, numbers: range, num_at_once: int) -> None:
-        queue = iter(numbers)
+        """A fifth of the inputs is over before memory is looked at for the first time."""
+        pids, queue = dict(self._llm.pids), iter(range(num_inputs))
+        before: dict[str, int] = {}
 
         async def one_after_another() -> None:
             for number in queue:
+                if number == num_inputs // 5:
+                    before.update({name: _resident(pid) for name, pid in pids.items()})
                 if number % 50_000 == 0:
                     print(f"input {number:,}, {time.monotonic() - self._began:.0f} s", file=sys.stderr, flush=True)
                 await self._send(number)
 
         await asyncio.gather(*(one_after_another() for _ in range(num_at_once)))
+        self.outcome.num_inputs, self.outcome.seconds = num_inputs, time.monotonic() - self._began
+        await self._grpc.close()
+        await asyncio.to_thread(self._check, pids, before)
 
     async def _send(self, number: int) -> None:
         draw = random.Random(f"{self._seed} {number}")
