@@ -29,6 +29,9 @@ _SOCKET_NAME = "redis.sock"
 _PASSWORD_NAME = "redis.password"
 _RESTART_PAUSE_S = 0.2
 _PR_SET_PDEATHSIG = 1
+CONFINED = "~looseleaf:* ~{looseleaf:* &* +@all -@admin -@dangerous +info"
+"""What services may: their own keys, nothing that reaches beyond them (CONFIG, MODULE, FLUSHALL, SHUTDOWN, KEYS)."""
+_ALL = "~* &* +@all"
 
 
 class PrivateServer:
@@ -42,15 +45,17 @@ class PrivateServer:
         self,
         directory: Path,
         *,
+        confined: bool = True,
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
-        """Returns once it answers; its socket is in `directory`. `may_restart` is asked at each of its ends, `tell`
+        """Returns once it answers; its socket is in `directory`. `confined`: whoever knows the password may do what
+        services need and no more; tests also empty servers. `may_restart` is asked at each of its ends, `tell`
         gets a line of log then. RedisUnusable.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
-        self._password = password
+        self._user = f"user default reset on >{password} {CONFINED if confined else _ALL}\n"
         self.process: subprocess.Popen[bytes] | None = None
         self._binary, self.origin = find_server()
         self.failure: RedisUnusable | None = None
@@ -88,7 +93,7 @@ class PrivateServer:
     def _keep(self) -> None:
         while not self._closing.is_set():
             try:
-                self.process = _start(self._binary, self._directory, self._password)
+                self.process = _start(self._binary, self._directory, self._user)
             except (RedisUnusable, OSError) as error:
                 if not self._first_try.is_set():
                     self.failure = RedisUnusable(str(error))
@@ -131,7 +136,7 @@ def _password(path: Path) -> str:
         return read_secret(path, "the password file")
 
 
-def _start(binary: str, directory: Path, password: str) -> subprocess.Popen[bytes]:
+def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
     socket = directory.resolve() / _SOCKET_NAME
     if len(str(socket)) > _SOCKET_PATH_LIMIT:
         raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
@@ -145,7 +150,7 @@ def _start(binary: str, directory: Path, password: str) -> subprocess.Popen[byte
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent())
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as config:  # broken: it has ended, and its log says why
-        config.write(f"requirepass {password}\n".encode())  # flags can be read by every user of the machine
+        config.write(user.encode())  # flags can be read by every user of the machine
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while not _answers(socket):
         if process.poll() is not None or time.monotonic() > deadline:

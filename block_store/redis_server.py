@@ -57,11 +57,13 @@ class RedisHandle:
             self._private.close()
 
 
-def connect(url: str | None, directory: str | os.PathLike[str]) -> RedisHandle:
-    """The Redis at `url`, else a private one with its socket in `directory`. RedisUnusable says what is wrong."""
+def connect(url: str | None, directory: str | os.PathLike[str], *, confined: bool = True) -> RedisHandle:
+    """The Redis at `url`, else a private one with its socket in `directory` (`PrivateServer`). RedisUnusable says what
+    is wrong.
+    """
     private, where = None, url
     if where is None:
-        private = PrivateServer(Path(directory))
+        private = PrivateServer(Path(directory), confined=confined)
         where = private.url
     try:
         handle = _check(where, private)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from block_store.private_redis import CONFINED
+
 ROOT = Path(__file__).resolve().parents[1]
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
@@ -38,7 +40,8 @@ def test_every_service_shows_the_secret_and_writes_none(name: str) -> None:
 def test_redis_asks_for_a_password_that_is_no_flag() -> None:
     [script] = SERVICES["redis"]["command"]
     flags, _, config = script.partition("<<END")
-    assert "requirepass $$(cat /run/looseleaf/redis-password)" in config and "requirepass" not in flags
+    assert ">$$(cat /run/looseleaf/redis-password) " in config and "redis-password" not in flags
+    assert f" {CONFINED}\n" in config, "what services may do is the same as with a private server"
     assert "protected-mode no" not in script and "noeviction" in flags
 
 

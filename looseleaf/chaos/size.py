@@ -111,7 +111,7 @@ class Store:
 @contextmanager
 def _store(num_blocks: int) -> Iterator[Store]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ll-size-") as directory:
-        handle = redis_server.connect(None, directory)
+        handle = redis_server.connect(None, directory, confined=False)
         handle.client.config_set("slowlog-log-slower-than", round(1000 * LIMIT_MS))
         arena = Arena.create(Path(directory) / "arena", LAYOUT, num_blocks)
         ledger = open_ledger(handle.client, arena)

