@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from safetensors import SafetensorError, safe_open
 
+from common.digests import check_digests
 from engine.checkpoint import WeightFile, weight_files
 from engine.config import ModelConfig
 from engine.errors import ModelError
@@ -173,13 +174,16 @@ def open_weights(
 ) -> Iterator[Weights]:
     """The weights of a model directory, with a progress bar on a terminal and a log line elsewhere.
 
-    Raises: ModelError naming the file or tensor.
+    Raises: ModelError naming the file or tensor, StartupError if a file is not the one that SHA256SUMS lists.
     """
     source: TensorSource
+    files: list[WeightFile] = []
     if load_format == "dummy":
         source = DummySource(seed, target)
     else:
-        source = SafetensorsSource(weight_files(directory), target.device)
+        files = weight_files(directory)
+        source = SafetensorsSource(files, target.device)
+    check_digests(directory, ["config.json", "generation_config.json", *(file.path.name for file in files)])
     logger.info("loading %s weights of %s", "dummy" if load_format == "dummy" else "safetensors", directory)
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from common.digests import check_digests
 from common.errors import StartupError
 
 
@@ -22,6 +23,10 @@ class GenerationDefaults:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+READ = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
+"""What is read of a model's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
     path = Path(directory)
     if not path.is_dir():
         raise StartupError(f"--model: {directory} is not a directory")
+    check_digests(path, READ)
     config = _read_json(path / "config.json", required=True)
     generation = _read_json(path / "generation_config.json")
     tokenizer_config = _read_json(path / "tokenizer_config.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -13,12 +14,14 @@ import torch
 from rich.progress import TaskID
 from safetensors.torch import load_file, save_file
 
+from common.errors import StartupError
 from engine.checkpoint import fingerprint
 from engine.errors import ModelError
 from engine.loader import DummySource, Target, Weights
 from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import hf_config, make_checkpoint
+from gateway.assets import load_assets
 
 IDS = list(range(5, 40))
 
@@ -112,6 +115,30 @@ def test_corrupt_and_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match="is not read: it is pickled"):
         ModelRunner(RunnerSettings(tmp_path, num_threads=1))
+
+
+def test_an_altered_file_is_not_the_one_that_was_listed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    listed = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    sums = tmp_path / "SHA256SUMS"
+    sums.write_text("".join(f"{digest}  ./{name}\n" for name, digest in listed.items()))
+    ModelRunner(RunnerSettings(tmp_path, num_threads=1))
+    load_assets(str(tmp_path))
+    whole = bytearray((tmp_path / "model.safetensors").read_bytes())
+    whole[-1] ^= 1  # a bit of the last weight: nothing else is wrong with the file
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    with pytest.raises(StartupError, match=r"model\.safetensors is not the file that SHA256SUMS lists"):
+        ModelRunner(RunnerSettings(tmp_path, num_threads=1))
+    load_assets(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"tokenizer_config\.json is not"):
+        load_assets(str(tmp_path))
+    sums.write_text(f"{'0' * 64} *another\n")
+    with pytest.raises(StartupError, match=r"config\.json is not listed in SHA256SUMS"):
+        load_assets(str(tmp_path))
+    sums.write_text("abc  config.json\n")
+    with pytest.raises(StartupError, match="SHA256SUMS, line 1: must be a SHA-256 and a file's name"):
+        load_assets(str(tmp_path))
 
 
 def test_max_model_len_may_be_cut_but_not_stretched(tmp_path: Path) -> None:

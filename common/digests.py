@@ -1,0 +1,42 @@
+"""Files of a model compared with `SHA256SUMS`, where its directory has one: what `sha256sum * > SHA256SUMS` writes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.errors import StartupError
+
+SUMS = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+_LOG = logging.getLogger(__name__)
+
+
+def check_digests(directory: Path, names: Iterable[str]) -> None:
+    """Of those files that are there. StartupError names the first one that is altered or not listed, or the line that
+    cannot be read. Without SHA256SUMS nothing is checked.
+    """
+    if not (directory / SUMS).exists():
+        return
+    listed, found = _read(directory / SUMS), [name for name in names if (directory / name).exists()]
+    for name in found:
+        if name not in listed:
+            raise StartupError(f"{directory / name} is not listed in {SUMS}")
+        with (directory / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != listed[name]:
+            raise StartupError(f"{directory / name} is not the file that {SUMS} lists: its SHA-256 is {digest}")
+    _LOG.info("%s agree with %s", ", ".join(found), directory / SUMS)
+
+
+def _read(path: Path) -> dict[str, str]:
+    listed: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise StartupError(f"{path}, line {number}: must be a SHA-256 and a file's name")
+        listed[match[2].removeprefix("./")] = match[1].lower()
+    return listed
