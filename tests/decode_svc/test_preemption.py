@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +208,19 @@ def test_an_urgent_request_takes_the_blocks_of_running_ones(tight: Tight) -> Non
     assert tight.answers() == {i: expected[i] if i < 3 else {} for i in expected}
 
 
+def test_where_nothing_runs_a_waiting_group_makes_way_for_one_that_is_swapped(tight: Tight) -> None:
+    bench = tight.bench
+    first, second = swap_one(tight), bench.submit(2, PROMPTS[2], SAMPLED, STOPPING)
+    bench.worker.cancel(bench.inbox.session, 0)
+    others = bench.prefill.alloc(NUM_BLOCKS - bench.held.num_held - 2)  # too few, but for those of `second`
+    bench.worker.step()
+    assert bench.scheduler.running == [first] and second in tight.preemption
+    bench.prefill.release(others)
+    bench.run()
+    expected, answers = tight.expected(SAMPLED), tight.answers()
+    assert (answers[1], answers[2]) == (expected[1], expected[2])
+
+
 def test_without_the_ledger_nobody_makes_way(tight: Tight, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are no blocks to be had, but none would come of it."""
     bench = tight.bench
@@ -244,6 +258,15 @@ def test_steps_of_one_size_stand_for_themselves() -> None:
     for _ in range(10):
         costs.note_step(4, 0.02)
     assert costs.token_s() == pytest.approx(0.005)
+
+
+def test_copies_and_steps_are_what_costs_are_made_of(tight: Tight) -> None:
+    costs, began = tight.preemption.costs, time.monotonic()
+    costs.copy_bytes_per_s = 0.0
+    swap_one(tight)
+    assert 0 < costs.step_s < time.monotonic() - began
+    assert costs.copy_bytes_per_s > tight.bench.arena.block_bytes, "more than a block a second"
+    tight.bench.run()
 
 
 def test_auto_goes_by_the_costs(tight: Tight) -> None:
