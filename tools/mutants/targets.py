@@ -27,7 +27,8 @@ TARGETS = (
         "decode_svc",
         _in("decode_svc", "blocks", "claims", "worker", "swap", "preemption", "progress", "scheduler", "outputs"),
         (
-            *_in("tests/decode_svc", "test_scheduler", "test_groups", "test_swap", "test_preemption", "test_claims"),
+            *_in("tests/decode_svc", "test_scheduler", "test_groups", "test_swap", "test_preemption", "test_claims",
+                  "test_outputs", "test_room"),
             *_MACHINE, *_in("tests/decode_svc", "test_beams", "test_submits"), *_SERVED,
         ),
     ),
