@@ -47,7 +47,9 @@ class HttpServer(uvicorn.Server):
         bounds: HttpBounds = DEFAULT_BOUNDS,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`certificates`: for HTTPS; those of the moment are shown to each new connection."""
+        """`certificates`: for HTTPS; those of the moment are shown to each new connection. A caller's address is that
+        of its connection, whatever X-Forwarded-For says: wrong keys are counted by it.
+        """
         protocol: Any = partial(BoundedHttp, bounds)
         files: Any = (
             {} if certificates is None else {"ssl_certfile": certificates.cert, "ssl_keyfile": certificates.key}
@@ -55,7 +57,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app, loop="none", http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,
-                server_header=False, backlog=BACKLOG, timeout_keep_alive=bounds.keep_alive_s, **files,
+                server_header=False, backlog=BACKLOG, proxy_headers=False,
+                timeout_keep_alive=bounds.keep_alive_s, **files,
             )
         )  # fmt: skip
         self._certificates = certificates

@@ -219,7 +219,8 @@ async def test_wrong_keys_are_bounded_by_address_over_both_fronts(make_rig: Make
     connection = await Connection.open(port)
 
     async def models(key: str) -> tuple[int, dict[str, str], Any]:
-        await connection.send(f"GET /v1/models HTTP/1.1\r\nauthorization: Bearer {key}\r\n\r\n".encode())
+        claimed = f"x-forwarded-for: 10.0.0.{len(key)}"  # is not believed
+        await connection.send(f"GET /v1/models HTTP/1.1\r\nauthorization: Bearer {key}\r\n{claimed}\r\n\r\n".encode())
         return await connection.reply()
 
     assert (await models(KEY))[0] == 200
