@@ -84,6 +84,8 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.Any, str, ast.AST | str]]: 
                 yield node, "constant", _with(node, value=not node.value)
             case ast.Constant(value=int() | float()):
                 yield node, "constant", _with(node, value=node.value + 1)
+            case ast.If(test=ast.Name("TYPE_CHECKING")):
+                pass
             case ast.If() | ast.While() | ast.IfExp():
                 yield node.test, "condition", ast.UnaryOp(ast.Not(), node.test)
             case ast.Call(func=ast.Name("max" | "min")):
