@@ -11,12 +11,12 @@ end
 
 local blocks, num_free = {}, math.min(n, call('LLEN', FREE_LIST))
 if num_free > 0 then blocks = call('LPOP', FREE_LIST, num_free) end
-local coldest = n > #blocks and call('ZPOPMIN', CACHED_SET, n - #blocks) or {}
-for i = 1, #coldest, 2 do blocks[#blocks + 1] = coldest[i] end
-local records, evicted, evicted_records = read_all(blocks), {}, {}
-for i = num_free + 1, n do evicted[i - num_free], evicted_records[i - num_free] = blocks[i], records[i] end
-unindex(evicted, evicted_records)
-leave_cache(evicted, evicted_records)
+local coldest = n > num_free and call('ZRANGE', CACHED_SET, 0, n - num_free - 1) or {}
+for i, block in ipairs(coldest) do blocks[num_free + i] = block end
+local records, coldest_records = read_all(blocks), {}
+for i = 1, #coldest do coldest_records[i] = records[num_free + i] end
+unindex(coldest, coldest_records)
+leave_cache(coldest, coldest_records)
 
 local rebuild, slot = tonumber(call('HGET', META, 'rebuild')), tonumber(call('HGET', holder_key(epoch), 'slot'))
 local epoch8, head = u64(epoch), struct.pack('<BBI2I4', RESERVED, 0, 0, slot)

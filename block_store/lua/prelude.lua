@@ -248,9 +248,9 @@ local function enter_cache(order, records)
     end
   end
   for owner, owned in pairs(by_owner) do
-    local key, surplus, n = cached_key(owner), {}, 0
+    local key, surplus = cached_key(owner), {}
     send('ZADD', key, owned)
-    n = call('ZCARD', key) - tonumber(call('HGET', QUOTAS, owner))
+    local n = call('ZCARD', key) - tonumber(call('HGET', QUOTAS, owner))
     local coldest = n > 0 and call('ZPOPMIN', key, math.min(n, MOST_LET_GO)) or {}
     for i = 1, #coldest, 2 do surplus[#surplus + 1] = coldest[i] end
     local surplus_records = read_all(surplus)

@@ -238,7 +238,7 @@ MORE: dict[str, list[Edit]] = {
     "what is beyond a quota stays in the index": [("release", "unindex(surplus, surplus_records)", "")],
     "what is beyond a quota stays cached": [("release", "send('ZREM', CACHED_SET, surplus)", "")],
     "what is beyond a quota is lost": [("release", "send('LPUSH', FREE_LIST, surplus)", "")],
-    "an eviction leaves the owner's list": [("alloc", "leave_cache(evicted, evicted_records)", "")],
+    "an eviction leaves the owner's list": [("alloc", "send('ZREM', cached_key(owner), owned)", "")],
     "an acquire leaves the owner's list": [("acquire", "send('ZREM', cached_key(owner), owned)", "")],
     "seal forgets the owner": [("seal", "struct.pack('<I2', owner)", "struct.pack('<I2', 0)")],
     "claim without the secret": [("claim", "is_ticket(ticket, secret)", "live(ticket)")],
