@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -114,6 +115,28 @@ def test_branches_with_equal_outputs_are_computed_once(make_world: Make, oracle:
     assert world.num_computed == len(PROMPT) + 9 + len(PROMPT) + 6 - 2 * BLOCK
     tables = done.ticket.tables
     assert tables[0] == tables[2] != tables[1] and done.ticket.num_tokens == (46, 43, 46)
+
+
+def test_what_a_job_has_still_to_compute_and_what_its_sequences_share() -> None:
+    """A prompt of 6 and what three samples have said; blocks of 4. The newest token is computed by each itself."""
+    branches = [Branch(i, ids) for i, ids in enumerate([(7, 7, 7, 7, 7), (7, 7), (7, 8, 8)])]
+    job = Job.of([5] * 6, branches, SAMPLED, STOPPING)
+    assert job.common == [0, 8, 7]
+    assert [job.shared_blocks(i, 4) for i in range(3)] == [0, 1, 1]
+    assert job.num_uncomputed == 11 + (8 - 8) + (9 - 7)
+    job.sequences[0].num_computed, job.sequences[2].num_computed = 4, 8
+    assert job.num_uncomputed == 7 + 0 + 1
+
+
+def test_times_of_a_job(make_world: Make) -> None:
+    world, events = make_world(), list[Any]()
+    job = Job.of(PROMPT, [Branch()], GREEDY, STOPPING)
+    began = job.arrived_ns = time.monotonic_ns()
+    world.worker.submit(job, b"", events.append)
+    world.run(events)
+    timings = events[-1].timings
+    assert 0 < timings.queue_ns < timings.queue_ns + timings.prefill_ns <= time.monotonic_ns() - began
+    world.claim(events[-1].ticket)
 
 
 def test_a_group_that_does_not_fit_waits_and_holds_nothing(make_world: Make, outputs: list[list[int]]) -> None:

@@ -43,7 +43,8 @@ TARGETS = (
     Target(
         "block_store client",
         _in("block_store", "held", "link", "holder", "breaker", "hashing", "codec"),
-        (*_in("tests/block_store", "test_hashing", "test_held", "test_holder", "test_breaker", "test_rebuild",
+        (*_in("tests/block_store", "test_hashing", "test_codec", "test_held", "test_holder", "test_breaker",
+              "test_rebuild",
               "test_lost_claims", "test_ledger"), *_MACHINE),
     ),
     Target(
