@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 
 from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, Gone, LedgerUnavailable, NotHolder, Stale, StaleDataset
 from block_store.held import HeldBlocks
+from block_store.holder import Attempt
 from block_store.testing import TestStore, chain, content
 from common.types import BlockRef, Ticket
 
@@ -54,6 +59,25 @@ def test_blocks_are_ready_to_write(store: TestStore) -> None:
     assert held.num_held == 12
     held.close()
     assert store.moment().counts.free == 12
+
+
+def test_nothing_comes_between_the_two_halves_of_a_rejoining(store: TestStore) -> None:
+    """While the beat thread is at it, whatever counts blocks waits."""
+    held, attempt = store.held(reserve=2), Attempt()
+    [ref], ticket = filled(held, "a", 1), ticket_of(held, filled(held, "b", 1))
+    calls: list[Callable[[], object]] = [
+        lambda: held.alloc(1), lambda: held.acquire([chain("a", 1)]), lambda: held.seal([]), lambda: held.share([ref]),
+        lambda: held.release([ref]), lambda: held.release_many([[ref]]), lambda: held.hand_over((([ref],),), attempt),
+        lambda: held.claim(ticket), lambda: held.decline(ticket), lambda: held.forget(attempt), held.give_up_reserve,
+        held._everything,
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(calls)) as pool:
+        with held._lock:
+            waiting = [pool.submit(call) for call in calls]
+            time.sleep(0.2)
+            assert not any(call.done() for call in waiting)
+        wait(waiting, 10)
+    assert all(call.done() for call in waiting)
 
 
 def test_reserve_shrinks_before_a_request_is_refused_and_can_be_given_up(store: TestStore) -> None:
