@@ -3,6 +3,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -10,6 +12,8 @@ from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, Gone, LedgerUnavailable, NotHolder, Stale, StaleDataset
 from block_store.held import HeldBlocks
 from block_store.holder import Attempt
+from block_store.ledger import CHUNK
+from block_store.redis_server import RedisHandle
 from block_store.testing import TestStore, chain, content
 from common.types import BlockRef, Ticket
 
@@ -255,3 +259,45 @@ def test_fenced_means_fenced(store: TestStore) -> None:
     assert store.moment() == before
     held.close()
     assert not store.arena.is_writer_alive(held.writer_slot.number)
+
+
+def test_what_the_reserve_has_far_beyond_what_is_expected_goes_back(redis_handle: RedisHandle, shm: Path) -> None:
+    big = TestStore(redis_handle.client, shm / "big", num_blocks=4800)
+    held = big.held(reserve=10)
+    for expected, reserved in ((600, 600), (100, 2 * 100 + CHUNK), (0, 2 * 10 + CHUNK), (5000, 600)):
+        held.expect(expected)
+        held.settle_up()
+        assert held.num_reserved == reserved, expected
+        assert big.check().counts.reserved == reserved
+    held.close()
+    big.close()
+
+
+def test_a_census_is_reported_to_once_it_is_heard_of(store: TestStore) -> None:
+    held, other = store.held(), store.held()
+    refs = filled(held, "a", 3)
+    store.ledger.ask_all("c")
+    held.holder.beat()
+    held.settle_up()
+    assert store.ledger.reports("c") == {held.epoch: ([], [])}
+    held._counts.pop(refs[2])  # what the ledger has and the holder knows nothing of
+    held.settle_up()
+    other.holder.beat()
+    other.settle_up()
+    assert store.ledger.reports("c") == {held.epoch: ([], refs[2:]), other.epoch: ([], [])}
+
+
+def test_a_beat_that_is_not_answered_opens_the_breaker(store: TestStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = store.held()
+
+    def silent(*_: object) -> NoReturn:
+        raise LedgerUnavailable("silence")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.ledger, "beat", silent)
+        held.holder.probe()
+    assert held.holder.breaker.is_open
+    with pytest.raises(LedgerUnavailable):
+        held.alloc(1)
+    held.holder.probe()
+    assert not held.holder.breaker.is_open and held.alloc(1)
