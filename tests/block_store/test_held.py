@@ -8,8 +8,9 @@ from typing import NoReturn
 
 import pytest
 
+from block_store.breaker import BUDGET_S
 from block_store.codec import SealItem
-from block_store.errors import Exhausted, Fenced, Gone, LedgerUnavailable, NotHolder, Stale, StaleDataset
+from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerUnavailable, NotHolder, Stale, StaleDataset
 from block_store.held import HeldBlocks
 from block_store.holder import Attempt
 from block_store.ledger import CHUNK
@@ -262,9 +263,9 @@ def test_fenced_means_fenced(store: TestStore) -> None:
 
 
 def test_what_the_reserve_has_far_beyond_what_is_expected_goes_back(redis_handle: RedisHandle, shm: Path) -> None:
-    big = TestStore(redis_handle.client, shm / "big", num_blocks=4800)
+    big = TestStore(redis_handle.client, shm / "big", num_blocks=4808)
     held = big.held(reserve=10)
-    for expected, reserved in ((600, 600), (100, 2 * 100 + CHUNK), (0, 2 * 10 + CHUNK), (5000, 600)):
+    for expected, reserved in ((601, 601), (172, 600), (100, 2 * 100 + CHUNK), (0, 2 * 10 + CHUNK), (5000, 601)):
         held.expect(expected)
         held.settle_up()
         assert held.num_reserved == reserved, expected
@@ -301,3 +302,44 @@ def test_a_beat_that_is_not_answered_opens_the_breaker(store: TestStore, monkeyp
         held.alloc(1)
     held.holder.probe()
     assert not held.holder.breaker.is_open and held.alloc(1)
+
+
+def test_both_sides_are_compared_once_after_an_unanswered_call(
+    store: TestStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = store.held()
+    held._unsure = True
+    held.settle_up()
+    monkeypatch.setattr(store.ledger, "holdings_after", None)
+    held.settle_up()
+
+
+@pytest.mark.parametrize("refusal", [Exhausted(13, 12), LedgerDamaged("a script failed")])
+def test_a_call_that_was_answered_by_a_refusal_is_not_made_again(
+    store: TestStore, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    held, calls = store.held(), list[int]()
+
+    def refused(*_: object) -> NoReturn:
+        calls.append(1)
+        raise refusal
+
+    monkeypatch.setattr(store.ledger, "alloc", refused)
+    monkeypatch.setattr(store.ledger, "distrust", lambda *_: None)
+    with pytest.raises((Exhausted, LedgerUnavailable)):
+        held.alloc(13)
+    held.holder.breaker.close()
+    assert held.holder.seal([]) == [] and len(calls) == 1
+
+
+def test_a_silent_redis_is_asked_again_with_pauses(store: TestStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, calls = store.held(), list[int]()
+
+    def silent(*_: object) -> NoReturn:
+        calls.append(1)
+        raise LedgerUnavailable("refused at once")
+
+    monkeypatch.setattr(store.ledger, "alloc", silent)
+    with pytest.raises(LedgerUnavailable):
+        held.alloc(1)
+    assert 1 < len(calls) <= BUDGET_S / 0.002 + 1
