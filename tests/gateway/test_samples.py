@@ -16,6 +16,7 @@ from gateway.lost import WorkerLost
 from gateway.testing import Fault, Script, beam_score, expected_ids
 from gateway.validate import IdsPrompt, Wanted
 from protos.v1 import decode_pb2 as pb
+from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import PROMPT, run, text_of, until
@@ -163,6 +164,15 @@ async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: M
     assert life.blocks_to_come_back(4) == 1 + (3 - 1) + (2 - 1)
     with pytest.raises(WorkerLost):
         life.accept({}, pb.SequenceOutput(sample_index=2, token_ids=[5]))
+
+
+async def test_decode_is_told_the_time_left_and_computes_no_log_probabilities_of_the_prompt(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    request = await rig.validator.resolve(wanted(prompt_logprobs=2, timeout_s=30.0))
+    life = Life.begin(request, Detokenizers(rig.assets.tokenizer), b"")
+    assert life.prefill_request().sampling.prompt_logprobs == 2
+    message = life.submit_request(prefill_pb2.PrefillDone(), life.open_samples)
+    assert 29_000 < message.timeout_ms <= 30_000 and not message.sampling.HasField("prompt_logprobs")
 
 
 def wanted(**values: Any) -> Wanted:

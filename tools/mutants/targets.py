@@ -50,7 +50,8 @@ TARGETS = (
     Target(
         "gateway retry",
         _in("gateway", "lost", "life", "decoding", "prefill_client", "groups", "poison"),
-        _in("tests/gateway", "test_poison", "test_groups", "test_requests", "test_samples", "test_direct", "test_grpc"),
+        _in("tests/gateway", "test_poison", "test_groups", "test_prefill_client", "test_requests", "test_samples",
+            "test_direct", "test_grpc"),
     ),
     Target(
         "block_store rebuild",
