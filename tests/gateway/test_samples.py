@@ -171,6 +171,7 @@ async def test_decode_is_told_the_time_left_and_computes_no_log_probabilities_of
     request = await rig.validator.resolve(wanted(prompt_logprobs=2, timeout_s=30.0))
     life = Life.begin(request, Detokenizers(rig.assets.tokenizer), b"")
     assert life.prefill_request().sampling.prompt_logprobs == 2
+    life.attempts = 1
     message = life.submit_request(prefill_pb2.PrefillDone(), life.open_samples)
     assert 29_000 < message.timeout_ms <= 30_000 and not message.sampling.HasField("prompt_logprobs")
 
