@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.inspection import BlockState, inspect
 from block_store.ledger import RELEASE_CHUNK, Lane, Ledger, chunks
-from block_store.reaper import Reaper
+from block_store.reaper import SWEEP_S, Reaper
 from block_store.rebuild import open_ledger, rebuild
 from block_store.redis_server import RedisHandle
 from block_store.registry import StoreRecord
@@ -429,3 +430,30 @@ def test_a_large_reap_comes_in_pieces(store: TestStore, shm: Path) -> None:
     big.check()
     assert big.moment().cached == tuple(ref.block for ref in reversed(refs[9:]))
     big.close()
+
+
+def test_sweeps_keep_their_distance_also_while_no_ledger_can_be_built(
+    store: TestStore, redis_handle: RedisHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    swept, sweep = list[float](), Reaper._sweep
+
+    def counted(reaper: Reaper) -> bool:
+        swept.append(time.monotonic())
+        return sweep(reaper)
+
+    def in_vain(*_: object) -> str:
+        raise redis.ConnectionError("not yet")
+
+    monkeypatch.setattr(Reaper, "_sweep", counted)
+    record = StoreRecord(store.arena.arena_id, "h:1", store.ledger.dataset, redis_handle.run_id, "x", 12, 16)
+    reaper = Reaper(store.ledger, store.arena, redis_handle, record)
+    reaper.start()
+    with monkeypatch.context() as patched:
+        patched.setattr("block_store.reaper.rebuild", in_vain)
+        time.sleep(2.5 * SWEEP_S)
+        store.ledger.distrust()
+        time.sleep(2.5 * SWEEP_S)
+    wait_until(lambda: store.arena.fixed.dataset != record.dataset, 10)
+    reaper.stop()
+    tries = caplog.text.count("the next sweep tries again")
+    assert 1 <= tries < len(swept) <= (swept[-1] - swept[0]) / SWEEP_S + 2, "one at once after it is built"
