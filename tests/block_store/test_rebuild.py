@@ -457,3 +457,9 @@ def test_sweeps_keep_their_distance_also_while_no_ledger_can_be_built(
     reaper.stop()
     tries = caplog.text.count("the next sweep tries again")
     assert 1 <= tries < len(swept) <= (swept[-1] - swept[0]) / SWEEP_S + 2, "one at once after it is built"
+
+
+def test_cached_blocks_are_spared_for_as_long_as_is_said(store: TestStore) -> None:
+    ledger = store.ledger.under(rebuild(store.client, store.arena, grace_s=7))
+    until, built = store.client.hmget(ledger.tag + "meta", "grace_until", "last_reap")  # type: ignore[misc]
+    assert int(until) - int(built) == 7000
