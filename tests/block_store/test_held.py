@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from block_store.breaker import BUDGET_S
+from block_store.breaker import BUDGET_S, PROBE_S
 from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerUnavailable, NotHolder, Stale, StaleDataset
 from block_store.held import HeldBlocks
@@ -343,3 +343,32 @@ def test_a_silent_redis_is_asked_again_with_pauses(store: TestStore, monkeypatch
     with pytest.raises(LedgerUnavailable):
         held.alloc(1)
     assert 1 < len(calls) <= BUDGET_S / 0.002 + 1
+
+
+def test_between_two_beats_a_holder_counts_what_is_left(store: TestStore) -> None:
+    held = store.held()
+    held.holder.beat()
+    assert held.num_free_hint == 12
+    refs = held.alloc(5)
+    assert held.num_free_hint == 7
+    held.release(refs[:2])
+    assert held.num_free_hint == 9
+    held.holder.beat()
+    assert held.num_free_hint == 9
+
+
+def test_a_new_ledger_that_lets_nobody_in_is_tried_ever_more_rarely(store: TestStore) -> None:
+    holder = store.held().holder
+    pauses = [holder._probe_pause_s]
+
+    def refused() -> NoReturn:
+        raise LedgerUnavailable("not yet")
+
+    holder.on_stale = refused
+    for _ in range(5):
+        holder._rejoin()
+        pauses.append(holder._probe_pause_s)
+    assert pauses == [PROBE_S, 2 * PROBE_S, 4 * PROBE_S, 8 * PROBE_S, 8 * PROBE_S, 8 * PROBE_S]
+    holder.on_stale = lambda: True
+    holder._rejoin()
+    assert holder._probe_pause_s == PROBE_S
