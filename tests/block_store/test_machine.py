@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-import hypothesis
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from block_store.errors import LedgerError
 from block_store.ledger import source as lua
 from block_store.redis_server import RedisHandle
 from block_store.testing import TestStore
 from block_store.walk import LedgerWalk
+from tests.model_check import SHARDS, explore
 
 NUMBER = st.integers(0, 30)
-EXAMPLES, STEPS = (int(os.environ.get(f"MODEL_CHECK_{k}", small)) for k, small in (("EXAMPLES", 60), ("STEPS", 30)))
-"""`make model-check` has more of both, and cuts the examples into shards, for several processes at once."""
-SHARDS = int(os.environ.get("MODEL_CHECK_SHARDS", "1"))
 FLOORS = {
     "alloc": 100, "seal": 60, "acquire": 60, "hit": 40, "dedup": 10, "hand_over": 40, "claim": 30, "release": 60,
     "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 15,
@@ -130,16 +125,7 @@ def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedS
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_operations_keep_the_invariants(redis_handle: RedisHandle, shard: int) -> None:
     successes: Counter[str] = Counter()
-    seeded = hypothesis.seed(shard) if SHARDS > 1 else lambda machine: machine  # the small tier: as derandomized
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        seeded(make_machine(redis_handle, successes)),
-        settings=settings(
-            max_examples=EXAMPLES // SHARDS, stateful_step_count=STEPS, deadline=None, derandomize=True,
-            suppress_health_check=list(HealthCheck), database=None,
-        ),
-    )  # fmt: skip
-    short = {name: (successes[name], floor) for name, floor in FLOORS.items() if successes[name] < floor}
-    assert not short, f"(done, wanted): {short}"
+    explore(make_machine(redis_handle, successes), successes, FLOORS, shard, examples=60, steps=30)
 
 
 def random_walk(store: TestStore, seed: int, steps: int) -> None:

@@ -15,12 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
@@ -31,11 +29,9 @@ from engine.tiny import make_checkpoint
 from looseleaf.equality.cases import Answer, Case, differences, expect
 from looseleaf.equality.meddler import Meddler, When
 from looseleaf.equality.rough import Phase, Request, Role, RoughWorld
+from tests.model_check import SHARDS, explore
 
 BLOCK_SIZE = 4
-EXAMPLES, STEPS = (int(os.environ.get(f"MODEL_CHECK_{k}", small)) for k, small in (("EXAMPLES", 30), ("STEPS", 25)))
-"""`make model-check` has more of both, and cuts the examples into shards, for several processes at once."""
-SHARDS = int(os.environ.get("MODEL_CHECK_SHARDS", "1"))
 WORLDS = int(os.environ.get("MODEL_CHECK_WORLDS", "2"))
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 KINDS = (
@@ -261,13 +257,4 @@ def test_no_order_of_events_costs_a_block_or_a_token(
     runner: ModelRunner, redis_client: Any, expected: dict[str, Answer], shard: int
 ) -> None:
     seen: Counter[str] = Counter()
-    seeded = hypothesis.seed(shard) if SHARDS > 1 else lambda machine: machine  # the small tier: as derandomized
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        seeded(make_machine(runner, redis_client, expected, seen)),
-        settings=settings(
-            max_examples=max(1, EXAMPLES // SHARDS), stateful_step_count=STEPS, deadline=None,
-            derandomize=SHARDS == 1, suppress_health_check=list(HealthCheck), database=None,
-        ),
-    )  # fmt: skip
-    short = {name: (seen[name], floor) for name, floor in FLOORS.items() if seen[name] < floor}
-    assert not short, f"(done, wanted): {short}; all: {seen}"
+    explore(make_machine(runner, redis_client, expected, seen), seen, FLOORS, shard, examples=30, steps=25)
