@@ -261,6 +261,13 @@ class Arena:
         """`check` for a few references."""
         return self.check(*ref_arrays(refs))
 
+    def has(self, refs: Sequence[BlockRef], hashes: Sequence[bytes]) -> bool:
+        """Whether these blocks live the lives that `refs` name, sealed with the first of these prefix hashes."""
+        ids, gens = ref_arrays(refs)
+        if len(hashes) < len(refs) or not self.check(ids, gens):
+            return False
+        return self.hashes[ids].tobytes() == b"".join(hashes[: len(refs)])
+
     def read(self, block: int) -> bytes:
         """A copy of the block's bytes as they are now, from the host or a device."""
         blocks = self._blocks

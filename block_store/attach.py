@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +22,15 @@ import grpc
 from block_store.arena import Arena
 from block_store.breaker import BUDGET_S
 from block_store.cuda import LIBRARY, Cuda
-from block_store.errors import ArenaBusy, ArenaLost, BlockStoreError, FloorsExceedArena, LedgerUnavailable, StaleDataset
+from block_store.errors import (
+    ArenaBusy,
+    ArenaLost,
+    BlockStoreError,
+    FloorsExceedArena,
+    LedgerDamaged,
+    LedgerError,
+    LedgerUnavailable,
+)
 from block_store.header import Memory
 from block_store.held import HeldBlocks
 from block_store.holder import Holder
@@ -94,12 +103,12 @@ class Attached:
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
-        """`_register`, again and again while Redis is silent or lost, or a dead predecessor's floor still counts."""
+        """`_register`, again and again while Redis is silent, lost or damaged, or a dead predecessor's floor counts."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 return self._register_with_some_floor()
-            except (LedgerUnavailable, StaleDataset, FloorsExceedArena) as error:
+            except LedgerError as error:
                 if time.monotonic() >= deadline or self._stop.wait(0.5):
                     raise
                 logger.warning("cannot register yet: %s", error)
@@ -118,17 +127,20 @@ class Attached:
             return self._register()
 
     def _register(self) -> HeldBlocks:
-        slot = self.arena.acquire_writer_slot()
+        slot, ledger = self.arena.acquire_writer_slot(), Ledger.attach(self._client, self.arena)
         try:
             holder = Holder.register(
-                Ledger.attach(self._client, self.arena),
+                ledger,
                 self._needs.worker_id,
                 writer_slot=slot.number,
                 floor=self.floor_blocks,
                 on_fenced=lambda: self.on_fenced(),
             )
-        except BaseException:
+        except BaseException as error:
             slot.close()
+            if isinstance(error, LedgerDamaged):
+                with suppress(LedgerError):
+                    ledger.distrust()
             raise
         return HeldBlocks(holder, self.arena, slot, reserve=self._needs.reserve_blocks)
 

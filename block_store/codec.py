@@ -29,8 +29,12 @@ def pack_refs(refs: Iterable[BlockRef]) -> bytes:
     return b"".join(_REF.pack(block, generation) for block, generation in refs)
 
 
-def unpack_refs(packed: bytes) -> list[BlockRef]:
-    return [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
+def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
+    """ValueError, struct.error: these are not `num_refs` references."""
+    refs = [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
+    if num_refs is not None and len(refs) != num_refs:
+        raise ValueError(f"{len(refs)} references instead of {num_refs}")
+    return refs
 
 
 def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
@@ -72,5 +76,5 @@ def unpack_report(packed: bytes) -> tuple[list[BlockRef], list[BlockRef]]:
 def unpack_prefix(packed: bytes, num_groups: int) -> list[list[BlockRef]]:
     """The reply of `acquire`: u32 length, then `length` references per group."""
     (length,) = struct.unpack_from("<I", packed)
-    refs = unpack_refs(packed[4:])
+    refs = unpack_refs(packed[4:], num_groups * length)
     return [refs[group * length : (group + 1) * length] for group in range(num_groups)]

@@ -12,12 +12,13 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from block_store import invariants
 from block_store.arena import Arena
-from block_store.errors import BlockStoreError
+from block_store.errors import BlockStoreError, LedgerDamaged, StaleDataset
 from block_store.header import HeaderState, Memory
 from block_store.inspection import BlockState, BlockView, Inspection, inspect
 from block_store.ledger import Ledger
@@ -40,17 +41,22 @@ class Findings:
 def fsck(arena: Arena, ledger: Ledger, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
     """Every difference; with `digests` the blocks' bytes are compared with their digests too (on the host).
 
-    Errors: LedgerUnavailable, StaleDataset (it is being built anew: try again), LedgerDamaged.
+    Errors: LedgerUnavailable, StaleDataset (it is being built anew: try again).
     """
-    workers, silent = _ask_workers(ledger, wait_s)
-    lasting = invariants.lasting(lambda: _look(arena, ledger))
-    return Findings((*lasting, *workers, *(_digests(arena) if digests else ())), silent)
+    blocks = _digests(arena) if digests else ()
+    try:
+        workers, silent = _ask_workers(ledger, wait_s)
+        lasting = invariants.lasting(lambda: _look(arena, ledger))
+    except LedgerDamaged as error:
+        return Findings((str(error), *blocks), ())
+    return Findings((*lasting, *workers, *blocks), silent)
 
 
 def repair(arena: Arena, ledger: Ledger, timeout_s: float = 15.0) -> bool:
-    """Has the store build the ledger anew; whether it did in time. Errors: LedgerUnavailable, StaleDataset."""
+    """Has the store build the ledger anew; whether it did in time. Errors: LedgerUnavailable."""
     before = arena.rebuild_count
-    ledger.distrust()
+    with suppress(StaleDataset, LedgerDamaged):  # so the store will find it, if it has not yet
+        ledger.distrust()
     deadline = time.monotonic() + timeout_s
     while arena.rebuild_count == before and time.monotonic() < deadline:
         time.sleep(0.05)

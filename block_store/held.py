@@ -99,7 +99,7 @@ class HeldBlocks(LedgerLink):
                     break
         except LedgerUnavailable as error:
             self.fallbacks.note("no prefix looked up", str(error))
-        if not all(map(self.arena.check_refs, found)):
+        if not all(map(self.arena.has, found, hashes_by_group)):
             self.release_many(found)
             self._contradicted("an indexed block lives another life")
             return [[] for _ in hashes_by_group]
@@ -126,13 +126,15 @@ class HeldBlocks(LedgerLink):
             self.fallbacks.note("seal not acknowledged", str(error))
             self._late_seals.append(list(items))
             return refs
-        doubles = [(own, other) for own, other in zip(refs, final, strict=True) if own != other]
-        if not self.arena.check_refs([other for _, other in doubles]):  # else whoever seals it again gets it again
+        doubles = {item: other for item, other in zip(items, final, strict=True) if item.ref != other}
+        hashes = [item.prefix_hash for item in doubles if item.prefix_hash is not None]
+        # Else whoever seals it again gets it again.
+        if len(hashes) < len(doubles) or not self.arena.has([*doubles.values()], hashes):
             self._contradicted("an indexed block lives another life")
             return refs
-        for own, other in doubles:
-            self._counts[other] += self._counts.pop(own)
-        self._release_all([own for own, _ in doubles])
+        for item, other in doubles.items():
+            self._counts[other] += self._counts.pop(item.ref)
+        self._release_all([item.ref for item in doubles])
         return final
 
     @locked

@@ -12,12 +12,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from block_store.breaker import BUDGET_S, PROBE_S, Breaker
 from block_store.codec import SealItem
-from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerError, LedgerUnavailable, StaleDataset
+from block_store.errors import (
+    Exhausted,
+    Fenced,
+    Gone,
+    LedgerDamaged,
+    LedgerError,
+    LedgerUnavailable,
+    OutOfOrder,
+    StaleDataset,
+)
 from block_store.joining import Joining
 from block_store.ledger import CHUNK, LEASE_S, RELEASE_CHUNK, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
 from common.telemetry import Fallbacks
@@ -259,6 +269,10 @@ class Holder:
         except (Fenced, StaleDataset):
             self._joining = None
             raise
+        except LedgerDamaged:
+            with suppress(LedgerError):
+                self._joining.ledger.distrust()
+            raise
 
     def join(self) -> None:
         """Calls go to the ledger in which everything was asserted. What was under way in the old one is over."""
@@ -330,7 +344,7 @@ class Holder:
             except StaleDataset as error:
                 self.breaker.open(error)
                 raise
-            except LedgerDamaged as error:
+            except (LedgerDamaged, OutOfOrder) as error:  # there is one lane a holder: its number was changed
                 self._pending = None
                 self.distrust(error)
                 raise LedgerUnavailable(str(error)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain
@@ -13,7 +13,7 @@ from typing import Any, cast
 import redis
 
 from block_store.errors import LedgerUnavailable
-from block_store.ledger import Ledger
+from block_store.ledger import Ledger, reading
 from common.types import BlockRef, Epoch
 
 RECORD = struct.Struct("<BBHIQQ32s")
@@ -119,33 +119,50 @@ def inspect(ledger: Ledger, with_blocks: bool = False) -> Inspection:
 
 def _counts_and_holders(ledger: Ledger) -> Inspection:
     now, counts, holders = ledger.inspect_raw()
-    return Inspection(Counts(*counts), tuple(_holder(fields, int(now)) for fields in holders))
+    with reading("inspect"):
+        return Inspection(Counts(*counts), tuple(_holder(fields, int(now)) for fields in holders))
 
 
 def _with_blocks(ledger: Ledger, blocks: BlockMap) -> Inspection:
     seen = _counts_and_holders(ledger)
     try:
-        sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
-        views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
-        owns = blocks.each_ordered([f"own:{h.epoch}" for h in seen.holders])
-        holders = (replace(h, own=_own(found, views)) for h, found in zip(seen.holders, owns, strict=True))
-        quotas = {int(owner): int(most) for owner, most in blocks.entries("quotas")}
-        floors, dying = blocks.entries("floors"), blocks.ordered("dying")
-        return replace(
-            seen,
-            holders=tuple(holders),
-            blocks=views,
-            index={key: int(block) for key, block in blocks.entries("index")},
-            free=tuple(map(int, blocks.listed("free"))),
-            cached=tuple(int(block) for block, _ in blocks.ordered("cached")),
-            quotas=quotas,
-            owned={o: tuple(int(b) for b, _ in blocks.ordered(f"cached:{o}")) for o in quotas},
-            quarantine=tuple((int(block), int(slot)) for block, slot in blocks.ordered("quarantine")),
-            floors={Epoch(int(epoch)): int(floor) for epoch, floor in floors},
-            dying={Epoch(int(e)): tuple(int(b) for b, _ in blocks.ordered(f"dying:{int(e)}")) for e, _ in dying},
-        )
+        with reading("inspect"):
+            return _whole(seen, blocks)
     except (redis.ConnectionError, redis.TimeoutError) as error:
         raise LedgerUnavailable(f"inspect: {error}") from error
+
+
+def _whole(seen: Inspection, blocks: BlockMap) -> Inspection:
+    """ValueError, IndexError, struct.error: the map is damaged."""
+    sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
+    views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
+
+    def numbers(listed: Iterable[bytes]) -> tuple[int, ...]:
+        found = tuple(map(int, listed))
+        if found and not 0 <= min(found) <= max(found) < len(views):
+            raise ValueError("a block beyond the arena")
+        return found
+
+    def ordered(name: str) -> tuple[int, ...]:
+        return numbers(block for block, _ in blocks.ordered(name))
+
+    owns = blocks.each_ordered([f"own:{h.epoch}" for h in seen.holders])
+    quotas = {int(owner): int(most) for owner, most in blocks.entries("quotas")}
+    index = dict(blocks.entries("index"))
+    waiting = list(blocks.ordered("quarantine"))
+    return replace(
+        seen,
+        holders=tuple(replace(h, own=_own(found, views)) for h, found in zip(seen.holders, owns, strict=True)),
+        blocks=views,
+        index=dict(zip(index, numbers(index.values()), strict=True)),
+        free=numbers(blocks.listed("free")),
+        cached=ordered("cached"),
+        quotas=quotas,
+        owned={owner: ordered(f"cached:{owner}") for owner in quotas},
+        quarantine=tuple(zip(numbers(block for block, _ in waiting), (int(slot) for _, slot in waiting), strict=True)),
+        floors={Epoch(int(epoch)): int(floor) for epoch, floor in blocks.entries("floors")},
+        dying={Epoch(int(epoch)): ordered(f"dying:{int(epoch)}") for epoch, _ in blocks.ordered("dying")},
+    )
 
 
 class BlockMap:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -75,7 +77,9 @@ class ReapReport:
 
 
 class Ledger:
-    """The ledger of one arena, as one process sees it. Errors of all operations: StaleDataset, LedgerUnavailable."""
+    """The ledger of one arena, as one process sees it. Errors of all operations: StaleDataset, LedgerUnavailable,
+    LedgerDamaged.
+    """
 
     def __init__(self, client: redis.Redis, arena_id: str, dataset: str) -> None:
         self.arena_id = arena_id
@@ -100,8 +104,8 @@ class Ledger:
         self, name: str, *, writer_slot: int, floor: int = 0, lease_s: float = LEASE_S, token: str | None = None
     ) -> Epoch:
         """A new holder. The same `token` again gives the same holder. FloorsExceedArena."""
-        reply = self._call("register", name, writer_slot, floor, _ms(lease_s), token or secrets.token_hex(8))
-        return Epoch(int(reply))
+        token = token or secrets.token_hex(8)
+        return Epoch(self._ask(int, "register", name, writer_slot, floor, _ms(lease_s), token))
 
     def beat(self, epoch: Epoch, lease_s: float = LEASE_S, number: int = 0) -> tuple[int, str]:
         """Extends the lease; returns how many blocks the holder could still allocate, and the census under way, if any
@@ -109,14 +113,14 @@ class Ledger:
 
         `number`: of its last answered call; a ledger that does not know it is an older one: StaleDataset for everybody.
         """
-        room, census = self._call("beat", epoch, _ms(lease_s), number).decode().split(" ")
-        return int(room), census
+        return self._ask(_unpack_beat, "beat", epoch, _ms(lease_s), number)
 
     def alloc(self, lane: Lane, num_blocks: int, wanted: int = 0) -> list[BlockRef]:
         """`num_blocks` RESERVED blocks. `wanted`: how many this and further calls will ask for; Exhausted if there is
         no room for all. Fenced, Exhausted.
         """
-        return codec.unpack_refs(self._call("alloc", *lane, _bounded(num_blocks), max(wanted, num_blocks)))
+        unpack = partial(codec.unpack_refs, num_refs=_bounded(num_blocks))
+        return self._ask(unpack, "alloc", *lane, num_blocks, max(wanted, num_blocks))
 
     def seal(self, lane: Lane, items: Sequence[SealItem]) -> list[BlockRef]:
         """Seals all items or none; the reference to use for each: its own, or that of the block which has the hash.
@@ -124,14 +128,14 @@ class Ledger:
         In the second case the caller holds both. What a tenant has CACHED beyond its quota is evicted, its coldest
         first, as soon as it would be cached. Fenced, Stale.
         """
-        _bounded(len(items))
-        return codec.unpack_refs(self._call("seal", *lane, *codec.pack_items(items)))
+        unpack = partial(codec.unpack_refs, num_refs=_bounded(len(items)))
+        return self._ask(unpack, "seal", *lane, *codec.pack_items(items))
 
     def acquire(self, lane: Lane, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """References on the longest prefix that is there for every group; equally long lists, one per group. Fenced."""
         _bounded(sum(map(len, hashes_by_group)))
-        reply = self._call("acquire", *lane, codec.pack_hashes(hashes_by_group))
-        return codec.unpack_prefix(reply, len(hashes_by_group))
+        unpack = partial(codec.unpack_prefix, num_groups=len(hashes_by_group))
+        return self._ask(unpack, "acquire", *lane, codec.pack_hashes(hashes_by_group))
 
     def hand_over(
         self, lane: Lane, refs: Sequence[BlockRef], lease_s: float = TICKET_LEASE_S, ticket: TicketId | None = None
@@ -142,16 +146,14 @@ class Ledger:
         _bounded(len(refs))
         # A repeated call is answered with the secret of the first.
         ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))
-        reply = self._call("hand_over", *lane, codec.pack_refs(refs), _ms(lease_s), ticket.epoch, ticket.secret)
-        epoch, _, secret = reply.partition(b" ")
-        return TicketId(Epoch(int(epoch)), secret)
+        packed = codec.pack_refs(refs)
+        return self._ask(_unpack_ticket, "hand_over", *lane, packed, _ms(lease_s), ticket.epoch, ticket.secret)
 
     def claim(self, lane: Lane, ticket: TicketId) -> tuple[list[BlockRef], bool]:
         """Some of the ticket's references become the holder's, once, in the order of `hand_over`; and whether some are
         left for another call. Fenced, Gone.
         """
-        reply = self._call("claim", *lane, ticket.epoch, ticket.secret, CHUNK)
-        return codec.unpack_refs(reply[1:]), reply[:1] == b"1"
+        return self._ask(_unpack_claimed, "claim", *lane, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
         """Ends a ticket, or what is left of it, that nobody will claim. Refuses nothing."""
@@ -165,15 +167,14 @@ class Ledger:
     def release(self, lane: Lane, refs: Sequence[BlockRef]) -> int:
         """Gives up `refs` (a chain, head first); returns how many were held. Refuses nothing."""
         _bounded(len(refs), RELEASE_CHUNK)
-        return int(self._call("release", *lane, codec.pack_refs(refs)))
+        return self._ask(int, "release", *lane, codec.pack_refs(refs))
 
     def assert_held(self, lane: Lane, refs: Sequence[BlockRef]) -> list[Standing]:
         """After a rebuild and `register`: references on some of what the holder says it holds, as far as it still can
         be had. Fenced.
         """
         _bounded(len(refs))
-        reply = self._call("assert_held", *lane, codec.pack_refs(refs))
-        return [Standing(letter) for letter in reply.decode()]
+        return self._ask(_unpack_standings, "assert_held", *lane, codec.pack_refs(refs))
 
     def assert_all(self, lane: Lane) -> bool:
         """That was all: what else waited for the holder's writer slot becomes FREE. Returns whether some is left for
@@ -198,7 +199,10 @@ class Ledger:
             found: dict[bytes, bytes] = self.client.hgetall(f"{self.tag}census:{census}")  # type: ignore[assignment]
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise errors.LedgerUnavailable(f"census: {error}") from error
-        return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
+        except redis.ResponseError as error:
+            raise errors.LedgerDamaged(f"census: {error}") from error
+        with reading("census"):
+            return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
 
     def distrust(self, epoch: Epoch | None = None) -> None:
         """Asks for a rebuild: the header knows better than the ledger. Every call from now on is a StaleDataset.
@@ -224,8 +228,7 @@ class Ledger:
         """Up to CHUNK of the holder's references, in the order in which they came, and the place of the last; those
         after it come with the next call. Place 0: from the first on; none: that was all. Fenced.
         """
-        reply = self._call("holdings", epoch, place, CHUNK)
-        return codec.unpack_refs(reply[8:]), int.from_bytes(reply[:8], "little")
+        return self._ask(_unpack_holdings, "holdings", epoch, place, CHUNK)
 
     def holds(self, epoch: Epoch, refs: Sequence[BlockRef]) -> list[bool]:
         """Which of these references the holder holds. Fenced."""
@@ -236,7 +239,7 @@ class Ledger:
         """Length in blocks of the longest prefix that is indexed for every group. Takes no references."""
         length = 0
         for part in parts_of(hashes_by_group):
-            found = int(self._call("lookup", codec.pack_hashes(part)))
+            found = self._ask(int, "lookup", codec.pack_hashes(part))
             length += found
             if found < max(map(len, part)):
                 break
@@ -249,11 +252,7 @@ class Ledger:
         older ledger is refused as StaleDataset. The store's business only.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
-        reply = self._call("reap", _ms(lease_s), _ms(gap_s), slots, tick).decode()
-        reaped, freed, postponed, more, now, waiting = reply.split(" ")
-        epochs = tuple(Epoch(int(epoch)) for epoch in reaped.split(",") if epoch)
-        slots_left = tuple(sorted(int(float(slot)) for slot in waiting.split(",") if slot))
-        return ReapReport(epochs, int(freed), postponed == "1", slots_left, more == "1", int(now))
+        return self._ask(_unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)
 
     def forget(self) -> None:
         """Removes the ledger's keys, for the end of the arena's life. Calls that come later are refused as
@@ -276,14 +275,22 @@ class Ledger:
     def clock(self) -> tuple[bytes | None, ...]:
         """What changes with every operation but a beat. LedgerUnavailable."""
         try:
-            return tuple(self.client.hmget(self.tag + "meta", "dataset", "tick", "epoch", "reserved", "sealed"))  # type: ignore[arg-type]
+            with reading("clock"):
+                return tuple(self.client.hmget(self.tag + "meta", "dataset", "tick", "epoch", "reserved", "sealed"))  # type: ignore[arg-type]
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise errors.LedgerUnavailable(f"clock: {error}") from error
+
+    def _ask(self, unpack: Callable[[bytes], T], name: str, *args: bytes | str | int) -> T:
+        reply = self._call(name, *args)
+        with reading(name):
+            return unpack(reply)
 
     def _call(self, name: str, *args: bytes | str | int) -> bytes:
         reply: bytes = self._execute(name, *args)
         if reply[:1] == b"-":
-            raise _refusal(reply)
+            with reading(name):
+                refusal = _refusal(reply)
+            raise refusal
         return reply[1:]
 
     def _execute(self, name: str, *args: bytes | str | int) -> Any:
@@ -293,6 +300,46 @@ class Ledger:
             raise errors.LedgerUnavailable(f"{name}: {error}") from error
         except redis.ResponseError as error:
             raise errors.LedgerDamaged(f"{name}: {error}") from error
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """What somebody else has written into Redis, and nobody can read, is damage."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:
+        raise errors.LedgerDamaged(f"{what}: what Redis has cannot be read: {error}") from error
+
+
+def _unpack_beat(reply: bytes) -> tuple[int, str]:
+    room, census = reply.decode().split(" ")
+    return int(room), census
+
+
+def _unpack_ticket(reply: bytes) -> TicketId:
+    epoch, _, secret = reply.partition(b" ")
+    return TicketId(Epoch(int(epoch)), secret)
+
+
+def _unpack_claimed(reply: bytes) -> tuple[list[BlockRef], bool]:
+    return codec.unpack_refs(reply[1:]), reply[:1] == b"1"
+
+
+def _unpack_standings(reply: bytes) -> list[Standing]:
+    return [Standing(letter) for letter in reply.decode()]
+
+
+def _unpack_holdings(reply: bytes) -> tuple[list[BlockRef], int]:
+    return codec.unpack_refs(reply[8:]), int.from_bytes(reply[:8], "little")
+
+
+def _unpack_reaped(reply: bytes) -> ReapReport:
+    reaped, freed, postponed, more, now, waiting = reply.decode().split(" ")
+    epochs = tuple(Epoch(int(epoch)) for epoch in reaped.split(",") if epoch)
+    slots = tuple(sorted(int(float(slot)) for slot in waiting.split(",") if slot))
+    if slots and not 0 <= slots[0] <= slots[-1] < 1 << 32:
+        raise ValueError(f"{slots} are no writer slots")
+    return ReapReport(epochs, int(freed), postponed == "1", slots, more == "1", int(now))
 
 
 def server_run_id(client: redis.Redis) -> str:

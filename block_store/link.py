@@ -156,6 +156,9 @@ class LedgerLink:
         self.holder.num_available -= num_blocks
         if self.arena.rebuild_count != self._rebuild_count:
             raise LedgerUnavailable("the ledger is built anew")
+        if any(ref.generation >> 32 != self._rebuild_count for ref in refs):
+            self._contradicted(reason := "a generation that this ledger cannot issue")
+            raise LedgerUnavailable(reason)
         try:
             self.arena.raise_generations(refs, self.writer_slot.number)
         except HeaderAheadError as error:

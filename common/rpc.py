@@ -62,6 +62,8 @@ class Bounds:
     """From a connection's beginning to its first bytes of HTTP/2."""
     idle_s: float | None = None
     """Of a connection without calls."""
+    connections: int | None = None
+    """At once; more are closed before anything is read from them."""
 
     def options(self) -> dict[str, int]:
         """As options of a server."""
@@ -70,12 +72,13 @@ class Bounds:
             "grpc.max_concurrent_streams": self.streams,
             "grpc.server_handshake_timeout_ms": None if self.handshake_s is None else round(self.handshake_s * 1000),
             "grpc.max_connection_idle_ms": None if self.idle_s is None else round(self.idle_s * 1000),
+            "grpc.max_allowed_incoming_connections": self.connections,
         }
         return {name: value for name, value in given.items() if value is not None}
 
 
 INSIDE = Bounds()
-PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0, idle_s=300.0)
+PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0, idle_s=300.0, connections=4096)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,12 @@ import logging
 import secrets
 import signal
 import time
-from dataclasses import replace
 
 from block_store.errors import BlockStoreError
 from block_store.redis_password import with_password
 from common.api_keys import read_keys
 from common.errors import StartupError
-from common.rpc import PUBLIC, Protection, RpcServer, wait_for_signal, write_ready_file
+from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
 from common.trust import trust_of
 from gateway.admission import Admission
@@ -34,8 +33,9 @@ from gateway.server import (
     HttpServer,
     bind_grpc,
     bind_http,
-    bounds_of,
     drain,
+    grpc_bounds,
+    http_bounds,
     raise_file_limit,
     watch_blocks,
     watch_readiness,
@@ -73,7 +73,7 @@ async def main(settings: GatewaySettings) -> None:
         protection=Protection(
             credentials=None if certificates is None else certificates.server_credentials(),
             reflection=settings.reflection,
-            bounds=replace(PUBLIC, rpcs=settings.max_concurrent_rpcs),
+            bounds=grpc_bounds(settings, max_files),
         ),
     )
     bind_grpc(grpc_server, settings.grpc_port)
@@ -141,7 +141,7 @@ async def main(settings: GatewaySettings) -> None:
         timeout_s=settings.request_timeout_s,
         body_budget_bytes=settings.body_budget_bytes,
     )
-    http_server = HttpServer(app, http_socket, bounds_of(settings, max_files), certificates)
+    http_server = HttpServer(app, http_socket, http_bounds(settings, max_files), certificates)
     addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
     await grpc_server.start()
     await http_server.start()

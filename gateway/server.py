@@ -8,6 +8,7 @@ import logging
 import resource
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp
 
 from common.certificates import CertificateFiles, front_context_watch
 from common.errors import StartupError
-from common.rpc import RpcServer, open_channel
+from common.rpc import PUBLIC, Bounds, RpcServer, open_channel
 from common.telemetry import fallback_counts
 from common.trust import NO_TRUST, Trust
 from gateway.http_protocol import DEFAULT_BOUNDS, BoundedHttp, HttpBounds
@@ -141,10 +142,18 @@ def raise_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def bounds_of(settings: GatewaySettings, max_files: int) -> HttpBounds:
-    """HTTP connections leave files for everything else."""
-    connections = max(1, min(settings.max_connections, max_files - OTHER_FILES))
+def most_connections(settings: GatewaySettings, max_files: int) -> int:
+    """Of HTTP, and of gRPC: both together leave files for everything else."""
+    return max(1, min(settings.max_connections, (max_files - OTHER_FILES) // 2))
+
+
+def http_bounds(settings: GatewaySettings, max_files: int) -> HttpBounds:
+    connections = most_connections(settings, max_files)
     return HttpBounds(connections, settings.max_header_bytes, settings.header_timeout_s, settings.keep_alive_s)
+
+
+def grpc_bounds(settings: GatewaySettings, max_files: int) -> Bounds:
+    return replace(PUBLIC, rpcs=settings.max_concurrent_rpcs, connections=most_connections(settings, max_files))
 
 
 async def watch_readiness(

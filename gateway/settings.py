@@ -58,7 +58,7 @@ class GatewaySettings(ServerSettings):
     )
     metrics: bool = Field(True, description="serve /metrics")
     drain_s: float = Field(10.0, ge=0, description="most seconds that running requests get at SIGTERM")
-    max_connections: int = Field(4096, ge=1, description="most HTTP connections at once; more are refused")
+    max_connections: int = Field(4096, ge=1, description="most connections at once, of HTTP and of gRPC each")
     max_header_bytes: int = Field(65_536, ge=1024, le=1 << 20, description="most bytes of a request line and headers")
     header_timeout_s: float = Field(10.0, gt=0, description="time for a request's headers to arrive")
     keep_alive_s: int = Field(75, ge=1, description="how long a connection may be idle between requests")

@@ -13,8 +13,11 @@ local blocks, num_free = {}, math.min(n, call('LLEN', FREE_LIST))
 if num_free > 0 then blocks = call('LPOP', FREE_LIST, num_free) end
 local coldest = n > num_free and call('ZRANGE', CACHED_SET, 0, n - num_free - 1) or {}
 for i, block in ipairs(coldest) do blocks[num_free + i] = block end
-local records, coldest_records = read_all(blocks), {}
+local records, free_records, coldest_records = read_all(blocks), {}, {}
+for i = 1, num_free do free_records[i] = records[i] end
 for i = 1, #coldest do coldest_records[i] = records[num_free + i] end
+expect(free_records, FREE)
+expect(coldest_records, CACHED)
 unindex(coldest, coldest_records)
 leave_cache(coldest, coldest_records)
 

@@ -15,7 +15,7 @@ for i, block in ipairs(blocks) do
   seen[block] = true
 end
 if ticket == '0' then
-  ticket = text(call('HINCRBY', META, 'epoch', 1))
+  ticket = new_epoch()
   call('HSET', holder_key(ticket), 'kind', 'ticket', 'name', 'ticket', 'number', 0, 'reply', '', 'secret', secret)
 end
 call('ZADD', LEASES, now_ms() + lease_ms, ticket)

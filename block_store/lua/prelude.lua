@@ -143,6 +143,14 @@ local function state_of(record) return string.byte(record, 1) end
 local function generation_of(record) return string.sub(record, 9, 16) end
 local function owner_of(record) return (struct.unpack('<I2', record, 3)) end
 
+-- For blocks that a list says are in `state`. If one is not, somebody else has written here: without this a block could
+-- be given to two who write into it.
+local function expect(records, state)
+  for _, record in ipairs(records) do
+    if state_of(record) ~= state then error('a block is listed as what it is not') end
+  end
+end
+
 -- State and hashed flag; what else the record holds stays.
 local function in_state(record, state, hashed) return string.char(state, hashed) .. string.sub(record, 3) end
 local function set_state(block, state, hashed)
@@ -190,6 +198,7 @@ end
 -- Up to `room` quarantined blocks of a writer slot become FREE. Returns how many.
 local function unquarantine(slot, room)
   local blocks = call('ZRANGEBYSCORE', QUARANTINE_SET, slot, slot, 'LIMIT', 0, room)
+  expect(read_all(blocks), QUARANTINE)
   for _, block in ipairs(blocks) do set_state(block, FREE, 0) end
   send('ZREM', QUARANTINE_SET, blocks)
   send('LPUSH', FREE_LIST, blocks)
@@ -254,6 +263,7 @@ local function enter_cache(order, records)
     local coldest = n > 0 and call('ZPOPMIN', key, math.min(n, MOST_LET_GO)) or {}
     for i = 1, #coldest, 2 do surplus[#surplus + 1] = coldest[i] end
     local surplus_records = read_all(surplus)
+    expect(surplus_records, CACHED)
     unindex(surplus, surplus_records)
     for i, record in ipairs(surplus_records) do surplus_records[i] = in_state(record, FREE, 0) end
     write_all(surplus, surplus_records)
@@ -329,6 +339,13 @@ local function let_go(epoch, blocks, reaped)
   send('ZADD', QUARANTINE_SET, waiting)
   call('HINCRBY', META, 'reserved', 0 - num_reserved)
   call('HINCRBY', META, 'sealed', 0 - num_sealed)
+end
+
+-- The number of a new holder.
+local function new_epoch()
+  local epoch = text(call('HINCRBY', META, 'epoch', 1))
+  if call('EXISTS', holder_key(epoch)) == 1 then error('the next epoch is in use') end
+  return epoch
 end
 
 -- Ends a holder, fence first; `bury` lets go of what it holds.

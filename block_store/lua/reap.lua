@@ -1,9 +1,27 @@
 -- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees what waited for these slots, then ends holders
 -- whose lease is past. In this order, since the caller looked at the locks before the call: what enters quarantine now
 -- was not yet looked at.
+local MOST_LEASE_MS = 3600000
+
+-- Every block is in one list or counted once, the floors fit, and no lease lasts for ever. What does not add up was
+-- written by somebody else, and would otherwise stay until somebody runs `fsck`.
+local function check_sums()
+  local meta = call('HMGET', META, 'num_blocks', 'reserved', 'sealed')
+  local listed = call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) + call('ZCARD', QUARANTINE_SET)
+  if listed + meta[2] + meta[3] ~= tonumber(meta[1]) or call('STRLEN', BLOCKS) ~= meta[1] * RECORD then
+    error('the blocks do not add up')
+  end
+  local sum = 0
+  for _, floor in ipairs(call('HVALS', FLOORS)) do sum = sum + math.max(0, tonumber(floor)) end
+  if sum > tonumber(meta[1]) then error('the floors exceed the arena') end
+  local last = call('ZREVRANGE', LEASES, 0, 0, 'WITHSCORES')
+  if last[2] and tonumber(last[2]) > now_ms() + MOST_LEASE_MS then error('a lease does not end') end
+end
+
 local lease_ms, gap_ms, slots, seen = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 -- The clock of the ledger went back: an older snapshot was restored.
 if tonumber(call('HGET', META, 'tick')) < seen then return '-STALE_DATASET' end
+check_sums()
 local freed, more = 0, false
 local function free_slot(slot)
   freed = freed + unquarantine(slot, math.max(0, MOST - freed))

@@ -5,7 +5,7 @@ if known then return '+' .. known end
 local sum, floors, num_blocks = floor, call('HVALS', FLOORS), tonumber(call('HGET', META, 'num_blocks'))
 for i = 1, #floors do sum = sum + tonumber(floors[i]) end
 if sum > num_blocks then return '-FLOORS_EXCEED_ARENA ' .. text(sum) .. ' ' .. text(num_blocks) end
-local epoch = text(call('HINCRBY', META, 'epoch', 1))
+local epoch = new_epoch()
 call('HSET', holder_key(epoch), 'kind', 'worker', 'name', name, 'slot', slot, 'floor', floor, 'token', token,
   'number', 0, 'reply', '-OUT_OF_ORDER')
 call('HSET', TOKENS, token, epoch)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from looseleaf.chaos import kills, outages
+from looseleaf.chaos import garbled, kills, outages
 from looseleaf.chaos.run import Run, judge
 from looseleaf.chaos.stack import Stack
 
@@ -45,4 +45,9 @@ def test_a_killed_decode_worker_costs_no_token(run: Run, stack: Stack) -> None:
 
 def test_a_flushed_redis_costs_no_request(run: Run, stack: Stack) -> None:
     report = outages.outage_on(run, stack, "redis-flushed", outages.flush)
+    assert report.good, report.text()
+
+
+def test_garbled_values_cost_no_token_and_no_process(run: Run, stack: Stack) -> None:
+    report = garbled.garble_on(replace(run, trials=100), stack)
     assert report.good, report.text()

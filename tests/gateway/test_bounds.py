@@ -30,6 +30,8 @@ from tests.gateway.conftest import MakeRig, Rig
 
 KEY = "s3cret"
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The client's greeting and empty SETTINGS."""
 
 
 @pytest.fixture
@@ -279,6 +281,28 @@ async def test_calls_at_once_are_bounded(make_rig: MakeRig) -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         for call in calls:
             call.cancel()
+
+
+async def test_grpc_connections_are_bounded_in_number_and_leave_room_again(make_rig: MakeRig) -> None:
+    front = grpc_front(await make_rig(), replace(PUBLIC, connections=3))
+    async with front as stub:
+        assert (await stub.ListModels(pb.ListModelsRequest(), timeout=10)).models
+        two = [await Connection.open(front.server.port) for _ in range(2)]
+        for connection in two:
+            connection.writer.write(HTTP2_PREFACE)
+            assert await asyncio.wait_for(connection.reader.readexactly(9), 10), "the server's settings"
+        more = await Connection.open(front.server.port)
+        more.writer.write(HTTP2_PREFACE)
+        assert await asyncio.wait_for(more.reader.read(), 10) == b""
+        assert (await stub.ListModels(pb.ListModelsRequest(), timeout=10)).models, "who is in stays in"
+        two[0].writer.close()
+        async with asyncio.timeout(10):
+            while True:
+                again = await Connection.open(front.server.port)
+                again.writer.write(HTTP2_PREFACE)
+                if await again.reader.read(9):
+                    break
+                await asyncio.sleep(0.05)
 
 
 async def test_grpc_connections_without_a_handshake_or_without_calls_are_closed(make_rig: MakeRig) -> None:
