@@ -17,6 +17,7 @@ from looseleaf.chaos.stack import Plan, Stack
 
 FROZEN_S = 10.0
 FOUND_S = 3.0
+POLL_S = 0.05
 WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 AT_ONCE = 2
 """One worker of each role."""
@@ -29,6 +30,8 @@ class _Freeze:
 
     found_after_s: float
     """Until the gateway stopped counting on it; infinite: it did not."""
+    by_silence: bool
+    """On a stream; or it was missed in the registry, where it had nothing to do."""
     fenced: bool
     """Whether the woken process was told that it is fenced."""
     survived: bool
@@ -48,9 +51,10 @@ def freeze(run: Run) -> Report:
                 freezes += pair.map(lambda name: _freeze_one(stack, name, held), names[first : first + AT_ONCE])
             answers = traffic.stop()
         judge(report, stack, answers)
-        found = [each.found_after_s for each in freezes]
-        report.told("found after, p50", f"{percentile(found, 0.5):.2f} s")
-        report.at_most("found after, most", max(found, default=0.0), FOUND_S, "s")
+        for by_silence, how in ((True, "by silence"), (False, "by absence from the registry")):
+            found = [each.found_after_s for each in freezes if each.by_silence == by_silence]
+            report.told(f"{len(found)} found {how} after, p50", f"{percentile(found, 0.5):.2f} s")
+            report.at_most("  most", max(found, default=0.0), FOUND_S, "s")
         report.none("woken that were not fenced", sum(not f.fenced for f in freezes), len(freezes), "freezes")
         report.none("woken that did not survive", sum(not f.survived for f in freezes), len(freezes), "freezes")
         report.told("groups and prompts that woken workers sent away", str(_sent_away(stack)))
@@ -61,16 +65,16 @@ def freeze(run: Run) -> Report:
 
 def _freeze_one(stack: Stack, name: str, held: HeldAfter) -> _Freeze:
     before, pid = stack.holder(name), stack.pids[name]
+    silent_before = _prefills_silent(stack)
     stopped = stack.freeze(name)
-    time.sleep(FROZEN_S)
+    found, by_silence = _watch(stack, name, silent_before, stopped)
     woken = stack.thaw(name)
-    found = _found_at(stack, name, stopped, woken)
     stack.wait_registered(name, before.epoch)
     held.died(woken, before)
     stack.wait_used(name)
     fenced = bool(stack.lines(FENCED, service=name, since=woken))
     num_late = sum(times for (epoch, _, _), times in late_calls(stack.ledger()).items() if epoch == before.epoch)
-    return _Freeze(found - stopped, fenced, stack.pids[name] == pid, num_late)
+    return _Freeze(found - stopped, by_silence, fenced, stack.pids[name] == pid, num_late)
 
 
 def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None:
@@ -86,12 +90,23 @@ def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None
         report.told("  late " + kind, str(times))
 
 
-def _found_at(stack: Stack, name: str, stopped: float, woken: float) -> float:
-    """When the gateway gave the worker up: its silence on a stream, or its absence from the registry."""
-    role = name.partition("-")[0]
-    silent = {"decode": rf"decode worker {name} has been silent", "prefill": "prefilled again: prefill_silent"}[role]
-    lines = stack.lines(rf"{silent}|worker {name} has gone", service="gateway", since=stopped)
-    return min((line.at for line, _ in lines if line.at < woken), default=float("inf"))
+def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tuple[float, bool]:
+    """For FROZEN_S: when the gateway gave the worker up, and whether for its silence on a stream."""
+    silent = rf"decode worker {name} has been silent"
+    found: list[tuple[float, bool]] = []
+    while (now := time.monotonic()) < stopped + FROZEN_S:
+        if not found:
+            found += [(line.at, True) for line, _ in stack.lines(silent, service="gateway", since=stopped)]
+            found += [(line.at, False) for line, _ in stack.lines(f"worker {name} has gone", since=stopped)]
+            if name.startswith("prefill") and _prefills_silent(stack) > silent_before:
+                found.append((now, True))
+        time.sleep(POLL_S)
+    return min(found, default=(float("inf"), False))
+
+
+def _prefills_silent(stack: Stack) -> float:
+    """Requests that the gateway took from silent prefill workers. Its log tells of them in bursts, a second late."""
+    return stack.metric("looseleaf_requests_retried_total", reason="prefill_silent")
 
 
 def _sent_away(stack: Stack) -> int:

@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gateway.decoding import FEW_STREAMS
+from gateway import decoding
+from gateway.decoding import FEW_STREAMS, _add_decode_time
 from gateway.direct import Direct
 from gateway.sessions import OutputStream
 from gateway.testing import Fault, Script, expected_ids
 from gateway.validate import IdsPrompt, Wanted
 from protos.v1 import decode_pb2 as pb
+from protos.v1.types_pb2 import Timings
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import PROMPT, until
 
@@ -177,6 +180,36 @@ async def test_with_many_streams_the_tokens_of_several_steps_take_the_short_way_
     assert rig.metric("vllm:generation_tokens_total") == sum(n * (1 + n % 2) for n in lengths)
     together = [len(tokens) for items in answers for _, tokens in items]
     assert sum(client.sent_directly for client in clients) > len(together) / 2 and max(together) > 1
+
+
+async def test_with_many_streams_several_steps_go_out_together_also_by_the_ordinary_way(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "MESSAGE_COST_S", 0.01)
+    rig, clients = await make_rig(Script(step_s=0.002)), [Client() for _ in range(2 * FEW_STREAMS)]
+    async with asyncio.timeout(60):
+        answers = await asyncio.gather(*(answer(rig, each, max_tokens=60, stop=["no such text"]) for each in clients))
+    assert all(ids(items) == expected_ids(PROMPT, 60) for items in answers)
+    assert not any(client.sent_directly for client in clients)
+    assert sum(map(len, answers)) < len(clients) * 60 / 2
+
+
+@pytest.mark.parametrize(
+    ("timings", "told"),
+    [
+        (Timings(hand_over_ns=3, decode_ns=5), {"hand_over_ns": 3, "decode_ns": 5}),
+        (Timings(hand_over_ns=3), {"decode_ns": 2_000_000_000}),
+        (None, {"decode_ns": 2_000_000_000}),
+    ],
+)
+def test_decode_time_is_the_workers_account_or_else_the_gateways(
+    monkeypatch: pytest.MonkeyPatch, timings: Timings | None, told: dict[str, int]
+) -> None:
+    took: dict[str, int] = {}
+    life: Any = SimpleNamespace(took=took.update)
+    monkeypatch.setattr(time, "monotonic", lambda: 12.0)
+    _add_decode_time(life, timings, began=10.0)
+    assert took == told
 
 
 class Short:
