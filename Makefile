@@ -76,29 +76,29 @@ buf-lint:
 	echo "buf: protos are clean"
 
 bench: install ## kernels, decode steps, start-up, served workloads, memory; kept in docs/benchmarks/cpu (ARGS=--quick)
-	@exec $(PY) -m looseleaf.bench.cpu $(ARGS)
+	@exec $(PY) -m bench.served.cpu $(ARGS)
 
 bench-peers: install ## beside vLLM, llama.cpp, OpenVINO, transformers (PEERS=<their harness> ROOT=<its environments>)
 	@test -n "$(PEERS)" -a -n "$(ROOT)" || { echo "PEERS= names the peers' harness, ROOT= what its README sets up" >&2; exit 2; }
-	exec $(PY) -m looseleaf.bench.peers --peers "$(PEERS)" --root "$(ROOT)" $(ARGS)
+	exec $(PY) -m bench.served.peers --peers "$(PEERS)" --root "$(ROOT)" $(ARGS)
 
 bench-sharing: install ## blocks that samples and beams share, beside the PagedAttention paper's numbers
-	@exec $(PY) -m looseleaf.bench.sharing $(ARGS)
+	@exec $(PY) -m bench.served.sharing $(ARGS)
 
 bench-waste: install ## KV memory that holds nothing, under a mixed load
-	@exec $(PY) -m looseleaf.bench.waste $(ARGS)
+	@exec $(PY) -m bench.served.waste $(ARGS)
 
 bench-frontend: install ## CPU time of gateway and decode front end for each streamed token
-	@exec $(PY) -m looseleaf.bench.frontend $(ARGS)
+	@exec $(PY) -m bench.served.frontend $(ARGS)
 
 bench-preemption: install ## swapping and giving back against an arena with room, by block size
-	@exec $(PY) -m looseleaf.bench.preemption $(ARGS)
+	@exec $(PY) -m bench.served.preemption $(ARGS)
 
 bench-recovery: install ## kill -9 of the only decode worker in mid-stream: longest gap with a spare worker and without
-	@exec $(PY) -m looseleaf.bench.recovery $(ARGS)
+	@exec $(PY) -m bench.served.recovery $(ARGS)
 
 bench-hostile: install ## what hostile HTTP bodies cost other streams, and the gateway's memory
-	@exec $(PY) -m looseleaf.bench.hostile $(ARGS)
+	@exec $(PY) -m bench.served.hostile $(ARGS)
 
 model-check: dev ## the models of the ledger and of both workers' blocks, at length (small tiers are part of the tests)
 	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99 MODEL_CHECK_WORLDS=100
@@ -109,10 +109,10 @@ model-check: dev ## the models of the ledger and of both workers' blocks, at len
 		xargs -P 2 -I{} sh -c '$(PY) -m pytest --timeout 7200 -q tests/{}'
 
 chaos: dev ## services killed, frozen and robbed of Redis, answers compared (ARGS="--trials 5 --scenario decode-kill")
-	@exec $(PY) -m looseleaf.chaos $(or $(ARGS),--scenario all)
+	@exec $(PY) -m testing.chaos $(or $(ARGS),--scenario all)
 
 fuzz: dev ## a million inputs that nobody should send, to every port (ARGS="--inputs 20000 --seed 2")
-	@exec $(PY) -m looseleaf.fuzz $(ARGS)
+	@exec $(PY) -m testing.fuzz $(ARGS)
 
 mutants: dev ## small bugs put in one at a time: which of them no test notices (ARGS="--only decode_svc --count 20")
 	@exec nice -n 19 $(PY) -m tools.mutants $(ARGS)

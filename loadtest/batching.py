@@ -20,7 +20,7 @@ from pydantic import Field
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "configs" / "llama-125m"
 

@@ -26,9 +26,9 @@ from common.settings import Settings, settings_config
 from common.status import error_of
 from loadtest.batching import MODEL
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
+from testing.system import prompts
 
 
 class LatencySettings(Settings):

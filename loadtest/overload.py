@@ -25,7 +25,7 @@ from common.settings import Settings, settings_config
 from loadtest.latency import percentile_ms
 from loadtest.plain_http import Connection, Pool, Reply
 from looseleaf import LLM
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 PATH = "/v1/completions"
 FILL_S = 16.0

@@ -24,7 +24,7 @@ from common.settings import Settings, settings_config
 from loadtest.batching import MODEL
 from loadtest.latency import percentile_ms
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 
 class RolesSettings(Settings):

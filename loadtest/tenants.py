@@ -25,7 +25,7 @@ from common.errors import ResourceExhausted, StartupError
 from common.settings import Settings, settings_config
 from loadtest.latency import percentile_ms
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 KEYS = "greedy greedy-key best_priority=-10\nother other-key\n"
 BEST_PRIORITY = -10

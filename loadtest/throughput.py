@@ -21,7 +21,7 @@ from common.settings import AttentionBackend, Settings, settings_config
 from loadtest.batching import MODEL
 from loadtest.latency import percentile_ms
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 SERVE = (
     "roles", "device", "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",

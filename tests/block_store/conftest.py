@@ -14,7 +14,7 @@ import pytest
 from block_store import redis_server
 from block_store.cuda import Cuda
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore
+from testing.ledger.store import TestStore
 
 
 @pytest.fixture

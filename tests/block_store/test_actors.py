@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from block_store.actors import Rules, World
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore
+from testing.ledger.store import TestStore
+from testing.ledger.worker_programs import Rules, World
 
 SCALE = int(os.environ.get("MODEL_CHECK_SCALE", "1"))
 NUM_BLOCKS = 4

@@ -11,8 +11,8 @@ import pytest
 from block_store.ahead import MemoryAhead
 from block_store.arena import FILE_NAME, Arena
 from block_store.errors import ArenaExists, NotEnoughSharedMemory
-from block_store.testing import LAYOUT
-from looseleaf.testing import wait_for
+from testing.ledger.store import LAYOUT
+from testing.system import wait_for
 
 
 def taken(shm: Path, most_bytes: int) -> MemoryAhead:

@@ -17,8 +17,8 @@ from block_store.errors import (
     NotEnoughSharedMemory,
 )
 from block_store.header import ArenaOffsets, HeaderState
-from block_store.testing import LAYOUT, line, python
 from common.types import BlockRef, KvKind, KvLayout, KvSpec
+from testing.ledger.store import LAYOUT, line, python
 
 TWO_GROUPS = KvLayout(16, (KvSpec(2, 1, 8, "bfloat16"), KvSpec(1, 1, 8, "float32", KvKind.SLIDING, 64)), "slots_first")
 

@@ -24,8 +24,8 @@ from block_store.inspection import HolderView
 from block_store.ledger import CHUNK, Ledger
 from block_store.rebuild import rebuild
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore, chain, content, wait_until
 from common.types import BlockRef, Ticket
+from testing.ledger.store import TestStore, chain, content, wait_until
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from block_store.cuda import Cuda, CudaError, CudaUnavailable
-from block_store.testing import line, python
+from testing.ledger.store import line, python
 
 MIB = 1 << 20
 

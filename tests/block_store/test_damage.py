@@ -1,6 +1,6 @@
 """Values in Redis that no script of ours has written: nothing of them is believed, and the ledger is built anew.
 
-`python -m looseleaf.chaos --scenario redis-garbled` changes thousands at random under load.
+`python -m testing.chaos --scenario redis-garbled` changes thousands at random under load.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from block_store.fsck import fsck
 from block_store.held import HeldBlocks
 from block_store.inspection import RECORD, inspect
 from block_store.rebuild import rebuild
-from block_store.testing import LAYOUT, Caller, StoreProcess, TestStore, chain, content
 from common.types import BlockRef, CacheQuota
+from testing.ledger.store import LAYOUT, Caller, StoreProcess, TestStore, chain, content
 
 HUGE = 1 << 40
 

@@ -15,15 +15,15 @@ from block_store.errors import ArenaBusy, ArenaError, ArenaLost, HeaderAheadErro
 from block_store.header import Memory
 from block_store.placing import NoDeviceMemory, create_on_device, has_live_memory, open_blocks
 from block_store.service import read_block
-from block_store.testing import LAYOUT, line, python, view
 from common.types import BlockRef
+from testing.ledger.store import LAYOUT, line, python, view
 
 WORKER = """if True:
     import sys
     from block_store.arena import Arena
     from block_store.cuda import Cuda
     from block_store.placing import open_blocks
-    from block_store.testing import view
+    from testing.ledger.store import view
     from common.types import BlockRef
     arena = Arena.open(sys.argv[1])
     open_blocks(arena, Cuda(sys.argv[2]))
@@ -33,7 +33,7 @@ STORE = """if True:
     import pathlib, sys
     from block_store.cuda import Cuda
     from block_store.placing import create_on_device
-    from block_store.testing import LAYOUT, view
+    from testing.ledger.store import LAYOUT, view
     arena = create_on_device(pathlib.Path(sys.argv[1]), LAYOUT, 6, Cuda(sys.argv[2]).device(0), "store")
     view(arena.data)[5] = 55
     print("ready", flush=True); sys.stdin.readline()

@@ -18,17 +18,17 @@ from block_store.cuda import Cuda
 from block_store.errors import ArenaLost, Fenced
 from block_store.member import Member
 from block_store.redis_server import RedisHandle
-from block_store.testing import LAYOUT, StoreProcess, chain, content, line, python, view, wait_until
 from common.errors import StartupError
 from common.types import BlockRef, Epoch, TicketId, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
+from testing.ledger.store import LAYOUT, StoreProcess, chain, content, line, python, view, wait_until
 
 MIB = 1 << 20
 WORKER = """if True:
     import sys
     from block_store.attach import Needs, attach
     from block_store.codec import SealItem
-    from block_store.testing import LAYOUT, chain, content, view
+    from testing.ledger.store import LAYOUT, chain, content, view
     address, library, name = sys.argv[1:]
     needs = Needs(name, "decode", LAYOUT, 0, 0, 64, 4, device="cuda", cuda_library=library)
     [attached] = attach(address, [needs])

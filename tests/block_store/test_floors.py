@@ -14,10 +14,10 @@ from block_store.member import record_of
 from block_store.redis_server import RedisHandle
 from block_store.registry import WorkerRegistry
 from block_store.sizing import granted_floor
-from block_store.testing import LAYOUT, StoreProcess, wait_until
 from common.settings import WorkerSettings
 from common.telemetry import Fallbacks
 from common.types import WorkerLoad
+from testing.ledger.store import LAYOUT, StoreProcess, wait_until
 
 NUM_BLOCKS = 64
 

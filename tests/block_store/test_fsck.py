@@ -13,8 +13,8 @@ from block_store.fsck import Findings, fsck
 from block_store.held import HeldBlocks
 from block_store.inspection import RECORD
 from block_store.rebuild import rebuild
-from block_store.testing import TestStore, chain, content
 from common.types import BlockRef
+from testing.ledger.store import TestStore, chain, content
 
 
 def filled(held: HeldBlocks, name: str, n: int) -> list[BlockRef]:

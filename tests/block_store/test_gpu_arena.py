@@ -12,8 +12,8 @@ import pytest
 from block_store.arena import Arena
 from block_store.cuda import Cuda, CudaError
 from block_store.placing import open_blocks
-from block_store.testing import line, python
 from common.types import KvLayout, KvSpec
+from testing.ledger.store import line, python
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

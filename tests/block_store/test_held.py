@@ -15,8 +15,8 @@ from block_store.held import HeldBlocks
 from block_store.holder import Attempt
 from block_store.ledger import CHUNK
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore, chain, content
 from common.types import BlockRef, Ticket
+from testing.ledger.store import TestStore, chain, content
 
 
 def filled(held: HeldBlocks, name: str, n: int) -> list[BlockRef]:

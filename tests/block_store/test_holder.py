@@ -22,8 +22,8 @@ from block_store.holder import Holder
 from block_store.ledger import Lane, Ledger
 from block_store.reaper import sweep
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore, chain
 from common.types import BlockRef
+from testing.ledger.store import TestStore, chain
 
 
 def test_beats_keep_a_lease_and_silence_loses_it(store: TestStore) -> None:
@@ -67,7 +67,7 @@ WRITER = """if True:
     from block_store.holder import Holder
     from block_store.ledger import Ledger
     from block_store.redis_server import open_client
-    from block_store.testing import chain
+    from testing.ledger.store import chain
     from block_store.codec import SealItem
     arena = Arena.open(sys.argv[1])
     slot = arena.acquire_writer_slot()

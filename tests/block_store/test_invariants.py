@@ -9,8 +9,8 @@ import pytest
 
 from block_store.inspection import RECORD, BlockState
 from block_store.invariants import changes, check
-from block_store.testing import Caller, TestStore, chain
 from common.types import BlockRef
+from testing.ledger.store import Caller, TestStore, chain
 
 Damage = Callable[[TestStore, Caller, list[BlockRef]], object]
 

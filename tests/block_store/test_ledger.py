@@ -13,8 +13,8 @@ from block_store.inspection import BlockState
 from block_store.ledger import CHUNK, Lane, chunks
 from block_store.rebuild import rebuild
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore, chain
 from common.types import BlockRef, CacheQuota, Epoch, TicketId
+from testing.ledger.store import TestStore, chain
 
 
 def test_alloc_takes_free_blocks_then_the_coldest_cached(store: TestStore) -> None:

@@ -12,10 +12,10 @@ from block_store.errors import Fenced, Gone, LedgerUnavailable
 from block_store.held import HeldBlocks
 from block_store.holder import Attempt, Holder
 from block_store.ledger import CHUNK, Ledger
-from block_store.lossy import LossyRedis
 from block_store.rebuild import rebuild
-from block_store.testing import TestStore, chain, content
 from common.types import BlockRef, Ticket
+from testing.ledger.lossy_redis import LossyRedis
+from testing.ledger.store import TestStore, chain, content
 
 HAPPENED = pytest.mark.parametrize("lost", [0, 1], ids=["not made", "made, unheard"])
 

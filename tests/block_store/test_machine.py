@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from block_store.errors import LedgerError
 from block_store.ledger import source as lua
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore
-from block_store.walk import LedgerWalk
+from testing.ledger.random_walk import LedgerWalk
+from testing.ledger.store import TestStore
 from tests.model_check import SHARDS, explore
 
 NUMBER = st.integers(0, 30)

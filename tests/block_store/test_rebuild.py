@@ -25,8 +25,8 @@ from block_store.reaper import SWEEP_S, Reaper
 from block_store.rebuild import open_ledger, rebuild
 from block_store.redis_server import RedisHandle
 from block_store.registry import StoreRecord
-from block_store.testing import LAYOUT, TestStore, chain, content, wait_until
 from common.types import BlockRef
+from testing.ledger.store import LAYOUT, TestStore, chain, content, wait_until
 
 NUM_BLOCKS = 24
 

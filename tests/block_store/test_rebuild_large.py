@@ -14,8 +14,8 @@ from block_store.inspection import BlockState
 from block_store.ledger import CHUNK
 from block_store.rebuild import rebuild
 from block_store.redis_server import RedisHandle
-from block_store.testing import TestStore, chain
 from common.types import BlockRef
+from testing.ledger.store import TestStore, chain
 
 NUM_EACH = 2 * CHUNK + 7
 """Blocks of a kind that one writer holds."""

@@ -18,9 +18,9 @@ from block_store.errors import LedgerUnavailable, RedisUnusable
 from block_store.ledger import Ledger
 from block_store.redis_server import RedisHandle
 from block_store.registry import StoreRecord, WorkerRegistry
-from block_store.testing import TestStore, wait_until
-from block_store.walk import LedgerWalk
 from common.types import WorkerLoad, WorkerRecord
+from testing.ledger.random_walk import LedgerWalk
+from testing.ledger.store import TestStore, wait_until
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from block_store.ledger import Ledger
 from block_store.redis_server import open_client
 from block_store.registry import WorkerRegistry
 from block_store.service import read_block
-from block_store.testing import LAYOUT, StoreProcess, chain, wait_until
 from common import convert
 from common.errors import Aborted
 from common.rpc import check_health
 from common.types import BlockRef, KvLayout, KvSpec, TicketId
 from protos.v1 import block_store_pb2 as pb
+from testing.ledger.store import LAYOUT, StoreProcess, chain, wait_until
 
 OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "bfloat16"),))
 

@@ -9,8 +9,8 @@ import pytest
 
 from block_store.ledger import source
 from block_store.redis_server import RedisHandle
-from block_store.small_world import NUM_BLOCKS, SmallWorld
-from block_store.testing import TestStore
+from testing.ledger.exhaustive import NUM_BLOCKS, SmallWorld
+from testing.ledger.store import TestStore
 
 DEPTH = int(os.environ.get("MODEL_CHECK_DEPTH", "4"))
 MOVES = {"alloc 1", "alloc 2", "acquire a", "acquire ab", "seal", "release", "hand over", "claim", "die", "come back"}

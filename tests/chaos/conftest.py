@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from looseleaf.chaos.book import make_book, make_model
-from looseleaf.chaos.run import Run
-from looseleaf.chaos.stack import Stack
+from testing.chaos.book import make_book, make_model
+from testing.chaos.run import Run
+from testing.chaos.stack import Stack
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from looseleaf.chaos import central
-from looseleaf.chaos.run import Run
-from looseleaf.chaos.stack import Plan, Stack
+from testing.chaos import central
+from testing.chaos.run import Run
+from testing.chaos.stack import Plan, Stack
 
 pytestmark = pytest.mark.chaos
 

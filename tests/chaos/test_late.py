@@ -13,8 +13,8 @@ from block_store import redis_server
 from block_store.codec import SealItem
 from block_store.errors import Fenced
 from block_store.ledger import Ledger, source
-from block_store.testing import TestStore, chain
-from looseleaf.chaos.late import EFFECTIVE, HARMLESS, REFUSED, counted, late_calls
+from testing.chaos.late import EFFECTIVE, HARMLESS, REFUSED, counted, late_calls
+from testing.ledger.store import TestStore, chain
 
 
 @pytest.fixture

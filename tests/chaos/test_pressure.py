@@ -7,9 +7,9 @@ import pytest
 from common.errors import InvalidArgument
 from gateway.groups import GroupLimits, max_tokens_within
 from gateway.validate import Wanted
-from looseleaf.chaos.book import Case
-from looseleaf.chaos.pressure import BLOCK_SIZE, REFUSAL, TOO_WIDE, blocks_needed
-from looseleaf.chaos.traffic import _right
+from testing.chaos.book import Case
+from testing.chaos.pressure import BLOCK_SIZE, REFUSAL, TOO_WIDE, blocks_needed
+from testing.chaos.traffic import _right
 
 
 @pytest.mark.parametrize("wanted", [Wanted(n=16), Wanted(beam_width=16), Wanted()])

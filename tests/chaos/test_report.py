@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from looseleaf.chaos.report import Report, percentile
+from testing.chaos.report import Report, percentile
 
 
 def test_a_zero_stands_beside_its_bound_and_one_event_is_bad() -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from looseleaf.chaos import garbled, kills, outages
-from looseleaf.chaos.run import Run, judge
-from looseleaf.chaos.stack import Stack
+from testing.chaos import garbled, kills, outages
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import Stack
 
 pytestmark = pytest.mark.chaos
 

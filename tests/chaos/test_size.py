@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from looseleaf.chaos.report import Report
-from looseleaf.chaos.size import Size, within
+from testing.chaos.report import Report
+from testing.chaos.size import Size, within
 
 pytestmark = pytest.mark.chaos
 SLACK = 10.0

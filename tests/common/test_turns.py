@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.turns import SharedTurns, Turns
-from looseleaf.testing import wait_for
+from testing.system import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 

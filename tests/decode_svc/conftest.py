@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from block_store import redis_server
-from decode_svc.testing import DecodeBench
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
+from testing.decode import DecodeBench
 
 NewRunner = Callable[[int], ModelRunner]
 

@@ -14,11 +14,11 @@ from decode_svc.blocks import RunningBlocks
 from decode_svc.outputs import Outbox, Session
 from decode_svc.progress import Progress
 from decode_svc.scheduler import Group
-from decode_svc.testing import DecodeBench
 from engine import sampler
 from engine.beam import Beam, BeamSearch, Candidates
-from engine.oracle import Oracle
 from engine.sequence import BlockTable, Sequence
+from testing.decode import DecodeBench
+from testing.oracle import Oracle
 
 STOPS = tuple(range(5, 500, 20))
 STOPPING = StoppingParams(max_tokens=20, stop_token_ids=STOPS)

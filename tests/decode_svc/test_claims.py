@@ -14,9 +14,9 @@ from block_store.hashing import chain_start, next_hash
 from common.types import SamplingParams, StoppingParams
 from decode_svc.outputs import Rejection, timings_of
 from decode_svc.scheduler import Group
-from decode_svc.testing import DOMAIN, DecodeBench
-from engine.oracle import Oracle
 from engine.runner import ModelRunner
+from testing.decode import DOMAIN, DecodeBench
+from testing.oracle import Oracle
 
 PROMPT = list(range(20, 30))
 SAMPLED = SamplingParams(temperature=1.5, seed=11, num_sequences=3)

@@ -10,8 +10,8 @@ import pytest
 
 from common.types import Branch, FinishReason, SamplingParams, StoppingParams, TicketId
 from decode_svc.outputs import Rejection
-from decode_svc.testing import DecodeBench
-from engine.oracle import Oracle
+from testing.decode import DecodeBench
+from testing.oracle import Oracle
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.5, seed=11)

@@ -18,10 +18,10 @@ from decode_svc.outputs import Rejection
 from decode_svc.preemption import Choice, Preemption
 from decode_svc.scheduler import Group
 from decode_svc.swap import SwapSpace
-from decode_svc.testing import DOMAIN, DecodeBench
 from decode_svc.worker import DecodeWorker
-from engine.oracle import Oracle
 from engine.runner import ModelRunner
+from testing.decode import DOMAIN, DecodeBench
+from testing.oracle import Oracle
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.5, seed=11)

@@ -10,8 +10,8 @@ import pytest
 
 from common.types import SamplingParams, StoppingParams
 from decode_svc.costs import Costs
-from decode_svc.testing import DecodeBench
 from engine.runner import ModelRunner
+from testing.decode import DecodeBench
 
 PROMPT = list(range(20, 30))
 SAMPLED = SamplingParams(temperature=1.5, seed=11)

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import LooseleafError
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import assert_nothing_held, prompts
+from testing.system import assert_nothing_held, prompts
 
 
 async def test_500_requests_a_third_of_them_cancelled(two_by_two: LLM) -> None:

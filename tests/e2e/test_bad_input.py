@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import InvalidArgument, LooseleafError, NotFound
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held
+from testing.system import assert_nothing_held
 
 NAN = float("nan")
 GRPC: list[tuple[dict[str, Any], type[LooseleafError], str]] = [

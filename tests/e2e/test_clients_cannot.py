@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held
+from testing.system import assert_nothing_held
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import ResourceExhausted
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import assert_nothing_held, prompts
+from testing.system import assert_nothing_held, prompts
 
 STREAMS, TOKENS = 30, 1000
 

@@ -9,7 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 
 async def test_health_answers_while_long_prompts_are_prefilled(llm: LLM) -> None:

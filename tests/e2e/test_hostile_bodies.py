@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bench.served.hostile import HostileSettings, measure
+from bench.served.hostile_bodies import HOSTILE_BODIES
 from looseleaf import LLM
-from looseleaf.bench.hostile import HostileSettings, measure
-from looseleaf.bench.hostile_bodies import HOSTILE_BODIES
-from looseleaf.testing import assert_nothing_held
+from testing.system import assert_nothing_held
 
 
 def test_hostile_bodies_do_not_stop_other_streams(llm: LLM) -> None:

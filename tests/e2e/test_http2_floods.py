@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held
+from testing.system import assert_nothing_held
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6

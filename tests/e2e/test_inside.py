@@ -15,7 +15,7 @@ from block_store import operator_file
 from common.access import POLICY, Access
 from looseleaf import LLM
 from looseleaf.cli import main
-from looseleaf.testing import assert_nothing_held, trust_at, wait_for
+from testing.system import assert_nothing_held, trust_at, wait_for
 
 PROMPT = list(range(20, 60))
 

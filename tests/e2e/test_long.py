@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held, prompts
+from testing.system import assert_nothing_held, prompts
 
 
 def test_a_prompt_of_two_thousand_blocks_is_served_and_cached(checkpoint: Path) -> None:

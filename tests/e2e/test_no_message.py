@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held, trust_at
 from protos.v1 import block_store_pb2, decode_pb2, inference_pb2, prefill_pb2
+from testing.system import assert_nothing_held, trust_at
 
 SERVED: dict[str, FileDescriptor] = {
     "gateway": inference_pb2.DESCRIPTOR,

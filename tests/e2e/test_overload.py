@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ResourceExhausted
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import assert_nothing_held, prompts
+from testing.system import assert_nothing_held, prompts
 
 OPTIONS = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 BLOCK = 16
 

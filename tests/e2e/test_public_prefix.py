@@ -10,7 +10,7 @@ import pytest
 
 from looseleaf import LLM, Client
 from looseleaf.results import Completion
-from looseleaf.testing import assert_nothing_held
+from testing.system import assert_nothing_held
 
 PUBLIC = "Once upon a time there was a fox who lived beside a river with his three brothers. " * 4
 SECRET = "Nobody but the old miller knew where the gold was, and he told it to no one but his cat. " * 3

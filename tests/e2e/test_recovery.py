@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import assert_nothing_held, prompts, wait_for
+from testing.system import assert_nothing_held, prompts, wait_for
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 300, "ignore_eos": True},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from looseleaf import LLM, Client
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 BLOCK = 16
 KEYS = {"acme": "a-key-of-acme", "zoo": "a-key-of-zoo", "bulk": "a-key-of-bulk"}

@@ -16,7 +16,7 @@ from common.errors import StartupError, Unavailable
 from looseleaf import LLM, AsyncClient, Client
 from looseleaf.cli import main
 from looseleaf.commands.certs import make
-from looseleaf.testing import assert_nothing_held, wait_for
+from testing.system import assert_nothing_held, wait_for
 
 PROMPT = list(range(20, 60))
 

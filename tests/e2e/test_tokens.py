@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from common.types import SamplingParams, StoppingParams
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
-from looseleaf.testing import assert_nothing_held, prompts
+from testing.oracle import Oracle
+from testing.system import assert_nothing_held, prompts
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SEEDED: dict[str, Any] = {

@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from looseleaf import LLM
-from looseleaf.testing import assert_nothing_held, trust_at
 from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos.v1 import types_pb2 as pb
+from testing.system import assert_nothing_held, trust_at
 
 GREEDY = pb.SamplingParams(temperature=0.0)
 STOPPING = pb.StoppingParams(max_tokens=8)

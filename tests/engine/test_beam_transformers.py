@@ -10,13 +10,13 @@ import torch
 
 from common.types import BlockRef, EarlyStopping, FinishReason, SamplingParams, StoppingParams
 from engine.beam import BeamSearch, Hypothesis
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, beam_candidates
 from engine.sequence import BlockTable, Chunk, lay_out
 from engine.sequence import Sequence as OneSequence
-from engine.testing import poisoned_arena
 from engine.tiny import make_checkpoint
+from testing.engine import poisoned_arena
+from testing.oracle import Oracle
 
 VOCAB_SIZE, EOS_IDS = 64, (2, 9, 33)
 PROMPT_LENS, PROMPTS_EACH = (7, 16), 10

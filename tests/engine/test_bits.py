@@ -10,11 +10,11 @@ import torch
 
 from common.types import SamplingParams, StoppingParams
 from engine.config import Family
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sequence import BlockTable, Chunk, Sequence, lay_out
-from engine.testing import Batch, poisoned_arena
 from engine.tiny import make_checkpoint
+from testing.engine import Batch, poisoned_arena
+from testing.oracle import Oracle
 
 FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3", "opt"]
 DTYPES = ["bfloat16", "float32"]

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from engine.config import Family
-from engine.oracle import Oracle
 from engine.rows import DecodeRows
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sequence import Chunk, lay_out
-from engine.testing import Batch
 from engine.tiny import make_checkpoint
 from kernels.cpu import forward
 from kernels.cpu.loader import current
+from testing.engine import Batch
+from testing.oracle import Oracle
 
 PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
 

@@ -16,10 +16,10 @@ from engine.config import Family
 from engine.errors import ModelError
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, sample_rows
-from engine.testing import Batch
 from engine.tiny import make_checkpoint
 from kernels.cpu import fallbacks
 from kernels.providers.choice import ProviderName
+from testing.engine import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

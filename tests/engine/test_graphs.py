@@ -13,9 +13,9 @@ from common.types import BlockRef, SamplingParams, StoppingParams
 from engine.graphs import DecodeGraphs, bucket_sizes
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sequence import BlockTable, Chunk, Sequence, lay_out
-from engine.testing import Batch, poisoned_arena
 from engine.tiny import make_checkpoint
 from kernels.providers.base import AttentionBatch
+from testing.engine import Batch, poisoned_arena
 
 
 def test_bucket_sizes() -> None:

@@ -18,10 +18,10 @@ from common.errors import StartupError
 from engine.checkpoint import fingerprint
 from engine.errors import ModelError
 from engine.loader import DummySource, Target, Weights
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import hf_config, make_checkpoint
 from gateway.assets import load_assets
+from testing.oracle import Oracle
 
 IDS = list(range(5, 40))
 

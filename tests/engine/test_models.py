@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.config import Family
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
-from engine.testing import Batch
 from engine.tiny import make_checkpoint
+from testing.engine import Batch
+from testing.oracle import Oracle
 
 PROMPT_LENS = (1, 15, 16, 17, 700)
 NEW_TOKENS = 200

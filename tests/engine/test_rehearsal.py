@@ -22,9 +22,9 @@ from common.types import SamplingParams, StoppingParams
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
 from engine.sequence import Chunk, lay_out
-from engine.testing import Batch
 from engine.tiny import make_checkpoint
-from kernels.gpu.testing import keep_rows
+from testing.engine import Batch
+from testing.gpu_kernels import keep_rows
 
 PROMPTS = [list(range(5, 23)), [30, 31, 32]]
 SEEDED = SamplingParams(

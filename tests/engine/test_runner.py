@@ -15,8 +15,8 @@ from common.settings import WorkerSettings
 from engine.binding import layer_caches
 from engine.errors import ModelError
 from engine.runner import ModelRunner, RunnerSettings
-from engine.testing import Batch, poisoned_arena
 from engine.tiny import make_checkpoint
+from testing.engine import Batch, poisoned_arena
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.step import StepInput
 from engine.tiny import make_checkpoint
-from looseleaf.equality.cases import Answer, Case, differences, expect
-from looseleaf.equality.meddler import Meddler, When
-from looseleaf.equality.rough import Phase, Request, Role, RoughWorld
+from testing.equality.cases import Answer, Case, differences, expect
+from testing.equality.meddler import Meddler, When
+from testing.equality.rough import Phase, Request, Role, RoughWorld
+from testing.oracle import Oracle
 from tests.model_check import SHARDS, explore
 
 BLOCK_SIZE = 4

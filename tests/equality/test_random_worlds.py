@@ -14,11 +14,11 @@ import torch
 from common.blocks import group_blocks
 from common.types import SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
-from looseleaf.equality.cases import Case, differences, expect
-from looseleaf.equality.workers import Workers
+from testing.equality.cases import Case, differences, expect
+from testing.equality.workers import Workers
+from testing.oracle import Oracle
 
 VOCAB = 500
 CHOICES: tuple[Choice, ...] = ("swap", "give-back", "auto")

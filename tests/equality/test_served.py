@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.oracle import Oracle
+from bench.served.server import Request, WatchedServer, send_all
 from engine.runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
-from looseleaf.bench.server import Request, WatchedServer, send_all
-from looseleaf.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
 from looseleaf.model_source import BUILT_IN
 from looseleaf.results import Completion, Piece, join
-from looseleaf.testing import assert_nothing_held
+from testing.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
+from testing.oracle import Oracle
+from testing.system import assert_nothing_held
 
 MAX_MODEL_LEN = 176
 TIGHT = {"num_blocks": 48, "max_model_len": MAX_MODEL_LEN}

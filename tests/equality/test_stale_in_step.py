@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from block_store.header import HeaderState
-from block_store.thief import Thief
 from common.types import SamplingParams, StoppingParams
 from decode_svc import swap
 from decode_svc.outputs import Rejection
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.step import StepInput
 from engine.tiny import make_checkpoint
-from looseleaf.equality.cases import Answer, Case, differences, expect
-from looseleaf.equality.meddler import Meddler, When
-from looseleaf.equality.workers import Workers
+from testing.equality.cases import Answer, Case, differences, expect
+from testing.equality.meddler import Meddler, When
+from testing.equality.workers import Workers
+from testing.ledger.block_thief import Thief
+from testing.oracle import Oracle
 
 BLOCK_SIZE = 4
 WHEN = pytest.mark.parametrize("when", get_args(When))

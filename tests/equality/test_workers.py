@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from engine.config import ARCHITECTURES
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
-from looseleaf.equality.cases import KINDS, Answer, Case, Text, differences, expect, make_cases
-from looseleaf.equality.workers import Workers
+from testing.equality.cases import KINDS, Answer, Case, Text, differences, expect, make_cases
+from testing.equality.workers import Workers
+from testing.oracle import Oracle
 
 FAMILIES = tuple(ARCHITECTURES.values())
 TIGHT = 26

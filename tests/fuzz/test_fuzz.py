@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from engine.tiny import make_checkpoint
 from looseleaf import LLM
-from looseleaf.fuzz import inputs
-from looseleaf.fuzz.__main__ import FORBIDDEN, fuzz, lines_of
-from looseleaf.testing import assert_nothing_held
 from protos.v1 import inference_pb2
+from testing.fuzz import inputs
+from testing.fuzz.__main__ import FORBIDDEN, fuzz, lines_of
+from testing.system import assert_nothing_held
 
 NUM_INPUTS = int(os.environ.get("LOOSELEAF_TEST_FUZZ", "20000"))
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)

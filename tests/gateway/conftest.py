@@ -24,11 +24,11 @@ from gateway.requests import RequestRunner
 from gateway.salts import Salts
 from gateway.sessions import Limits
 from gateway.tenants import Tenants
-from gateway.testing import Script, make_assets
-from gateway.testing_workers import ScriptedWorker
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import Validator
 from gateway.workers import Workers
+from testing.gateway.parts import Script, make_assets
+from testing.gateway.scripted_workers import ScriptedWorker
 
 
 @dataclass

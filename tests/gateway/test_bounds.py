@@ -22,10 +22,10 @@ from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.http_protocol import HttpBounds
 from gateway.server import HttpServer, bind_http
-from gateway.testing import Script
 from gateway.wrong_keys import WrongKeys
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
+from testing.gateway.parts import Script
 from tests.gateway.conftest import MakeRig, Rig
 
 KEY = "s3cret"

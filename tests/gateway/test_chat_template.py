@@ -11,7 +11,7 @@ import pytest
 from common.errors import InvalidArgument, StartupError
 from gateway.assets import load_assets
 from gateway.chat_template import ChatTemplate
-from gateway.testing import CHAT_TEMPLATE, make_tokenizer
+from testing.gateway.parts import CHAT_TEMPLATE, make_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 

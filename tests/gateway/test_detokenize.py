@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from gateway.detokenize import ByteDetokenizer, Detokenizer, Detokenizers, Detokenizing, TokenTexts
-from gateway.testing import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
+from testing.gateway.parts import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
 
 BYTE_LEVEL = make_tokenizer()
 TEXTS = st.text(alphabet=st.sampled_from("ab mill\n\té€ü漢字\U0001f600\U0001f468\u200d\ufffd"), max_size=60)

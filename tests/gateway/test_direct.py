@@ -15,10 +15,10 @@ from gateway import decoding
 from gateway.decoding import FEW_STREAMS, _add_decode_time
 from gateway.direct import Direct
 from gateway.sessions import OutputStream
-from gateway.testing import Fault, Script, expected_ids
 from gateway.validate import IdsPrompt, Wanted
 from protos.v1 import decode_pb2 as pb
 from protos.v1.types_pb2 import Timings
+from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import PROMPT, until
 

@@ -21,11 +21,11 @@ import pytest
 from block_store.hashing import chain_start, hash_blocks
 from block_store.redis_server import RedisHandle, connect
 from block_store.registry import StoreRecord, WorkerRegistry
-from block_store.testing import TestStore
 from common.types import WorkerRecord
 from gateway.discovery import LOOKUP_BUDGET_S, MAX_UNANSWERED, Discovery
-from gateway.testing import Script, make_record
-from gateway.testing_workers import ScriptedWorker
+from testing.gateway.parts import Script, make_record
+from testing.gateway.scripted_workers import ScriptedWorker
+from testing.ledger.store import TestStore
 from tests.gateway.test_chat_template import write_model
 from tests.gateway.test_requests import until
 

@@ -18,10 +18,10 @@ from common.status import error_of
 from gateway.grpc_service import InferenceServicer
 from gateway.http_app import HttpApi
 from gateway.server import HttpServer, bind_http, drain
-from gateway.testing import Script
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from protos.v1 import types_pb2 as types_pb
+from testing.gateway.parts import Script
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 

@@ -18,9 +18,9 @@ from gateway.limits import PromptLimits
 from gateway.openai_parse import parse_body
 from gateway.openai_types import ChatBody, CompletionBody
 from gateway.salts import Salts
-from gateway.testing import make_assets, make_record
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import ChatPrompt, IdsPrompt, ResolvedRequest, Validator, Wanted
+from testing.gateway.parts import make_assets, make_record
 
 MAX_LEN = 512
 PROMPT = [1] * 40  # two blocks and a half

@@ -16,10 +16,10 @@ from common.rpc import RpcServer
 from common.status import error_of
 from gateway.direct import Direct
 from gateway.grpc_service import InferenceServicer, key_check
-from gateway.testing import Script, beam_score, expected_ids
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from protos.v1 import types_pb2 as types_pb
+from testing.gateway.parts import Script, beam_score, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 

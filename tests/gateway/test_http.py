@@ -16,8 +16,8 @@ from gateway.direct import Direct
 from gateway.http_app import HttpApi
 from gateway.limits import MAX_BODY_BYTES
 from gateway.server import HttpServer, bind_http
-from gateway.testing import Fault, Script, expected_ids
 from protos.v1 import decode_pb2 as pb
+from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 

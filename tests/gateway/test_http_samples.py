@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.testing import Fault, Script, beam_score, expected_ids
+from testing.gateway.parts import Fault, Script, beam_score, expected_ids
 from tests.gateway.test_http import Served, serve
 
 __all__ = ["serve"]

@@ -13,9 +13,9 @@ from gateway.assets import GenerationDefaults, ModelAssets
 from gateway.groups import GroupLimits
 from gateway.limits import MAX_SALT_BYTES, MIN_PROMPT_BYTES
 from gateway.salts import Salts
-from gateway.testing import BOS_ID, EOS_ID, VOCAB_SIZE, make_assets
 from gateway.tokenizing import TokenizerPool
 from gateway.validate import ChatPrompt, IdsPrompt, ResolvedRequest, TextPrompt, Validator, Wanted
+from testing.gateway.parts import BOS_ID, EOS_ID, VOCAB_SIZE, make_assets
 
 MAX_LEN = 512
 PROMPT = [1, 5, 6]

@@ -9,7 +9,7 @@ import pytest
 from common.errors import Internal
 from gateway.lost import incarnation
 from gateway.poison import MOST_REMEMBERED, PoisonList, digest_of
-from gateway.testing import make_record
+from testing.gateway.parts import make_record
 
 DIGEST = digest_of([1, 2, 3], b"salt")
 

@@ -14,10 +14,10 @@ from common.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceE
 from common.types import WorkerRecord
 from gateway.lost import WorkerLost, incarnation, is_death
 from gateway.prefill_client import PrefillClient, _translated
-from gateway.testing import Script, make_record
-from gateway.testing_workers import ScriptedWorker
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import types_pb2
+from testing.gateway.parts import Script, make_record
+from testing.gateway.scripted_workers import ScriptedWorker
 
 WORKER = make_record("prefill", "w.prefill")
 REQUEST = pb.PrefillRequest(

@@ -20,10 +20,10 @@ from common.errors import (
 from common.types import FinishReason, Ticket
 from gateway.assemble import Piece
 from gateway.sessions import Limits
-from gateway.testing import Fault, Script, expected_ids
 from gateway.validate import IdsPrompt, TextPrompt, Wanted
 from gateway.workers import Workers
 from protos.v1 import decode_pb2 as pb
+from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
 
 PROMPT = [1, 50, 60, 70]

@@ -6,7 +6,7 @@ from collections import Counter
 
 from common.types import WorkerLoad
 from gateway.routing import REPORT_S, SUSPECT_S, GroupSize, Router
-from gateway.testing import make_record
+from testing.gateway.parts import make_record
 
 
 def always(record: object) -> bool:

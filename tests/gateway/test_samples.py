@@ -13,11 +13,11 @@ from gateway.assemble import Piece
 from gateway.detokenize import Detokenizers
 from gateway.life import Life
 from gateway.lost import WorkerLost
-from gateway.testing import Fault, Script, beam_score, expected_ids
 from gateway.validate import IdsPrompt, Wanted
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
+from testing.gateway.parts import Fault, Script, beam_score, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import PROMPT, run, text_of, until
 

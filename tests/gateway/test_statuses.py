@@ -18,8 +18,8 @@ from common.status import error_of
 from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.server import HttpServer, bind_http
-from gateway.testing import Fault, Script
 from protos.v1 import decode_pb2, inference_pb2, inference_pb2_grpc, types_pb2
+from testing.gateway.parts import Fault, Script
 from tests.gateway.conftest import MakeRig, Rig
 
 KEY = "s3cret"

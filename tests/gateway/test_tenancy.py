@@ -18,8 +18,8 @@ from gateway.gate import RESERVED_RANK
 from gateway.grpc_service import InferenceServicer, key_check
 from gateway.http_app import HttpApi
 from gateway.server import HttpServer, bind_http
-from gateway.testing import Script
 from protos.v1 import inference_pb2_grpc
+from testing.gateway.parts import Script
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 

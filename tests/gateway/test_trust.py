@@ -10,8 +10,8 @@ from common.access import Door
 from common.errors import Unavailable
 from common.trust import Trust
 from gateway.sessions import DecodeSession, Limits
-from gateway.testing import Script
-from gateway.testing_workers import ScriptedWorker
+from testing.gateway.parts import Script
+from testing.gateway.scripted_workers import ScriptedWorker
 from tests.gateway.conftest import MakeRig
 from tests.gateway.test_requests import PROMPT, expected_ids, ids_of, run, until
 

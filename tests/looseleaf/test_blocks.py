@@ -12,8 +12,8 @@ from block_store.held import HeldBlocks
 from block_store.holder import Holder
 from block_store.ledger import Ledger
 from block_store.redis_server import open_client
-from block_store.testing import StoreProcess, chain, content
 from looseleaf.cli import main
+from testing.ledger.store import StoreProcess, chain, content
 
 
 def test_the_map_and_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

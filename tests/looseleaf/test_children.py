@@ -18,7 +18,7 @@ from common.errors import StartupError
 from common.rpc import write_ready_file
 from looseleaf.child import later
 from looseleaf.children import Child, ChildDied, Restarts, ServiceSpec, end, wait_ready
-from looseleaf.testing import wait_for
+from testing.system import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = """

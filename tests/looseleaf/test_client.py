@@ -18,7 +18,7 @@ from looseleaf import LLM, AsyncClient, Client
 from looseleaf.cli import main
 from looseleaf.options import GenerateOptions
 from looseleaf.results import join
-from looseleaf.testing import assert_nothing_held
+from testing.system import assert_nothing_held
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time"

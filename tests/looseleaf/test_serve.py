@@ -29,8 +29,8 @@ from looseleaf.results import Completion
 from looseleaf.settings import ServeSettings
 from looseleaf.shm import ROOT as SHM
 from looseleaf.shm import sweep
-from looseleaf.testing import assert_nothing_held, inspect, wait_for
 from protos.v1.block_store_pb2 import InspectResponse
+from testing.system import assert_nothing_held, inspect, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_LEN = 80

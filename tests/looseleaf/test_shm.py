@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import StartupError
 from looseleaf.shm import SharedDirectory, sweep
-from looseleaf.testing import wait_for
+from testing.system import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from looseleaf.llm import Supervisor, serve_settings
 from looseleaf.placement import settled
 from looseleaf.settings import ServeSettings
 from looseleaf.standby import wanted
-from looseleaf.testing import assert_nothing_held, wait_for
+from testing.system import assert_nothing_held, wait_for
 
 GIB = 1 << 30
 PROMPT = list(range(20, 84))

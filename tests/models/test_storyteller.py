@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from common.types import SamplingParams, StoppingParams
 from engine.config import ModelConfig
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from gateway.assets import load_assets
 from gateway.chat_template import ChatTemplate
+from testing.oracle import Oracle
 from tools.storyteller import pairs
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "storyteller"

@@ -19,12 +19,12 @@ from block_store.holder import Holder
 from block_store.ledger import Ledger
 from block_store.rebuild import open_ledger
 from common.types import BlockRef, Branch, SamplingParams, StoppingParams, Ticket
-from engine.oracle import Oracle
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.worker import Done, Event, PrefillWorker
+from testing.oracle import Oracle
 
 
 @dataclass

@@ -15,9 +15,9 @@ from block_store.inspection import inspect
 from common.errors import Aborted, InvalidArgument
 from common.types import Branch, FinishReason, SamplingParams, StoppingParams
 from engine.beam import BeamSearch
-from engine.oracle import Oracle
 from prefill_svc.job import Job
 from prefill_svc.worker import Done
+from testing.oracle import Oracle
 
 BLOCK = 16
 PROMPT = list(range(10, 47))  # two full blocks and a partial one

@@ -6,7 +6,7 @@
 set -uo pipefail
 python=${PYTHON:-python3}
 model=models/configs/llama-3.1-8b at_once=64 requests=256 prompt=512 output=128 batches="1 16 64" context=4096
-kernels=(kernels.gpu.bench) provider=triton seconds=440
+kernels=(bench.gpu_kernels) provider=triton seconds=440
 if [ "${REHEARSE:-}" ]; then
 	model=models/configs/llama-125m at_once=2 requests=4 prompt=32 output=4 batches="1 2" context=32
 	kernels+=(--rehearse)
@@ -43,7 +43,7 @@ stage() { # name, seconds, command ...
 
 library=()
 [ "${FA3_LIBRARY:-}" ] && library=(--attention-library "$FA3_LIBRARY")
-step=(-m engine.bench --model "$model" --batches $batches --context "$context" --max-model-len $((2 * context)))
+step=(-m bench.engine --model "$model" --batches $batches --context "$context" --max-model-len $((2 * context)))
 serve=(-m loadtest.throughput --model "$model" --at-once "$at_once" --requests "$requests" --prompt-tokens "$prompt"
 	--output-tokens "$output" --max-num-batched-tokens 8192)
 say "device=$device commit=$commit $("$python" -c 'import torch; print("torch=" + torch.__version__)')"

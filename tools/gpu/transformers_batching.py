@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from looseleaf.testing import prompts
+from testing.system import prompts
 
 
 def main() -> None:

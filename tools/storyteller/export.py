@@ -137,8 +137,8 @@ class Teller:
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         sys.path.append(str(Path(__file__).resolve().parents[2]))  # the repository: run as a script from anywhere
-        from engine.oracle import Oracle
         from engine.runner import ModelRunner, RunnerSettings
+        from testing.oracle import Oracle
 
         self._tokenizer = tokenizer
         self._oracle = Oracle(ModelRunner(RunnerSettings(directory, num_threads=1)))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.gpu.testing import keep_rows
+from testing.gpu_kernels import keep_rows
 
 HAS_TRITON = find_spec("triton") is not None
 HAS_CUDA = torch.cuda.is_available()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.gpu.linear import constexprs, linear
-from kernels.gpu.testing import rounded
+from testing.gpu_kernels import rounded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -12,7 +12,7 @@ import torch
 from kernels.gpu import attention
 from kernels.gpu.attention import paged_attention
 from kernels.gpu.attention_tiles import Chip, Tiling, num_pieces, num_splits
-from kernels.gpu.testing import tolerance_of
+from testing.gpu_kernels import tolerance_of
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 LENS = [1, 15, 16, 17, 33, 0, 250]

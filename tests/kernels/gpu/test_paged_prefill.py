@@ -9,7 +9,7 @@ import torch
 
 from kernels.gpu import attention_tiles
 from kernels.gpu.attention import paged_attention, paged_prefill
-from kernels.gpu.testing import tolerance_of
+from testing.gpu_kernels import tolerance_of
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CONTEXTS, CHUNKS = [1, 33, 0, 150, 17, 90, 64], [1, 33, 0, 20, 1, 0, 64]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.gpu.rms_norm import rms_norm
-from kernels.gpu.testing import rounded, tolerance_of
+from testing.gpu_kernels import rounded, tolerance_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(1, 8), (5, 64), (3, 4, 80), (0, 64), (2, 1000), (7, 33), (64,), (2, 4096)]

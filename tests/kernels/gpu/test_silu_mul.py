@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.testing import tolerance_of
+from testing.gpu_kernels import tolerance_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.testing import rounded, tolerance_of
 from kernels.gpu.write_blocks import write_blocks
 from kernels.write_blocks import write_blocks_reference
+from testing.gpu_kernels import rounded, tolerance_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(4, 2, 64, 64), (12, 12, 64, 0), (3, 1, 8, 8), (5, 5, 80, 32), (2, 1, 256, 256), (9, 8, 96, 96)]

@@ -1,0 +1,141 @@
+"""`python -m bench.engine`: tokens per second of decode steps (forward and sampling), and of a prompt.
+
+Random weights of a 125M Llama shape unless a model directory is named, greedy. A step's floor is the time to read
+weights and KV once at the rate that this run measured: reading 256 MB on a CPU, copying 4 GiB on a GPU. `outside` is
+what a step costs beside the pass: laying out its arrays and drawing its tokens (a worker's whole step: `python -m
+bench.decode_worker`). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.kernels import memory_limit
+from engine.rows import DecodeRows
+from engine.runner import ModelRunner, RunnerSettings
+from engine.sampler import Sampler
+from engine.sequence import Chunk
+from testing.engine import Batch
+
+MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m"
+
+
+def bytes_per_s(runner: ModelRunner) -> float:
+    """What the runner's device can read, or on a GPU read and write, in bytes a second."""
+    if runner.device.name == "cpu":
+        return memory_limit(0.5) * 1e9
+    source = torch.randint(255, (4 << 30,), dtype=torch.uint8, device=runner.device.torch_device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    return 2 * source.numel() / median_s(copy, 10)
+
+
+def median_s(call: Callable[[], object], times: int) -> float:
+    """Median seconds of a call, after three to warm up."""
+    seconds = []
+    for _ in range(times + 3):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[3:])
+
+
+def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: float) -> dict[str, float]:
+    """A decode step of `num_seqs` sequences at position `context`, the same one again and again."""
+    vocab = runner.config.vocab_size
+    batch = Batch.of(runner, [[token % vocab for token in range(context)]] * num_seqs, 1)
+    runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on it
+    runner.capture(num_seqs)
+    for sequence in batch.sequences:
+        sequence.num_computed = context - 1
+    rows, sampler = DecodeRows(runner.layout.block_size), Sampler()
+
+    def around() -> None:
+        """What a step does beside the pass."""
+        rows.lay_out(batch.sequences)
+        sampler.draw(logits, batch.sequences)
+
+    def step() -> None:
+        sampler.draw(runner.step(rows.lay_out(batch.sequences).batch), batch.sequences)
+
+    logits = runner.step(rows.lay_out(batch.sequences).batch)
+    outside = median_s(around, 10 * steps)
+    median = median_s(step, steps)
+    kv_bytes = num_seqs * context * sum(group.bytes_per_token for group in runner.layout.groups)
+    floor = (runner.weights_bytes + kv_bytes) / rate
+    return {
+        "batch": num_seqs, "context": context, "ms": round(median * 1e3, 3),
+        "tokens_per_s": round(num_seqs / median, 1), "floor_ms": round(floor * 1e3, 3),
+        "of_floor": round(floor / median, 3), "outside_us": round(outside * 1e6, 1),
+        "outside_us_per_seq": round(outside / num_seqs * 1e6, 2),
+    }  # fmt: skip
+
+
+def prefill(runner: ModelRunner, num_tokens: int) -> dict[str, float]:
+    """One prompt of `num_tokens` in one chunk, best of three."""
+    vocab, times = runner.config.vocab_size, []
+    for _ in range(3):
+        batch = Batch.of(runner, [[token % vocab for token in range(num_tokens)]], 1)
+        start = time.perf_counter()
+        batch.step([Chunk(batch.sequences[0], num_tokens)])
+        times.append(time.perf_counter() - start)
+    return {"tokens": num_tokens, "ms": round(min(times) * 1e3, 2), "tokens_per_s": round(num_tokens / min(times), 1)}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    parser.add_argument("--model", default=str(MODEL), help="directory with a config.json; its weights are random")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--max-model-len", type=int, help="longest sequence; default: the model's")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--num-threads", type=int, default=0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--attention-library")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_e4m3"], default="auto")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--enforce-eager", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    sizes: dict[str, Any] = {name: vars(args).pop(name) for name in ("batches", "context", "steps")}
+    start = time.perf_counter()
+    runner = ModelRunner(RunnerSettings(load_format="dummy", **vars(args)))
+    load_s = round(time.perf_counter() - start, 2)
+    print(runner.numerics)
+    print(f"weights {runner.weights_bytes / 1e6:.0f} MB loaded in {load_s} s, threads {runner.num_threads}")
+    rate = bytes_per_s(runner)
+    print(f"memory {rate / 1e9:.1f} GB/s")
+    runs = []
+    for size in sizes["batches"]:
+        run = decode(runner, size, sizes["context"], sizes["steps"], rate)
+        runs.append(run)
+        line = f"decode batch {size:3}: {run['ms']:8.2f} ms  {run['tokens_per_s']:8.1f} tok/s"
+        print(f"{line}  {run['of_floor']:.0%} of floor, {run['outside_us']:.0f} us beside the pass")
+    prompt = prefill(runner, sizes["context"])
+    print(f"prefill {prompt['tokens']} tokens: {prompt['ms']:.1f} ms  {prompt['tokens_per_s']:.0f} tok/s")
+    print(json.dumps({
+        "bench": "engine", "model": args.model, "numerics": runner.numerics, "threads": runner.num_threads,
+        "torch": torch.__version__, "load_s": load_s, "gb_per_s": round(rate / 1e9, 1), "decode": runs,
+        "prefill": prompt,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

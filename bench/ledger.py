@@ -1,0 +1,114 @@
+"""Times every ledger operation on block tables of 64 blocks against a PING: `python -m bench.ledger [--url URL]`.
+
+Prints a table and one JSON line. Times are round trips as a worker sees them, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from block_store import redis_server
+from block_store.arena import Arena, ref_arrays
+from block_store.codec import SealItem
+from block_store.hashing import chain_start, hash_blocks
+from block_store.ledger import CHUNK, Lane, Ledger
+from block_store.rebuild import open_ledger
+from common.types import Epoch, KvLayout, KvSpec
+
+LAYOUT = KvLayout(16, (KvSpec(num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16"),))
+NUM_BLOCKS = 1024
+LEASE_S = 3600.0
+"""Longer than any run: nothing here renews it."""
+PINGS_WANTED = 5.0
+"""The most that an operation on 64 blocks may take, in PINGs of the same run, at the median."""
+T = TypeVar("T")
+
+
+class Bench:
+    """One prefill and one decode holder; each round is the life of one request's block table."""
+
+    def __init__(self, arena: Arena, ledger: Ledger, table_len: int) -> None:
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self._arena = arena
+        self._ledger = ledger
+        self._table_len = table_len
+        self._numbers: dict[Epoch, int] = defaultdict(int)
+        names = ("prefill", "decode")
+        self._prefill, self._decode = (ledger.register(name, writer_slot=1, lease_s=LEASE_S) for name in names)
+
+    def _timed(self, name: str, call: Callable[[], T]) -> T:
+        started = time.perf_counter_ns()
+        answer = call()
+        self.times[name].append((time.perf_counter_ns() - started) / 1000)
+        return answer
+
+    def _lane(self, epoch: Epoch) -> Lane:
+        self._numbers[epoch] += 1
+        return Lane(epoch, self._numbers[epoch])
+
+    def round(self, number: int) -> None:
+        ledger, arena, prefill, decode = self._ledger, self._arena, self._prefill, self._decode
+        tokens = [number, *range(self._table_len * 16 - 1)]
+        hashes = self._timed("(hash)", lambda: hash_blocks(chain_start(b"bench"), tokens, 16))
+        self._timed("ping", ledger.client.ping)
+        self._timed("beat", lambda: ledger.beat(prefill))
+        refs = self._timed("alloc", lambda: ledger.alloc(self._lane(prefill), self._table_len))
+        self._timed("(raise)", lambda: arena.raise_generations(refs, 1))
+        digests = self._timed("(digest)", lambda: [arena.digest(ref.block) for ref in refs])
+        self._timed("(mark)", lambda: arena.mark_sealed(refs, hashes, digests))
+        ids, generations = ref_arrays(refs)
+        self._timed("(check)", lambda: arena.check(ids, generations))
+        items = [SealItem(*pair) for pair in zip(refs, hashes, strict=True)]
+        self._timed("seal", lambda: ledger.seal(self._lane(prefill), items))
+        ticket = self._timed("hand_over", lambda: ledger.hand_over(self._lane(prefill), refs))
+        ledger.release(self._lane(prefill), refs)
+        self._timed("claim", lambda: ledger.claim(self._lane(decode), ticket))
+        self._timed("lookup", lambda: ledger.lookup([hashes]))
+        self._timed("release", lambda: ledger.release(self._lane(decode), refs))
+        self._timed("acquire", lambda: ledger.acquire(self._lane(decode), [hashes]))
+        ledger.release(self._lane(decode), refs)
+        self._timed("reap", ledger.reap)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.ledger")
+    parser.add_argument("--url", help="Redis to use; default: a private one")
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--table-len", type=int, default=64, help=f"blocks per call, at most {CHUNK}")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="looseleaf-bench-") as directory:
+        redis = redis_server.connect(options.url, directory)
+        arena = Arena.create(Path(directory), LAYOUT, max(NUM_BLOCKS, 2 * options.table_len))
+        ledger = open_ledger(redis.client, arena)
+        bench = Bench(arena, ledger, options.table_len)
+        for number in range(options.rounds):
+            bench.round(number)
+        ledger.forget()
+        redis.close()
+    result = {
+        name: {"p50_us": round(statistics.median(times), 1), "p99_us": round(sorted(times)[len(times) * 99 // 100], 1)}
+        for name, times in bench.times.items()
+    }
+    _print_table(result, options.table_len)
+    print(json.dumps({"table_len": options.table_len, "redis": redis.version, **result}))
+
+
+def _print_table(result: dict[str, dict[str, float]], table_len: int) -> None:
+    """With each call's p50 in PINGs."""
+    print(f"{'operation':<12}{'p50 us':>10}{'p99 us':>10}{'pings':>8}   ({table_len} blocks; in parentheses: no Redis)")
+    for name, row in result.items():
+        pings = row["p50_us"] / result["ping"]["p50_us"]
+        told = f"{pings:>8.1f}" + ("" if pings <= PINGS_WANTED else f"  > {PINGS_WANTED:g}")
+        print(f"{name:<12}{row['p50_us']:>10}{row['p99_us']:>10}{'' if name.startswith('(') else told}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Everything about speed on this CPU in one run: `make bench`.
+
+Runs each benchmark as a process of its own: kernels beside the machine's measured limits, decode steps, and what
+`looseleaf serve` gives (start-up, workloads, memory). Each ends in a line of JSON; they are kept together below
+docs/benchmarks/cpu with date, commit and machine, and the page there gets a table of the newest run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from bench.served import machine
+from common.errors import StartupError
+from common.settings import Settings, settings_config
+
+PARTS = {
+    "kernels": (["bench.kernels"], ["--seconds", "0.1"]),
+    "engine": (["bench.engine", "--batches", "1", "8", "32"], ["--steps", "5"]),
+    "served": (["bench.served.cpu_served"], ["--requests", "8", "--rounds", "1"]),
+    "batching": (["loadtest.batching"], ["--rounds", "1"]),
+    "latency": (["loadtest.latency"], ["--num-prompts", "1", "--refusals", "20", "--burst", "50"]),
+}
+"""By name: the command (the kernels' for each of them), and what makes it quick."""
+PAGE = machine.RESULTS / "README.md"
+BEGIN, END = "<!-- newest run: written by make bench -->", "<!-- end of newest run -->"
+
+
+class CpuSettings(Settings):
+    """Run the benchmarks of this machine's CPU."""
+
+    model_config = settings_config("LOOSELEAF_BENCH_", "bench.served.cpu")
+
+    only: list[str] = Field([], description=f"which of {', '.join(PARTS)}; default: all")
+    quick: bool = Field(False, description="a rehearsal in about a minute; nothing is kept")
+    keep: bool = Field(True, description="write the result and the page's table")
+
+
+def run_part(name: str, *, quick: bool) -> Any:
+    """What its last line says, of the kernels by kernel. StartupError: it failed."""
+    command, less = PARTS[name]
+    options = less if quick else []
+    if name == "kernels":
+        kernels = importlib.import_module("bench.kernels").CASES
+        return {kernel: last_line([*command, kernel, *options]) for kernel in kernels}
+    return last_line([*command, *options])
+
+
+def last_line(command: Sequence[str]) -> Any:
+    """What a benchmark's last line says. StartupError: it failed."""
+    print(f"== python -m {' '.join(command)}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = ""
+    for line in process.stdout:
+        print(line, end="", flush=True)
+    if process.wait() or not line.startswith(("{", "[")):
+        raise StartupError(f"{command[0]} ended with status {process.returncode} and no result")
+    return json.loads(line)
+
+
+def shares(kernels: Any) -> Iterator[dict[str, Any]]:
+    """Every case with a share of a limit, wherever it stands in what the kernels' benchmark says."""
+    if isinstance(kernels, dict):
+        if "share" in kernels and "name" in kernels:
+            yield kernels
+        for value in kernels.values():
+            yield from shares(value)
+    elif isinstance(kernels, list):
+        for value in kernels:
+            yield from shares(value)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The newest run for people, in markdown."""
+    isa = ", ".join(result["isa"]) or "neither AVX2 nor AVX-512"
+    lines = [
+        f"{result['date']}, commit {result['commit']}, {result['cores']} cores of {result['cpu']} ({isa}), "
+        f"{result['memory_gib']} GiB, load {result['load1']} at the start."
+    ]
+    if cases := list(shares(result.get("kernels"))):
+        lines += ["", "| kernel | threads | best ms | rate | of the measured limit |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {case['name']} | {case['threads']} | {case['best_ms']:.3f} | {case['rate']:.3g} {case['unit']} "
+            f"| {case['share']:.0%} |"
+            for case in cases
+        ]
+    if engine := result.get("engine"):
+        lines += ["", "| decode step, batch | context | ms | tok/s | floor / step |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {run['batch']} | {run['context']} | {run['ms']} | {run['tokens_per_s']} | {run['of_floor']:.0%} |"
+            for run in engine["decode"]
+        ]
+    if served := result.get("served"):
+        lines += ["", *served_table(served)]
+    return "\n".join(lines)
+
+
+def served_table(served: dict[str, Any]) -> list[str]:
+    lines = ["| served | out tok/s | TTFT p50, p99 ms | ITL p50, p99 ms | first token s | MiB beyond weights and KV |"]
+    lines.append("|---|---|---|---|---|---|")
+    for roles in ("both", "split"):
+        found = served[roles]
+        for kind in ("served", "prefix"):
+            row = found[kind]
+            waits = (f"{row[f'{wait}_p50_ms']}, {row[f'{wait}_p99_ms']}" for wait in ("ttft", "itl"))
+            alone = (str(found["first_token_s"]), str(found["memory_mib"]["beyond"]))
+            lines.append("| " + " | ".join((f"{roles}, {kind}", str(row["out_tok_s"]), *waits, *alone)) + " |")
+    return lines
+
+
+def put_between(page: str, text: str) -> str:
+    """`page` with `text` between its two marks. ValueError: it lacks them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page lacks {BEGIN!r} or {END!r}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> Path:
+    """Write the result, and the page's table if every part was run."""
+    path = machine.keep("bench", result, origin, page.parent)
+    if set(PARTS) <= set(result):
+        page.write_text(put_between(page.read_text(), table({**origin, **result})))
+    return path
+
+
+def chosen(only: Sequence[str]) -> list[str]:
+    """StartupError: there is no such part."""
+    for name in only:
+        if name not in PARTS:
+            raise StartupError(f"--only {name!r}: there are {', '.join(PARTS)}")
+    return [name for name in PARTS if not only or name in only]
+
+
+def main(settings: CpuSettings) -> None:
+    names, origin = chosen(settings.only), machine.provenance()
+    result = {"benchmark": "cpu", **{name: run_part(name, quick=settings.quick) for name in names}}
+    print(table({**origin, **result}))
+    if settings.keep and not settings.quick:
+        print(f"kept as {keep(result, origin)}")
+    print(json.dumps({**origin, **result}))
+
+
+if __name__ == "__main__":
+    try:
+        main(CpuSettings.load(sys.argv[1:]))
+    except StartupError as error:
+        print(f"bench.served.cpu: {error}", file=sys.stderr)
+        sys.exit(1)

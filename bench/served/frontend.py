@@ -1,0 +1,316 @@
+"""CPU time of the gateway and of decode's front end for each streamed token: `make bench-frontend`.
+
+Real processes and sockets: clients, gateway, Redis, a decode service; only the step loop behind it computes nothing
+(`frontend_worker`). Steps come at a fixed rate and bring every stream one token. What a process takes without streams
+is subtracted, and of the decode process what its step loop takes. Beside it in the same run servers that do nothing
+but send (`frontend_floor`): what grpc.aio and uvicorn take themselves. CPU time is the kernel's account (schedstat), so
+it does not grow with waiting; but on a busy machine caches are cold, and everything here costs two to four times more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import Field
+
+from block_store.redis_server import connect
+from common.errors import StartupError
+from common.settings import Settings, settings_config
+from looseleaf.model_source import resolve
+
+KINDS = ("grpc", "http")
+START_S = 120.0
+SETTLE_S = 0.7
+_TICKS = os.sysconf("SC_CLK_TCK")
+_TOKENS = re.compile(r"^looseleaf_generation_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
+
+
+class FrontendSettings(Settings):
+    """Measure the front ends' CPU time per streamed token."""
+
+    model_config = settings_config("LOOSELEAF_FRONTEND_", "bench.served.frontend")
+
+    model: str | None = Field(None, description="directory with the tokenizer; default: the built-in model")
+    streams: int = Field(64, ge=1, le=1024, description="concurrent streams")
+    rate: float = Field(25.0, gt=0, le=2000, description="steps a second, each a token for every stream")
+    full_rate: float = Field(1000.0, ge=0, le=5000, description="steps a second that no gateway keeps up with; 0: skip")
+    seconds: float = Field(4.0, gt=0.1, description="length of one measurement")
+    rounds: int = Field(3, ge=1, description="measurements of each; the median is printed")
+
+
+class Helper:
+    """A process of this benchmark that answers a line with a line of JSON; it ends with its input."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", f"bench.served.{module}", *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+
+    def read(self) -> str:
+        """A line that it says by itself. StartupError if it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise StartupError(f"{self._process.args!r} has ended; its message is above")
+        return line
+
+    def ask(self, line: str = "mark") -> dict[str, int]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, int] = json.loads(self.read())
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(START_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """What a process has taken so far."""
+
+    total_ns: int
+    user_ticks: int
+    kernel_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> Cpu:
+        total = 0
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += int((task / "schedstat").read_text().split()[0])
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return cls(total, int(fields[11]), int(fields[12]))
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One measurement of one process, idle time subtracted."""
+
+    us_per_token: float
+    kernel_share: float
+
+
+def watch(pid: int, seconds: float) -> tuple[Cpu, Cpu, float]:
+    """(before, after, seconds that passed)."""
+    before, began = Cpu.of(pid), time.monotonic()
+    time.sleep(seconds)
+    return before, Cpu.of(pid), time.monotonic() - began
+
+
+def use_of(spent: tuple[Cpu, Cpu, float], idle_share: float, num_tokens: float, not_ours_ns: float = 0.0) -> Use:
+    """`idle_share`: cores that the process takes without streams."""
+    before, after, passed_s = spent
+    took_ns = after.total_ns - before.total_ns - not_ours_ns - idle_share * passed_s * 1e9
+    user, kernel = after.user_ticks - before.user_ticks, after.kernel_ticks - before.kernel_ticks
+    return Use(took_ns / 1000 / max(1.0, num_tokens), kernel / max(1, user + kernel))
+
+
+def gateway_command(model: str, redis_url: str, ready: Path) -> list[str]:
+    ports = ["--host", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
+    patience = ["--silence-s", "60", "--stall-s", "600", "--drain-s", "1", "--max-queue", "2048"]
+    files = ["--model", model, "--redis-url", redis_url, "--ready-file", str(ready)]
+    return [sys.executable, "-m", "looseleaf.child", str(os.getpid()), "gateway", *files, *ports, *patience]
+
+
+def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:
+    """The words of a ready file. StartupError if the process ends before it is there, or takes too long."""
+    deadline = time.monotonic() + START_S
+    while not ready.exists():
+        if process.poll() is not None:
+            raise StartupError("the gateway has ended; its message is above")
+        if time.monotonic() > deadline:
+            raise StartupError(f"the gateway is not ready after {START_S:.0f} s")
+        time.sleep(0.05)
+    return ready.read_text(encoding="utf-8").split()
+
+
+class Stack:
+    """Redis, workers, gateway and the floor's servers; `with` starts and ends them."""
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        self._settings = settings
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start(self._exits)
+        except BaseException:
+            self._exits.close()
+            raise
+        return self
+
+    def _start(self, exits: ExitStack) -> None:
+        settings = self._settings
+        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="looseleaf-bench-")))
+        redis = connect(None, directory)
+        exits.callback(redis.close)
+        model = str(resolve(settings.model).directory)
+        self.worker = exits.enter_context(Helper("frontend_worker", redis.url, model))
+        self.worker.ask(f"rate {settings.rate}")
+        self.floor = exits.enter_context(Helper("frontend_floor"))
+        self.floor_addresses = dict(zip(("http", "grpc"), self.floor.read().split(), strict=True))
+        ready = directory / "gateway.ready"
+        self.gateway = subprocess.Popen(gateway_command(model, redis.url, ready))
+        exits.callback(self.gateway.wait, START_S)
+        exits.callback(self.gateway.terminate)
+        self.addresses = dict(zip(("http", "grpc"), wait_for(ready, self.gateway), strict=True))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+    def tokens_out(self) -> float:
+        """Tokens that have left the gateway."""
+        with urllib.request.urlopen(f"http://{self.addresses['http']}/metrics", timeout=30.0) as reply:
+            found = _TOKENS.search(reply.read().decode())
+        return float(found.group(1)) if found else 0.0
+
+    def clients(self, kind: str, address: str) -> Helper:
+        """Streams that have all begun, after a moment."""
+        clients = Helper("frontend_clients", kind, address, str(self._settings.streams))
+        deadline = time.monotonic() + START_S
+        while clients.ask()["begun"] < self._settings.streams:
+            if time.monotonic() > deadline:
+                raise StartupError(f"the {kind} streams have not begun after {START_S:.0f} s")
+            time.sleep(0.05)
+        time.sleep(SETTLE_S)
+        return clients
+
+
+@dataclass(slots=True)
+class Idle:
+    """Cores that each process takes without streams."""
+
+    gateway: float = 0.0
+    worker: float = 0.0
+    floor: float = 0.0
+
+
+class Measurement:
+    """Rounds of a running stack."""
+
+    def __init__(self, stack: Stack, settings: FrontendSettings) -> None:
+        self._stack = stack
+        self._settings = settings
+        self._idle = Idle()
+
+    def measure_idle(self) -> None:
+        stack = self._stack
+        pids = {"gateway": stack.gateway.pid, "worker": stack.worker.pid, "floor": stack.floor.pid}
+        time.sleep(min(2.0, self._settings.seconds))  # what starting has left to do
+        before, began = {name: Cpu.of(pid) for name, pid in pids.items()}, time.monotonic()
+        time.sleep(min(2.0, self._settings.seconds))
+        passed_ns = (time.monotonic() - began) * 1e9
+        for name, pid in pids.items():
+            setattr(self._idle, name, (Cpu.of(pid).total_ns - before[name].total_ns) / passed_ns)
+
+    def served(self, kind: str, rate: float) -> dict[str, Any]:
+        """Gateway and decode front end with streams of `kind`."""
+        stack, settings = self._stack, self._settings
+        stack.worker.ask(f"rate {rate}")
+        with stack.clients(kind, stack.addresses[kind]) as clients:
+            tokens, counts, messages = stack.tokens_out(), stack.worker.ask(), clients.ask()["messages"]
+            decode_before = Cpu.of(stack.worker.pid)
+            spent = watch(stack.gateway.pid, settings.seconds)
+            decode = (decode_before, Cpu.of(stack.worker.pid), spent[2])
+            after, num_tokens = stack.worker.ask(), stack.tokens_out() - tokens
+            messages = clients.ask()["messages"] - messages
+        made, own_ns = after["num_tokens"] - counts["num_tokens"], after["own_ns"] - counts["own_ns"]
+        return {
+            "gateway": asdict(use_of(spent, self._idle.gateway, num_tokens)),
+            "decode": asdict(use_of(decode, self._idle.worker, made, own_ns)),
+            "tokens_per_s": num_tokens / spent[2],
+            "tokens_per_message": num_tokens / max(1, messages),
+            "gateway_cores": (spent[1].total_ns - spent[0].total_ns) / spent[2] / 1e9,
+        }
+
+    def floor(self, kind: str) -> dict[str, Any]:
+        """A server that does nothing but send, at the same rate."""
+        stack = self._stack
+        stack.floor.ask(f"rate {self._settings.rate}")
+        with stack.clients(kind, stack.floor_addresses[kind]) as clients:
+            before = clients.ask()["messages"]
+            spent = watch(stack.floor.pid, self._settings.seconds)
+            messages = clients.ask()["messages"] - before
+        return asdict(use_of(spent, self._idle.floor, messages))
+
+
+def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of every number, also of nested ones."""
+    first = rounds[0]
+    return {
+        name: medians([r[name] for r in rounds])
+        if isinstance(value, dict)
+        else round(statistics.median(r[name] for r in rounds), 3)
+        for name, value in first.items()
+    }
+
+
+def measure(settings: FrontendSettings) -> dict[str, Any]:
+    found: dict[str, Any] = {"benchmark": "frontend", "streams": settings.streams, "steps_per_s": settings.rate}
+    with Stack(settings) as stack:
+        measurement = Measurement(stack, settings)
+        measurement.measure_idle()
+        tasks: dict[str, Callable[[], dict[str, Any]]] = {}
+        for kind in KINDS:
+            tasks[kind] = lambda kind=kind: measurement.served(kind, settings.rate)  # type: ignore[misc]
+            tasks[f"{kind}_floor"] = lambda kind=kind: measurement.floor(kind)  # type: ignore[misc]
+            if settings.full_rate:
+                tasks[f"{kind}_full"] = lambda kind=kind: measurement.served(kind, settings.full_rate)  # type: ignore[misc]
+        rounds = [{name: task() for name, task in tasks.items()} for _ in range(settings.rounds)]
+    return found | {name: medians([r[name] for r in rounds]) for name in tasks}
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"{found['streams']} streams, {found['steps_per_s']:g} steps a second; us of CPU per token (in the kernel)")
+    for kind in KINDS:
+        served, floor = found[kind], found[f"{kind}_floor"]
+        gateway, decode = served["gateway"], served["decode"]
+        print(
+            f"{kind}  gateway {gateway['us_per_token']:6.1f} ({gateway['kernel_share']:.0%}), "
+            f"{served['tokens_per_message']:.2f} tokens a message, "
+            f"a server that only sends {floor['us_per_token']:.1f} ({floor['kernel_share']:.0%}) a message; "
+            f"decode front end {decode['us_per_token']:.1f}"
+        )
+        if full := found.get(f"{kind}_full"):
+            print(
+                f"      full load: {full['tokens_per_s']:.0f} tokens/s, gateway {full['gateway']['us_per_token']:.1f}, "
+                f"{full['tokens_per_message']:.1f} tokens a message, decode {full['decode']['us_per_token']:.1f}"
+            )
+
+
+def main(settings: FrontendSettings) -> None:
+    found = measure(settings)
+    show(found)
+    print(json.dumps(found | {"machine": platform.processor() or platform.machine()}))
+
+
+if __name__ == "__main__":
+    try:
+        main(FrontendSettings.load(sys.argv[1:]))
+    except StartupError as error:
+        print(f"bench.served.frontend: {error}", file=sys.stderr)
+        sys.exit(1)

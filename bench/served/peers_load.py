@@ -1,0 +1,84 @@
+"""Runs the harness' load client against one target and reads the JSON lines it writes; and its check of outputs.
+
+The client is the harness' own, in its own environment: it measures every target in the same way, ours included.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.served.peers_servers import Harness, Target
+from bench.served.startup import tail
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the client is asked for, one repetition of each test at a time."""
+
+    requests: int = 64
+    clients: int = 16
+    quiet_s: float = 10.0
+    """Longest wait for an idle machine before a repetition."""
+    redo: int = 0
+    """How often a repetition is repeated that processes of others disturbed."""
+    limit_s: float = 300.0
+    """Of one run of the client."""
+
+
+class Failed(Exception):
+    """The client or what it measured did not get through; the text says where it stopped."""
+
+
+def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int, load: Load) -> list[Row]:
+    """A row for each test. Every seed has prompts of its own, so that nothing is cached from the last repetition."""
+    python, where = harness.python, ["--url", target.url, "--model", target.model, "--pid", str(target.pid)]
+    if not target.url:
+        python = harness.root / "ov/bin/python"
+        model = harness.root / f"ovm/{harness.size}-fp16"
+        where = ["--adapter", f"{harness.scripts}/adapters.py:OVGenAI", "--model", str(model)]
+    command = [
+        str(python), str(harness.scripts / "client.py"), *where, "--peer", target.name,
+        "--model-tag", harness.model.name, "--data", str(harness.root / "models"), "--tests", ",".join(tests),
+        "--reps", "1", "--seed", str(seed), "--requests", str(load.requests), "--clients", str(load.clients),
+        "--quiet", str(load.quiet_s), "--redo", str(load.redo),
+    ]  # fmt: skip
+    if target.name.startswith("transformers"):
+        command.append("--strict-openai")
+    return json_lines(command, load.limit_s)
+
+
+def json_lines(command: Sequence[str], limit_s: float) -> list[Row]:
+    """What a command prints that is JSON. Failed: it ends badly or not in time."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"not done after {limit_s:g} s") from None
+    if done.returncode:
+        raise Failed(" / ".join(done.stderr.strip().splitlines()[-2:]))
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def same_output(harness: Harness, url: str) -> dict[str, int]:
+    """Characters of greedy output that agree with transformers in float32, of how many (`check_same.py`)."""
+    reference = harness.root / "models" / f"{harness.size}-float32"
+    rows = json_lines([str(harness.python), str(harness.scripts / "check_same.py"), str(reference), url], 300.0)
+    return {name: sum(row[name] for row in rows) for name in ("same_chars", "of")}
+
+
+def transformers_rows(harness: Harness, way: str, requests: int, limit_s: float) -> list[Row]:
+    """The served workload by transformers itself: `way` is "alone" or "static" (`peers_transformers.py`)."""
+    script = Path(__file__).with_name("peers_transformers.py")
+    options = ["--harness", str(harness.scripts), "--root", str(harness.root), "--size", harness.size]
+    command = [str(harness.python), str(script), way, *options, "--requests", str(requests)]
+    return json_lines(command, limit_s)
+
+
+def last_words(log: Path) -> str:
+    return tail(log).replace("\n", " / ")

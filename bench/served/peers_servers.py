@@ -1,0 +1,158 @@
+"""The servers that are compared: which are installed, how they are started, and that only one of them may run.
+
+A peer's command line is the harness' (`run_peer.py`, table SERVERS). All servers stay up through the comparison, so
+that repetitions can be interleaved; a peer that is not measured is stopped by SIGSTOP, so that it takes no core from
+the others. Ours is never stopped: its leases would run out, and it takes 1 to 2 % of a core at rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import time
+import urllib.request
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.served.startup import Served, free_ports, tail
+from common.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """The peers' harness and the environments made after its README."""
+
+    scripts: Path
+    root: Path
+    size: str = "M"
+    dtype: str = "bfloat16"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "models" / f"{self.size}-{self.dtype}"
+
+    @property
+    def python(self) -> Path:
+        """Of the environment that has the load client's and transformers' packages."""
+        return self.root / "base" / "bin" / "python"
+
+    def missing(self, peer: str) -> str | None:
+        """Why this peer cannot be measured; None if it can be."""
+        needs = {
+            "vllm": [self.root / "vllm/bin/python", self.root / "vllm/lib/python3.11/site-packages/vllm"],
+            "llamacpp": [self.root / "llamacpp_build/bin/llama-server", self.root / f"gguf/{self.size}-bf16.gguf"],
+            "openvino": [self.root / "ov/bin/python", self.root / f"ovm/{self.size}-fp16/openvino_model.xml"],
+            "transformers": [self.root / "base/bin/transformers", self.model],
+        }[peer]
+        lacking = [str(path) for path in needs if not path.exists()]
+        return f"no {lacking[0]}" if lacking else None
+
+
+def check(harness: Harness) -> None:
+    """StartupError: the folders given are not the harness and its root."""
+    for path in (harness.scripts / "run_peer.py", harness.scripts / "client.py", harness.python, harness.model):
+        if not path.exists():
+            raise StartupError(f"there is no {path}: PEERS= names the peers' harness, ROOT= what its README sets up")
+
+
+def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]]:
+    """Table SERVERS of the harness' run_peer.py: its definitions alone, since the script runs when imported."""
+    path = harness.scripts / "run_peer.py"
+    module = ast.parse(path.read_text())
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assign)
+    module.body = [node for node in module.body if isinstance(node, kinds)]
+    names: dict[str, Any] = {"__file__": str(path), "__name__": "run_peer"}
+    exec(compile(module, str(path), "exec"), names)
+    servers: dict[str, Callable[..., tuple[list[str], str]]] = names["SERVERS"]
+    return servers
+
+
+@dataclass(slots=True)
+class Target:
+    """One end to measure. `url` is empty for a peer inside the client's process."""
+
+    name: str
+    url: str = ""
+    pid: int = 0
+    model: str = "m"
+    """What requests call the model."""
+    startup_s: float = 0.0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    """Of a peer, which may be stopped while others are measured."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Within it this target runs."""
+        return nullcontext() if self.process is None else self._running(self.process.pid)
+
+    @contextmanager
+    def _running(self, group: int) -> Iterator[None]:
+        os.killpg(group, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGSTOP)
+
+
+@contextmanager
+def peer_server(harness: Harness, name: str, log: Path, ready_s: float = 240.0) -> Iterator[Target]:
+    """A peer's server, up and stopped. StartupError with its last words: it did not get ready."""
+    [port] = free_ports(1)
+    options = Namespace(root=harness.root, size=harness.size, dtype=harness.dtype, port=port, kv_gib=2)
+    environment = dict(os.environ, OMP_NUM_THREADS="2", TOKENIZERS_PARALLELISM="false")
+    command, model = commands(harness)[name](options, environment)
+    started = time.perf_counter()
+    with open(log, "w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    target = Target(name, f"http://127.0.0.1:{port}", process.pid, model, process=process)
+    try:
+        await_health(target.url, process, ready_s, log)
+        target.startup_s = time.perf_counter() - started
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield target
+    finally:
+        end(process)
+
+
+def await_health(url: str, process: subprocess.Popen[bytes], ready_s: float, log: Path) -> None:
+    deadline = time.perf_counter() + ready_s
+    while process.poll() is None and time.perf_counter() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/health", timeout=2.0):
+            return
+        time.sleep(0.25)
+    how = "not ready in time" if process.poll() is None else f"ended with status {process.returncode}"
+    raise StartupError(f"{how}; its last words: {tail(log)}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """The whole process group, also if it is stopped or its leader has ended."""
+    for number, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+
+
+def first_token_s(model: Path, starts: int = 3) -> float:
+    """Median over starts of `looseleaf serve`, each alone; the first of them finds what it reads on disk."""
+    seconds = []
+    for _ in range(starts):
+        with Served(str(model), ["--roles", "both"]) as served:
+            seconds.append(served.first_token_s)
+    return statistics.median(seconds)
+
+
+@contextmanager
+def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = ()) -> Iterator[Target]:
+    """`looseleaf serve` with these roles."""
+    with Served(str(model), ["--roles", roles, *flags], log) as served:
+        yield Target(f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)

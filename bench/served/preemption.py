@@ -1,0 +1,161 @@
+"""What running out of blocks costs: `python -m bench.served.preemption`, or `make bench-preemption`.
+
+Serves the built-in model and sends the same requests, all at once, to an arena with room for all of them and to one
+with a share of the blocks that they then took, where groups are swapped to host memory, given back to prefill, or
+either (auto). All of that for several block sizes. Prints counts and times beside those of the arena with room, and how
+many requests were answered with other tokens than there, which must be none. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from bench.served.server import Request, WatchedServer, send_all
+from bench.served.steps import StepRecord
+from common.blocks import blocks_of, group_blocks
+from common.errors import StartupError
+from common.settings import Settings, settings_config
+from loadtest.workload import Lengths, Workload
+from looseleaf.results import Completion
+
+MAX_MODEL_LEN = 512
+WORKLOAD = Workload(0, 2048, MAX_MODEL_LEN, Lengths(112.0, 0.4, 192), Lengths(160.0, 0.4, 256), shared_share=0.0)
+MODES = ("swap", "give-back", "auto")
+
+
+class PreemptionSettings(Settings):
+    """Measure swapping and giving back against an arena with room for everything."""
+
+    model_config = settings_config("LOOSELEAF_PREEMPTION_", "bench.served.preemption")
+
+    requests: int = Field(32, ge=24, le=250, description="requests, all sent at once; every fourth has two samples")
+    block_sizes: list[int] = Field([8, 16, 64], description="token positions in a block")
+    share: float = Field(
+        0.3, gt=0, lt=1, description="blocks of the small arena, as a share of what all took together, or a few more"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way through all requests."""
+
+    num_blocks: int
+    seconds: float
+    answers: list[Completion]
+    steps: list[StepRecord]
+    prefills: int
+
+    @property
+    def most_held(self) -> int:
+        """The most blocks that sequences of the decode worker used at a time."""
+        return max(step.held_blocks for step in self.steps)
+
+
+def requests(num: int) -> list[Request]:
+    """Greedy and sampled in turn; every fourth has two samples."""
+    found = []
+    for number in range(num):
+        wanted = WORKLOAD.request(number)
+        found.append(
+            Request(
+                wanted.prompt_ids,
+                {
+                    "max_tokens": wanted.max_tokens,
+                    "seed": wanted.seed,
+                    "ignore_eos": True,
+                    "temperature": float(number % 2),
+                    "n": 2 if number % 4 == 3 else 1,
+                },
+            )
+        )
+    return found
+
+
+def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) -> Run:
+    served = {"max_model_len": MAX_MODEL_LEN, "num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": 128}
+    with WatchedServer(None, served, {"PREEMPTION": mode}) as server:
+        asyncio.run(send_all(server.addresses.grpc, wanted[:1], 1))  # warm; its prefix is a hit below, everywhere
+        started, prefills = time.monotonic(), server.dispatched("prefill")
+        answers = asyncio.run(send_all(server.addresses.grpc, wanted, len(wanted)))
+        seconds = time.monotonic() - started
+        return Run(num_blocks, seconds, answers, server.steps(), server.dispatched("prefill") - prefills)
+
+
+def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
+    """Blocks for all requests at once, each at its full length, twice (floors keep half from whoever has none)."""
+    lens = [(len(r.prompt_ids) + r.options["max_tokens"]) * r.options["n"] for r in wanted]
+    return 2 * sum(-(-length // block_size) + 2 for length in lens)
+
+
+def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
+    """The smallest arena whose decode worker may take every one of these requests (`sizing.granted_floor`)."""
+    largest = max(group_blocks(len(r.prompt_ids), r.options["max_tokens"], r.options["n"], block_size) for r in wanted)
+    asked = blocks_of(MAX_MODEL_LEN, block_size) + 1
+    return 2 * asked + max(0, 4 * (largest - asked))
+
+
+def row(mode: str, found: Run, ample: Run) -> dict[str, Any]:
+    """Counts and times of one run; times are means per request or per preempted group."""
+    counts = found.steps[-1].preemption
+    out, back = max(1.0, counts["swapped_groups"]), max(1.0, counts["resumed_groups"])
+    return {
+        "mode": mode,
+        "blocks": found.num_blocks,
+        "seconds": round(found.seconds, 2),
+        "ratio": round(found.seconds / ample.seconds, 2),
+        "swaps": counts["swapped_groups"],
+        "ms_out": round(1e3 * counts["out_s"] / out, 3),
+        "ms_in": round(1e3 * counts["in_s"] / back, 3),
+        "s_away": round(counts["waited_s"] / back, 2),
+        "given_back": counts["given_back_groups"],
+        "prefills": found.prefills,
+        "prefill_ms": round(statistics.fmean(a.timings.prefill_ns for a in found.answers) / 1e6, 1),
+        "decode_ms": round(statistics.fmean(a.timings.decode_ns for a in found.answers) / 1e6, 1),
+        "differing": sum(a.samples != b.samples for a, b in zip(found.answers, ample.answers, strict=True)),
+    }
+
+
+def measure(settings: PreemptionSettings) -> list[dict[str, Any]]:
+    wanted = requests(settings.requests)
+    rows: list[dict[str, Any]] = []
+    for block_size in settings.block_sizes:
+        ample = run(block_size, ample_blocks(wanted, block_size), "auto", wanted)
+        small = max(int(settings.share * ample.most_held), least_blocks(wanted, block_size))
+        print(f"block size {block_size}: all at once took {ample.most_held} blocks of the decode worker", flush=True)
+        for mode in ("room", *MODES):
+            found = ample if mode == "room" else run(block_size, small, mode, wanted)
+            rows.append({"block_size": block_size, **row(mode, found, ample)})
+            show(rows[-1], header=mode == "room")
+    return rows
+
+
+def show(values: dict[str, Any], *, header: bool) -> None:
+    if header:
+        print(" ".join(f"{name:>10}" for name in values))
+    print(" ".join(f"{value:>10}" for value in values.values()), flush=True)
+
+
+def main(settings: PreemptionSettings) -> int:
+    """Exit status 1: an answer differed."""
+    rows = measure(settings)
+    machine = platform.processor() or platform.machine()
+    print(json.dumps({"benchmark": "preemption", "rows": rows, "machine": machine}))
+    return int(any(values["differing"] for values in rows))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(PreemptionSettings.load(sys.argv[1:])))
+    except StartupError as error:
+        print(f"bench.served.preemption: {error}", file=sys.stderr)
+        sys.exit(1)

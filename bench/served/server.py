@@ -1,0 +1,100 @@
+"""A whole stack for a benchmark, whose decode worker writes down its blocks after every step; and requests for it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import urllib.request
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bench.served.steps import VARIABLE, StepRecord, read
+from looseleaf.children import Child
+from looseleaf.client import AsyncClient
+from looseleaf.launcher import Addresses, Launcher
+from looseleaf.llm import serve_settings
+from looseleaf.options import GenerateOptions
+from looseleaf.results import Completion
+
+_SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+STORY_LEN = 448
+"""Longest prompt of `stories`."""
+
+
+class WatchedServer(Launcher):
+    """Block store, gateway, one prefill and one watched decode worker. A worker that dies is not started again."""
+
+    def __init__(self, model: str | None, settings: Mapping[str, Any], decode: Mapping[str, str] | None = None) -> None:
+        """`settings` as of `LLM`; `decode` are variables of the decode worker alone, without their prefix."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-bench-")
+        self._file = Path(self._scratch.name) / "steps.jsonl"
+        self._variables = {f"LOOSELEAF_DECODE_{name}": value for name, value in (decode or {}).items()}
+        self.log: deque[str] = deque(maxlen=20_000)
+        super().__init__(serve_settings(model, {"roles": "split", **settings}), self.log.append)
+        self.addresses: Addresses
+
+    def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
+        if package != "decode_svc":
+            return super()._spawn(name, package, flags, extra)
+        variables = {VARIABLE: str(self._file), **self._variables, **(extra or {})}
+        return super()._spawn(name, "bench.served.watched_decode", flags, variables)
+
+    def steps(self, since_ns: int = 0, until_ns: int = 1 << 62) -> list[StepRecord]:
+        """Steps of the decode worker within this time (monotonic clock)."""
+        return [step for step in read(self._file) if since_ns <= step.at_ns < until_ns]
+
+    def dispatched(self, worker: str) -> int:
+        """How often the gateway has sent a request to a worker."""
+        return int(self.metric("looseleaf_worker_requests_total", f'worker="{worker}"'))
+
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of the gateway's samples of this name whose labels hold `label`."""
+        with urllib.request.urlopen(f"http://{self.addresses.http}/metrics", timeout=10.0) as reply:
+            text = reply.read().decode()
+        return sum(float(value) for given, labels, value in _SAMPLE.findall(text) if given == name and label in labels)
+
+    def __enter__(self) -> Self:
+        self.addresses = self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._scratch.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a benchmark."""
+
+    prompt_ids: Sequence[int]
+    options: GenerateOptions = field(default_factory=GenerateOptions)
+
+
+async def send_all(address: str, requests: Sequence[Request], at_once: int) -> list[Completion]:
+    """Answers in order; `at_once` requests are in flight until the last ones."""
+    places = asyncio.Semaphore(at_once)
+    async with AsyncClient(address) as client:
+
+        async def send(request: Request) -> Completion:
+            async with places:
+                return await client.generate(request.prompt_ids, **request.options)
+
+        return await asyncio.gather(*map(send, requests))
+
+
+async def stories(address: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Prompts of these lengths (at most STORY_LEN): beginnings of stories that the model itself tells, each another."""
+    async with AsyncClient(address) as client:
+        beginning = list(await client.tokenize("Once upon a time"))
+    longest = max(2, max(lengths) - len(beginning))
+    options = GenerateOptions(max_tokens=longest, temperature=1.0, ignore_eos=True, cache_salt="stories")
+    requests = [Request(beginning, {**options, "seed": seed + number}) for number in range(len(lengths))]
+    told = await send_all(address, requests, 32)
+    return [[*beginning, *done.token_ids][:length] for done, length in zip(told, lengths, strict=True)]

@@ -1,0 +1,207 @@
+"""How much of the KV memory holds nothing: `python -m bench.served.waste`, or `make bench-waste`.
+
+Serves a tiny random model with fewer blocks than the load asks for, and looks at the decode worker's blocks after every
+step and at the ledger twenty times a second. Requests are a mix of one greedy or sampled sequence, several samples, and
+beams; some share a prefix; they come by a seeded Poisson process, faster than they can be served. Printed are
+
+* internal waste: slots of blocks in use that hold no KV, against (block_size - 1) / 2 slots a sequence in theory;
+* utilisation while saturated: blocks that somebody refers to, of all blocks, in the middle of the run, where many
+  requests wait (blocks allocated ahead do not count as used, nor does what is kept free for a floor);
+* stranded blocks: referred to by nobody who needs them, while running (held, but in no block table) and at rest.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+from pydantic import Field
+
+from bench.served.server import WatchedServer
+from bench.served.steps import StepRecord
+from common.errors import StartupError
+from common.rpc import open_channel
+from common.settings import Settings, settings_config
+from engine.tiny import VOCAB_SIZE, make_checkpoint
+from loadtest.workload import Lengths, Workload
+from looseleaf.client import AsyncClient
+from looseleaf.options import GenerateOptions
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+from testing.system import assert_nothing_held, trust_at
+
+POLL_S = 0.05
+MAX_MODEL_LEN = 768
+PROMPT = Lengths.of_mean(280.0, 0.5, 440)
+OUTPUT = Lengths.of_mean(240.0, 0.4, 320)
+MIX: Sequence[tuple[int, GenerateOptions]] = (
+    (50, {"temperature": 0.0}),
+    (25, {"temperature": 1.0}),
+    (10, {"temperature": 1.0, "n": 2}),
+    (5, {"temperature": 1.0, "n": 4}),
+    (5, {"beam_width": 2, "n": 1}),
+    (5, {"beam_width": 4, "n": 2}),
+)
+"""(parts of 100, options)."""
+SATURATED = (0.2, 0.6)
+"""Measured between the moments at which these shares of the requests have been answered; the rest runs or waits."""
+
+
+class WasteSettings(Settings):
+    """Measure KV memory that holds nothing, under a mixed load."""
+
+    model_config = settings_config("LOOSELEAF_WASTE_", "bench.served.waste")
+
+    requests: int = Field(360, ge=10, le=1000, description="how many requests in all")
+    rate: float = Field(50.0, gt=0, description="requests a second")
+    num_blocks: int = Field(4096, ge=300, description="blocks of the arena; a third of what all requests take at once")
+    block_size: int = Field(16, ge=1, description="token positions in a block")
+    preemption: str | None = Field(None, description="auto, swap or give-back; default: the decode worker's")
+    seed: int = Field(0, description="of arrivals, lengths and samples")
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """The ledger at one moment."""
+
+    at_ns: int
+    referenced: int
+    """Blocks with a reference, those allocated ahead among them."""
+
+
+async def poll(address: str, polls: list[Poll]) -> None:
+    """Look at the ledger until cancelled."""
+    shown = trust_at(address).metadata
+    async with open_channel(address) as channel:
+        stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
+        while True:
+            state = await stub.Inspect(pb.InspectRequest(), timeout=10, metadata=shown)
+            polls.append(Poll(time.monotonic_ns(), state.sealed + state.reserved))
+            await asyncio.sleep(POLL_S)
+
+
+async def run_load(address: str, block_store: str, settings: WasteSettings) -> tuple[list[Poll], list[int]]:
+    """Send everything; what the polls saw, and when each request was answered (sorted)."""
+    rng = random.Random(settings.seed)
+    workload = Workload(settings.seed, VOCAB_SIZE, MAX_MODEL_LEN, PROMPT, OUTPUT, shared_share=0.3)
+    polls: list[Poll] = []
+    answered: list[int] = []
+
+    async def send(client: AsyncClient, number: int, options: GenerateOptions) -> None:
+        wanted = workload.request(number)
+        own: GenerateOptions = {**options, "max_tokens": wanted.max_tokens, "seed": wanted.seed, "ignore_eos": True}
+        await client.generate(wanted.prompt_ids, **own)
+        answered.append(time.monotonic_ns())
+
+    async with AsyncClient(address, timeout=3600.0) as client:
+        watch = asyncio.create_task(poll(block_store, polls))
+        async with asyncio.TaskGroup() as group:
+            for number, (_, options) in enumerate(rng.choices(MIX, [parts for parts, _ in MIX], k=settings.requests)):
+                group.create_task(send(client, number, options))
+                await asyncio.sleep(rng.expovariate(settings.rate))
+        watch.cancel()
+    return polls, sorted(answered)
+
+
+def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float, float, float]:
+    """(share of slots in used blocks without KV, in theory, mean length of a sequence in tokens), over all steps.
+
+    In theory the last block of a sequence lacks (block_size - 1) / 2 positions, and nothing else is lost.
+    """
+    slots = block_size * sum(step.own_blocks for step in steps)
+    filled = sum(step.filled_slots for step in steps)
+    sequences = sum(step.num_running + step.num_waiting for step in steps)
+    lost = (block_size - 1) / 2 * sequences
+    return 1 - filled / slots, lost / (filled + lost), sum(step.sequence_tokens for step in steps) / sequences
+
+
+def utilisations(polls: Sequence[Poll], steps: Sequence[StepRecord], num_blocks: int) -> list[float]:
+    """Share of the blocks in use at each poll, without what the decode worker had allocated ahead."""
+    times = [step.at_ns for step in steps]
+    reserves = [steps[max(0, bisect(times, item.at_ns) - 1)].reserve_blocks for item in polls]
+    return [(item.referenced - ahead) / num_blocks for item, ahead in zip(polls, reserves, strict=True)]
+
+
+def measure(settings: WasteSettings) -> dict[str, Any]:
+    served = {
+        "num_blocks": settings.num_blocks,
+        "block_size": settings.block_size,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 512,
+        "max_queue": settings.requests,
+    }
+    decode = {} if settings.preemption is None else {"PREEMPTION": settings.preemption}
+    with TemporaryDirectory() as model, WatchedServer(str(tiny_model(model)), served, decode) as server:
+        polls, answered = asyncio.run(run_load(server.addresses.grpc, server.addresses.block_store, settings))
+        rest = assert_nothing_held(server.addresses.block_store)
+        steps = server.steps()
+        prefills = server.dispatched("prefill")
+    begin, end = (answered[int(share * len(answered))] for share in SATURATED)
+    busy = [step for step in steps if begin <= step.at_ns < end and step.own_blocks]
+    used = utilisations([item for item in polls if begin <= item.at_ns < end], steps, settings.num_blocks)
+    waste, theory, mean_len = internal_waste(busy, settings.block_size)
+    return {
+        "benchmark": "waste",
+        "block_size": settings.block_size,
+        "num_blocks": settings.num_blocks,
+        "steps": len(busy),
+        "polls": len(used),
+        "mean_len": round(mean_len, 1),
+        "internal_waste": round(waste, 4),
+        "internal_waste_theory": round(theory, 4),
+        "utilisation_mean": round(statistics.fmean(used), 4),
+        "utilisation_p5": round(statistics.quantiles(used, n=20)[0], 4),
+        "in_no_table_max": max(step.held_blocks - step.own_blocks for step in steps),
+        "stranded_at_rest": rest.num_blocks - rest.free - rest.cached - rest.reserved,
+        "sequences_running_mean": round(statistics.fmean(step.num_running for step in busy), 1),
+        "prefill_floor": sum(h.floor_blocks for h in rest.holders if h.name.startswith("prefill")),
+        "swaps": steps[-1].preemption["swapped_groups"],
+        "given_back": steps[-1].preemption["given_back_groups"],
+        "prefills_per_request": round(prefills / settings.requests, 2),
+    }
+
+
+def tiny_model(directory: str) -> Path:
+    """Speed, not sense: blocks are what counts here."""
+    return make_checkpoint(directory, dtype=torch.bfloat16, max_position_embeddings=MAX_MODEL_LEN)
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"{found['steps']} steps, {found['sequences_running_mean']} sequences of {found['mean_len']} tokens at a time"
+    )
+    print(f"internal waste      {found['internal_waste']:8.2%}   in theory {found['internal_waste_theory']:.2%}")
+    print(f"utilisation         {found['utilisation_mean']:8.2%}   5 % of the time below {found['utilisation_p5']:.2%}")
+    kept = found["prefill_floor"] / found["num_blocks"]
+    print(f"prefill's floor     {kept:8.2%}   kept free for the next prompt")
+    print(f"held, in no table   {found['in_no_table_max']:8}   most after any step")
+    print(f"stranded at rest    {found['stranded_at_rest']:8}   of {found['num_blocks']} blocks")
+    print(f"preempted groups    {found['swaps']:8}   swapped, {found['given_back']} given back")
+
+
+def main(settings: WasteSettings) -> None:
+    found = measure(settings)
+    show(found)
+    print(json.dumps(found | {"machine": platform.processor() or platform.machine()}))
+
+
+if __name__ == "__main__":
+    try:
+        main(WasteSettings.load(sys.argv[1:]))
+    except StartupError as error:
+        print(f"bench.served.waste: {error}", file=sys.stderr)
+        sys.exit(1)

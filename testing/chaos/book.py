@@ -1,0 +1,123 @@
+"""What is asked in a chaos run, and the right answers: seeded requests with shared prefixes, answered by the oracle.
+
+Knows nothing of services: one process, a batch of one, no cache.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.types import SamplingParams, StoppingParams
+from engine.runner import ModelRunner, RunnerSettings
+from engine.tiny import make_checkpoint
+from looseleaf.options import GenerateOptions
+from testing.oracle import Oracle
+
+PREFIX_LENGTHS = (0, 15, 16, 17, 32, 48, 100)
+"""Lengths of the shared heads; those at and beside a block's border are where bookkeeping goes wrong."""
+TAIL_LENGTHS = (1, 60)
+OUTPUT_LENGTHS = (16, 256)
+MAX_MODEL_LEN = 512
+"""Takes the longest head, tail and output, with room for a few more."""
+
+
+GROUP_WIDTH = 3
+"""Samples or beams of every fourth case."""
+_KINDS = ("greedy", "drawn", "greedy", "samples", "drawn", "greedy", "drawn", "beams")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request and its one right answer."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    expected: tuple[tuple[int, ...], ...]
+    """One per sample, or per beam, the best first. Empty: it must be refused."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its tokens come as they are computed; those of a beam search come all at its end."""
+        return self.sampling.beam_width is None
+
+    def options(self, salt: str) -> GenerateOptions:
+        """As a client gives them."""
+        options: GenerateOptions = {"max_tokens": self.max_tokens, "ignore_eos": True, "cache_salt": salt}
+        options["n"] = self.sampling.num_sequences
+        if self.sampling.beam_width is not None:
+            options["beam_width"] = self.sampling.beam_width
+            return options
+        options["temperature"] = self.sampling.temperature
+        if self.sampling.temperature > 0:
+            options["seed"] = self.sampling.seed
+            options["top_p"] = self.sampling.top_p
+            options["top_k"] = self.sampling.top_k
+            options["repetition_penalty"] = self.sampling.repetition_penalty
+        return options
+
+
+def make_model(directory: Path) -> Path:
+    """A tiny random Llama in bf16, drawn wide, so that one wrong KV block changes tokens."""
+    return make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, max_position_embeddings=2048)
+
+
+def make_book(
+    model: Path,
+    num_cases: int,
+    *,
+    seed: int,
+    output_lengths: tuple[int, int] = OUTPUT_LENGTHS,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> list[Case]:
+    """`num_cases` cases: of eight, three greedy and three drawn ones, one of several samples and one beam search. Takes
+    about 1.5 ms per output token.
+    """
+    rng = random.Random(seed)
+    settings = RunnerSettings(model=str(model), max_model_len=max_model_len, num_threads=1, deterministic=True)
+    oracle = Oracle(ModelRunner(settings))
+    heads = [_ids(rng, max(PREFIX_LENGTHS)) for _ in range(3)]
+    return [_case(rng, oracle, heads, _KINDS[number % len(_KINDS)], output_lengths) for number in range(num_cases)]
+
+
+def _case(
+    rng: random.Random, oracle: Oracle, heads: Sequence[Sequence[int]], kind: str, output_lengths: tuple[int, int]
+) -> Case:
+    head = rng.choice(heads)[: rng.choice(PREFIX_LENGTHS)]
+    prompt = (*head, *_ids(rng, rng.randint(*TAIL_LENGTHS)))
+    sampling = _sampling(kind, rng)
+    max_tokens = rng.randint(*output_lengths)
+    return Case(prompt, sampling, max_tokens, _answer(oracle, prompt, sampling, StoppingParams(max_tokens=max_tokens)))
+
+
+def _answer(
+    oracle: Oracle, prompt: Sequence[int], sampling: SamplingParams, stopping: StoppingParams
+) -> tuple[tuple[int, ...], ...]:
+    if sampling.beam_width is not None:
+        return tuple(tuple(beam.token_ids) for beam in oracle.beam_search(prompt, sampling, stopping))
+    samples = range(sampling.num_sequences)
+    return tuple(tuple(oracle.generate(prompt, sampling, stopping, sample_index=index)) for index in samples)
+
+
+def _sampling(kind: str, rng: random.Random) -> SamplingParams:
+    if kind == "greedy":
+        return SamplingParams(temperature=0.0)
+    if kind == "beams":
+        return SamplingParams(num_sequences=GROUP_WIDTH, beam_width=GROUP_WIDTH)
+    return SamplingParams(
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        seed=rng.getrandbits(31),
+        repetition_penalty=1.1,
+        num_sequences=GROUP_WIDTH if kind == "samples" else 1,
+    )
+
+
+def _ids(rng: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(10, 256) for _ in range(length))

@@ -1,0 +1,83 @@
+"""Scenario of clients that go away: how soon nobody computes for them any more.
+
+A trial starts a few requests at once, cancels all of them at a random moment, and looks at the ledger until workers
+hold nothing but the reserve. So what is measured is the slowest of each trial, and includes the way through client and
+gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+
+from block_store.inspection import inspect
+from block_store.ledger import Ledger
+from looseleaf.client import AsyncClient
+from testing.chaos.book import Case
+from testing.chaos.report import Report, percentile
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import Stack
+from testing.chaos.traffic import ask
+from testing.system import assert_nothing_held
+
+TOGETHER = 10
+"""Requests of a trial."""
+LATEST_S = 0.6
+"""A trial's requests are cancelled so long after their start at the latest; most last longer."""
+WAIT_S = 10.0
+POLL_S = 0.005
+LIMIT_MS = 250.0
+SHORTEST_PROMPT = 17
+"""With a full block, so that each sequence on a decode worker holds a sealed one: the reserve is never sealed."""
+
+
+def cancels(run: Run) -> Report:
+    """`trials` requests, cancelled."""
+    report = run.report("cancels")
+    book = [case for case in run.book if len(case.prompt_ids) >= SHORTEST_PROMPT and case.max_tokens >= 64]
+    with run.stack() as stack:
+        rounds = asyncio.run(_rounds(stack, book, -(-run.trials // TOGETHER), run.rng))
+        took = [1000 * seconds for _, seconds in rounds]
+        cut = sum(num_cut for num_cut, _ in rounds)
+        report.told("requests cut off before their end", f"{cut:,} of {len(rounds) * TOGETHER:,}")
+        report.told("until nobody computes for them, p50", f"{percentile(took, 0.5):.0f} ms")
+        report.at_most("until nobody computes for them, p99", percentile(took, 0.99), LIMIT_MS, "ms")
+        report.told("until nobody computes for them, most", f"{max(took, default=0):.0f} ms")
+        with run.traffic(stack) as traffic:
+            traffic.wait_for(2 * run.concurrency, timeout_s=60)
+            judge(report, stack, traffic.stop())  # of whoever comes after
+        assert_nothing_held(stack.addresses.block_store)
+    return report
+
+
+async def _rounds(stack: Stack, book: Sequence[Case], num_rounds: int, rng: random.Random) -> list[tuple[int, float]]:
+    """(requests cut off, seconds until the workers were idle) of each round."""
+    async with AsyncClient(stack.addresses.grpc) as client:
+        return [await _round(client, stack.ledger(), book, rng) for _ in range(num_rounds)]
+
+
+async def _round(client: AsyncClient, ledger: Ledger, book: Sequence[Case], rng: random.Random) -> tuple[int, float]:
+    salt = str(rng.getrandbits(60))
+    tasks = [asyncio.create_task(ask(client, rng.choice(book), salt)) for _ in range(TOGETHER)]
+    await asyncio.sleep(rng.random() * LATEST_S)
+    running = [task for task in tasks if not task.done()]
+    began = time.monotonic()
+    for task in running:
+        task.cancel()
+    while not await asyncio.to_thread(_idle, ledger):
+        if time.monotonic() > began + WAIT_S:
+            raise TimeoutError(f"workers still compute {WAIT_S:.0f} s after every request was cancelled")
+        await asyncio.sleep(POLL_S)
+    seconds = time.monotonic() - began
+    await asyncio.gather(*tasks)
+    return len(running), seconds
+
+
+def _idle(ledger: Ledger) -> bool:
+    """Whether all that workers hold is what decode workers keep in reserve. Tickets, which compute nothing, may be."""
+    now = inspect(ledger)
+    held = {holder.name: holder.num_references for holder in now.holders if holder.kind == "worker"}
+    prefill = sum(count for name, count in held.items() if name.startswith("prefill"))
+    return prefill == 0 and sum(held.values()) == now.counts.reserved

@@ -1,0 +1,155 @@
+"""Scenarios in which a service that there is one of is killed with -9 under load: the block store, the gateway.
+
+The store's death must not be noticed by any request. The gateway's breaks its connections, and no more than that: it is
+back on its ports, finds the blocks of prompts from before, and whatever it had asked for is given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import urllib.request
+from collections.abc import Sequence
+
+from block_store.invariants import check_running
+from looseleaf.client import Client
+from testing.chaos.report import Report, percentile
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import BACK_S, Plan, Stack
+from testing.chaos.traffic import Answer, Traffic
+from testing.system import assert_nothing_held, inspect, wait_for
+
+BACK_MOST_S = 3.0
+RECONNECT_S = 5.0
+"""gRPC clients wait up to so long before they try a lost connection again."""
+_WARM_PROMPT = [17 + number % 200 for number in range(160)]
+
+
+def store_kill(run: Run) -> Report:
+    """Every second time a decode worker dies with the store, and its successor must find the new one."""
+    with run.stack(Plan(restarted=("block_store", "prefill", "decode"))) as stack:
+        return store_kill_on(run, stack)
+
+
+def store_kill_on(run: Run, stack: Stack) -> Report:
+    """The same on a stack that is there."""
+    report, rng = run.report("store-kill"), run.rng
+    before, kills, back = stack.arena.fixed, list[float](), list[float]()
+    with run.traffic(stack) as traffic:
+        traffic.wait_for(run.concurrency, timeout_s=60)
+        for trial in range(run.trials):
+            kill, store_back = _kill_store(stack, rng, with_decode=trial % 2 == 1)
+            kills.append(kill)
+            back.append(store_back - kill)
+            traffic.wait_for(len(traffic.answers) + run.concurrency, timeout_s=120)
+        answers = traffic.stop()
+    judge(report, stack, answers)
+    gaps = _gaps(answers, kills)
+    report.told("longest gap p50, p99 of those in flight at a kill", _two(gaps))
+    report.told("store back, p50, most", f"{percentile(back, 0.5):.2f} s, {max(back):.2f} s")
+    after = stack.arena.fixed
+    report.none("ledgers that were built anew", int(after.dataset != before.dataset or after.is_lost), 1, "looks")
+    _tell_ledger(report, stack)
+    return report
+
+
+def _kill_store(stack: Stack, rng: random.Random, *, with_decode: bool) -> tuple[float, float]:
+    """When it was, and when a store answered again; returns once a decode worker that died too has requests."""
+    time.sleep(rng.random() * 0.3)
+    pid, decode, dead = stack.pids["block_store"], stack.pids["decode-0"], stack.holder("decode-0")
+    moment = stack.kill("block_store")
+    if with_decode:
+        stack.kill("decode-0")
+    wait_for(lambda: stack.pids["block_store"], lambda now: now != pid, BACK_S, "the store is not started again")
+    wait_for(lambda: _num_blocks(stack), bool, BACK_S, "the store does not answer at its address")
+    back = time.monotonic()
+    if with_decode:
+        stack.wait_back("decode-0", decode, dead.epoch)
+    return moment, back
+
+
+def _num_blocks(stack: Stack) -> int:
+    with contextlib.suppress(Exception):  # not there yet, in whichever way
+        return inspect(stack.addresses.block_store).num_blocks
+    return 0
+
+
+def gateway_kill(run: Run) -> Report:
+    """Killed in mid-stream."""
+    with run.stack(Plan(restarted=("gateway", "prefill", "decode"))) as stack:
+        return gateway_kill_on(run, stack)
+
+
+def gateway_kill_on(run: Run, stack: Stack) -> Report:
+    """The same on a stack that is there."""
+    report, rng = run.report("gateway-kill"), run.rng
+    _cached(stack)  # from here on the prompt's blocks are there
+    outages, cached = list[tuple[float, float]](), list[int]()
+    with run.traffic(stack) as traffic:
+        traffic.wait_for(run.concurrency, timeout_s=60)
+        for _ in range(run.trials):
+            time.sleep(rng.random() * 0.3)
+            outages.append(_kill_gateway(stack))
+            cached.append(_cached(stack))
+            _wait_complete(traffic, traffic.num_complete + run.concurrency)
+        answers = traffic.stop()
+    broken = [answer for answer in answers if _is_broken(answer, outages)]
+    judge(report, stack, [answer for answer in answers if answer not in broken])
+    report.none("wrong tokens before a connection broke", sum(not a.right for a in broken), len(broken), "requests")
+    back = [back - kill for kill, back in outages]
+    report.told("gateway ready again, p50", f"{percentile(back, 0.5):.2f} s")
+    report.at_most("gateway ready again, most", max(back), BACK_MOST_S, "s")
+    report.at_least("cached tokens of a prompt from before, least", min(cached), len(_WARM_PROMPT) - 16, "tokens")
+    _tell_ledger(report, stack)
+    return report
+
+
+def _wait_complete(traffic: Traffic, count: int) -> None:
+    wait_for(lambda: traffic.num_complete, lambda found: found >= count, 60.0, "requests do not complete")
+
+
+def _kill_gateway(stack: Stack) -> tuple[float, float]:
+    """When it was killed, and when it was ready again at its address."""
+    moment = stack.kill("gateway")
+    wait_for(lambda: _is_ready(stack), bool, BACK_S, "the gateway is not ready again at its address")
+    return moment, time.monotonic()
+
+
+def _is_ready(stack: Stack) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{stack.addresses.http}/health", timeout=5.0):
+        return True
+    return False
+
+
+def _cached(stack: Stack) -> int:
+    """Ask for the same prompt as ever; how many of its tokens were found."""
+    with Client(stack.addresses.grpc, timeout=60.0) as client:
+        return client.generate(_WARM_PROMPT, max_tokens=1, temperature=0.0).usage.cached_tokens
+
+
+def _is_broken(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
+    """Whether it failed because no gateway was there, or its client had not yet connected again."""
+    return answer.error is not None and any(
+        answer.began < back + RECONNECT_S and kill < answer.ended for kill, back in outages
+    )
+
+
+def _tell_ledger(report: Report, stack: Stack) -> None:
+    try:
+        assert_nothing_held(stack.addresses.block_store)
+        held = 0
+    except AssertionError as still:
+        held = 1
+        report.told("  namely", str(still).splitlines()[0][:100])
+    report.none("blocks that stay held at the end", held, 1, "looks")
+    report.none("broken invariants at the end", len(check_running(stack.ledger())), 1, "looks")
+
+
+def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:
+    streamed = [answer for answer in answers if answer.case.streamed]
+    return [answer.longest_gap_s for answer in streamed if any(answer.spans(kill) for kill in kills)]
+
+
+def _two(values: Sequence[float]) -> str:
+    return f"{percentile(values, 0.5):.2f} s, {percentile(values, 0.99):.2f} s"

@@ -1,0 +1,141 @@
+"""Faults inside a worker, for the suite's own entry points only: no setting of a service turns any of them on.
+
+`faulty_prefill` and `faulty_decode` become the services after `install`. What to do wrong comes in the variable
+LOOSELEAF_CHAOS, as JSON of `Faults`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from block_store.arena import Arena
+from block_store.holder import Holder
+from decode_svc.worker import DecodeWorker
+from engine.runner import ModelRunner
+from prefill_svc.worker import PrefillWorker
+from testing.chaos.late import count_late_calls
+
+VARIABLE = "LOOSELEAF_CHAOS"
+PACKAGES = {f"{role}_svc": f"testing.chaos.faulty_{role}" for role in ("prefill", "decode")}
+"""Entry points of workers with faults."""
+PHASES = ("fill", "before seal", "after seal", "hand-over")
+"""Where a prefill worker can be told to die: KV stored, nothing published; header says sealed, ledger does not know;
+ledger knows, nobody was told; ticket made, nobody was told.
+"""
+DIED = "chaos: dies in phase "
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong."""
+
+    death_notes: str | None = None
+    """A directory; a worker that finds a file with its name there dies in the phase that the file names."""
+    stop_notes: str | None = None
+    """A directory; a worker that finds a file with its name there stops in its next step, about to compute."""
+    poison_token: int | None = None
+    """Whoever computes this token dies."""
+    lease_s: float | None = None
+    """The lease of workers, renewed six times as often."""
+    reader_rule: bool = True
+    """Whether block tables are compared with the header."""
+    late_counted: bool = False
+    """Not a fault: the ledger counts what the worker asks of it after its lease."""
+
+    def variables(self) -> dict[str, str]:
+        """The environment that carries them."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def install() -> None:
+    """Patch this process. Before the service's `main`, once."""
+    faults = Faults(**json.loads(os.environ.get(VARIABLE, "{}")))
+    if faults.lease_s is not None:
+        register = Holder.register
+        _replace(Holder, "register", partial(register, lease_s=faults.lease_s, beat_s=faults.lease_s / 6))
+    if faults.poison_token is not None:
+        _replace(ModelRunner, "step", _dying_of(faults.poison_token, ModelRunner.step))
+    if faults.death_notes is not None:
+        _install_deaths(Path(faults.death_notes) / _worker_id(sys.argv))
+    if faults.stop_notes is not None:
+        note = Path(faults.stop_notes) / _worker_id(sys.argv)
+        _replace(ModelRunner, "step", _first(ModelRunner.step, lambda: _stop_if_told(note)))
+    if faults.late_counted:
+        count_late_calls()
+    if not faults.reader_rule:
+        _switch_off_the_reader_rule()
+
+
+def _switch_off_the_reader_rule() -> None:
+    _replace(Arena, "check_refs", lambda *_: True)  # what is swapped out; sources of copies
+    for worker in (DecodeWorker, PrefillWorker):
+        _replace(worker, "_check", lambda *_: True)
+
+
+def _install_deaths(note: Path) -> None:
+    _replace(ModelRunner, "step", _then(ModelRunner.step, lambda: _die_if_told(note, "fill")))
+    seal = _then(Holder.seal, lambda: _die_if_told(note, "after seal"))
+    _replace(Holder, "seal", _first(seal, lambda: _die_if_told(note, "before seal")))
+    _replace(Holder, "hand_over", _then(Holder.hand_over, lambda: _die_if_told(note, "hand-over")))
+
+
+def _die_if_told(note: Path, phase: str) -> None:
+    if note.exists() and note.read_text() == phase:
+        note.unlink()
+        _die(phase)
+
+
+def _stop_if_told(note: Path) -> None:
+    if note.exists():
+        note.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _die(phase: str) -> None:
+    os.write(2, f"{DIED}{phase}\n".encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dying_of(token: int, step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def dying(runner: ModelRunner, batch: Any) -> Any:
+        if token in batch.token_ids:
+            _die("poison")
+        return step(runner, batch)
+
+    return dying
+
+
+def _first(call: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(call)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return call(*args, **kwargs)
+
+    return both
+
+
+def _then(call: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(call)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        after()
+        return result
+
+    return both
+
+
+def _worker_id(argv: list[str]) -> str:
+    return argv[argv.index("--worker-id") + 1]
+
+
+def _replace(owner: type, name: str, by: Any) -> None:
+    setattr(owner, name, by)

@@ -1,0 +1,63 @@
+"""What the dead still hold some seconds after their death, looked up in the ledger at that moment.
+
+Knows the ledger; knows nothing of how they died.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from block_store.inspection import HolderView, Inspection
+from common.types import BlockRef
+from testing.chaos.report import Report
+from testing.chaos.stack import Stack
+
+AFTER_S = 9.0
+"""A lease of 5 s and a sweep of 0.5 s, with room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Blocks that nobody can use although nobody alive uses them."""
+
+    by_the_dead: int
+    in_tickets: int
+    """In tickets that were there at the death and that nobody has claimed since."""
+
+
+class HeldAfter:
+    """One look `AFTER_S` after each death."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._looks: list[threading.Thread] = []
+        self.left: list[Left] = []
+
+    def died(self, moment: float, dead: HolderView) -> None:
+        """`dead` ended, or woke up, at `moment` (`time.monotonic()`)."""
+        tickets = {h.epoch: set(h.own) for h in self._stack.inspect().holders if h.kind == "ticket"}
+        look = threading.Thread(target=self._look, args=(moment + AFTER_S, dead, tickets), daemon=True)
+        look.start()
+        self._looks.append(look)
+
+    def _look(self, at: float, dead: HolderView, tickets: dict[int, set[BlockRef]]) -> None:
+        time.sleep(max(0.0, at - time.monotonic()))
+        now = self._stack.inspect()
+        still = {h.epoch for h in now.holders}
+        self.left.append(Left(held_by(now, dead), sum(len(refs) for e, refs in tickets.items() if e in still)))
+
+    def tell(self, report: Report) -> None:
+        """Wait for the last look, then report all of them."""
+        for look in self._looks:
+            look.join()
+        guilty = sum(left.by_the_dead > 0 for left in self.left)
+        report.none(f"dead that hold blocks {AFTER_S:g} s after", guilty, len(self._looks), "deaths")
+        report.told("  blocks in tickets that nobody claimed, then", str(sum(left.in_tickets for left in self.left)))
+
+
+def held_by(now: Inspection, dead: HolderView) -> int:
+    """References of an incarnation, and blocks in quarantine that wait for its writer slot."""
+    references = sum(dead.epoch in block.holders for block in now.blocks)
+    return references + sum(slot == dead.writer_slot for _, slot in now.quarantine)

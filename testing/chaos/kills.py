@@ -1,0 +1,116 @@
+"""Scenarios in which a worker is killed with -9 while it serves.
+
+Each trial kills one worker and waits until its successor serves, so that there is always a second one of its role.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from testing.chaos.faulty import DIED, PHASES, Faults
+from testing.chaos.held import HeldAfter
+from testing.chaos.report import Report, percentile
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import BACK_S, Plan, Stack
+from testing.chaos.traffic import Answer
+from testing.system import wait_for
+
+BACK = r"(\d+) sequences came back: (\d+) tokens computed again, at most (\d+) of one"
+"""What a prefill worker logs of sequences that were decoding already."""
+
+
+def decode_kill(run: Run) -> Report:
+    """Decode workers, in turn, killed in mid-stream."""
+    with run.stack() as stack:
+        return decode_kill_on(run, stack)
+
+
+def decode_kill_on(run: Run, stack: Stack) -> Report:
+    """The same on a stack that is there."""
+    report, rng, held = run.report("decode-kill"), run.rng, HeldAfter(stack)
+    with run.traffic(stack) as traffic:
+        traffic.wait_for(run.concurrency, timeout_s=60)
+        kills = [kill_one(stack, f"decode-{trial % 2}", rng, held) for trial in range(run.trials)]
+        answers = traffic.stop()
+    judge(report, stack, answers)
+    _tell_recovery(report, stack, answers, kills)
+    held.tell(report)
+    return report
+
+
+def prefill_kill(run: Run) -> Report:
+    """Prefill workers, in turn, killed by themselves in a chosen phase; every fifth time from outside, at random."""
+    report, rng = run.report("prefill-kill"), run.rng
+    with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
+        faults = Faults(death_notes=notes)
+        packages = {"prefill_svc": "testing.chaos.faulty_prefill"}
+        with run.stack(Plan(packages=packages, variables=faults.variables())) as stack:
+            held = HeldAfter(stack)
+            with run.traffic(stack) as traffic:
+                traffic.wait_for(run.concurrency, timeout_s=60)
+                kills = [_kill_in_phase(stack, Path(notes), trial, rng, held) for trial in range(run.trials)]
+                answers = traffic.stop()
+            judge(report, stack, answers)
+            report.told(
+                "longest gap p99 of those in flight at a kill", f"{percentile(_gaps(answers, kills), 0.99):.2f} s"
+            )
+            _tell_phases(report, stack, run.trials)
+            held.tell(report)
+    return report
+
+
+def _kill_in_phase(stack: Stack, notes: Path, trial: int, rng: random.Random, held: HeldAfter) -> float:
+    """One death. Returns when it was."""
+    name, phase = f"prefill-{trial % 2}", [*PHASES, None][trial % (len(PHASES) + 1)]
+    if phase is None:
+        return kill_one(stack, name, rng, held)
+    dead, pid = stack.holder(name), stack.pids[name]
+    (notes / name).write_text(phase)
+    wait_for(lambda: stack.pids[name], lambda now: now != pid, BACK_S, f"{name} has not died in phase {phase}")
+    moment = time.monotonic()
+    held.died(moment, dead)
+    stack.wait_back(name, pid, dead.epoch)
+    return moment
+
+
+def _tell_phases(report: Report, stack: Stack, trials: int) -> None:
+    found = Counter(match[1] for _, match in stack.lines(f"{DIED}(.+)"))
+    for phase in PHASES:
+        report.told(f"killed in phase: {phase}", str(found[phase]))
+    report.told("killed at a random moment", str(trials - found.total()))
+
+
+def kill_one(stack: Stack, name: str, rng: random.Random, held: HeldAfter) -> float:
+    """Kill one worker at a random moment and wait until its successor is given requests. Returns the moment."""
+    time.sleep(rng.random() * 0.3)
+    dead, pid = stack.holder(name), stack.pids[name]
+    moment = stack.kill(name)
+    held.died(moment, dead)
+    stack.wait_back(name, pid, dead.epoch)
+    return moment
+
+
+def _tell_recovery(report: Report, stack: Stack, answers: Sequence[Answer], kills: Sequence[float]) -> None:
+    gaps = _gaps(answers, kills)
+    report.told("streamed requests in flight at a kill (no beams)", f"{len(gaps):,}")
+    report.told("longest gap p50 of these", f"{percentile(gaps, 0.5):.2f} s")
+    report.at_most("longest gap p99 of these", percentile(gaps, 0.99), 2.0, "s")
+    back = [[int(number) for number in match.groups()] for _, match in stack.lines(BACK, service="prefill")]
+    count = sum(sequences for sequences, _, _ in back)
+    report.told("sequences that came back to prefill (no beams)", f"{count:,}")
+    report.told("tokens computed again for one, mean", f"{sum(tokens for _, tokens, _ in back) / max(1, count):.1f}")
+    report.at_most(
+        "tokens computed again for one, most", max((most for _, _, most in back), default=0), 16, "tokens (one block)"
+    )
+
+
+def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:
+    """The longest gap of each request that was in flight at a kill and whose tokens are streamed: a beam search, which
+    starts over, says nothing before its end."""
+    streamed = [answer for answer in answers if answer.case.streamed]
+    return [answer.longest_gap_s for answer in streamed if any(answer.spans(kill) for kill in kills)]

@@ -1,0 +1,143 @@
+"""Scenarios in which Redis is lost under load: killed and back empty, flushed, frozen, slow, back with older data.
+
+No process may end, requests go on (waiting where they must), and within 10 s of its return the ledger is whole again:
+no invariant broken, every worker holding a lease, and blocks moving.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from block_store.invariants import check_running
+from testing.chaos.report import Report, percentile
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import Stack
+from testing.chaos.traffic import Answer
+
+FROZEN_S = 10.0
+DOWN_S = 1.0
+"""How long a killed Redis stays away."""
+SLOW_S = 10.0
+STALLS_S = (0.02, 0.3)
+"""How long a slow Redis stalls at a time: on either side of what a worker waits for it, 0.25 s."""
+PAUSES_S = (0.005, 0.05)
+"""How long it answers between two stalls."""
+OLD_S = 2.0
+"""Age of the snapshot that comes back: the ledger has moved on by hundreds of blocks."""
+WHOLE_S = 10.0
+POLL_S = 0.1
+MOST_FAILED = 0.001
+WITHOUT = r"(prefill|decode)-\d goes on without the ledger"
+WORKERS = frozenset({"prefill-0", "prefill-1", "decode-0", "decode-1"})
+
+
+def killed(run: Run) -> Report:
+    """Killed with -9 and started again, empty."""
+    return _scenario(run, "redis-killed", _kill)
+
+
+def flushed(run: Run) -> Report:
+    """FLUSHALL."""
+    return _scenario(run, "redis-flushed", flush)
+
+
+def flush(stack: Stack) -> None:
+    stack.redis.flush()
+
+
+def frozen(run: Run) -> Report:
+    """Stopped for 10 s, with everything it knew."""
+    return _scenario(run, "redis-frozen", _freeze)
+
+
+def slow(run: Run) -> Report:
+    """For 10 s it answers late, as one does whose core, memory or disk others use: it stalls again and again."""
+    return _scenario(run, "redis-slow", partial(_stall, rng=run.rng))
+
+
+def older(run: Run) -> Report:
+    """Killed and started again with a snapshot from before."""
+    return _scenario(run, "redis-older", _restore)
+
+
+def _kill(stack: Stack) -> None:
+    stack.redis.kill()
+    time.sleep(DOWN_S)
+    stack.redis.start_empty()
+
+
+def _freeze(stack: Stack) -> None:
+    stack.redis.freeze()
+    time.sleep(FROZEN_S)
+    stack.redis.thaw()
+
+
+def _stall(stack: Stack, rng: random.Random) -> None:
+    ends = time.monotonic() + SLOW_S
+    while time.monotonic() < ends:
+        stack.redis.freeze()
+        time.sleep(rng.uniform(*STALLS_S))
+        stack.redis.thaw()
+        time.sleep(rng.uniform(*PAUSES_S))
+
+
+def _restore(stack: Stack) -> None:
+    snapshot = stack.redis.snapshot("older.rdb")
+    time.sleep(OLD_S)
+    stack.redis.kill()
+    time.sleep(DOWN_S)
+    stack.redis.start_from(snapshot)
+
+
+def _scenario(run: Run, name: str, lose: Callable[[Stack], None]) -> Report:
+    with run.stack() as stack:
+        return outage_on(run, stack, name, lose)
+
+
+def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) -> Report:
+    """`lose` takes Redis away and brings it back; that, `trials` times, under load."""
+    report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
+    with run.traffic(stack) as traffic:
+        traffic.wait_for(run.concurrency, timeout_s=60)
+        for _ in range(run.trials):
+            time.sleep(0.5 + rng.random())
+            lose(stack)
+            took.append(_whole_after(stack))
+            traffic.wait_for(len(traffic.answers) + run.concurrency, timeout_s=120)
+        answers = traffic.stop()
+    judge(report, stack, answers, most_failed=MOST_FAILED)
+    report.told("longest gap p50, p99", f"{_gap(answers, 0.5):.2f} s, {_gap(answers, 0.99):.2f} s")
+    report.told("workers went on without the ledger", f"{len(stack.lines(WITHOUT))} times")
+    ended = sum(stack.pids[service] != pid for service, pid in pids.items())
+    report.none("processes that ended", ended, run.trials * len(pids), "times")
+    report.at_most("ledger whole after, most", max(took), WHOLE_S, "s")
+    left = check_running(stack.ledger())
+    report.none("broken invariants at the end", len(left), 1, "looks")
+    for finding in left[:3]:
+        report.told("  namely", finding[:100])
+    return report
+
+
+def _gap(answers: Sequence[Answer], share: float) -> float:
+    return percentile([answer.longest_gap_s for answer in answers if answer.case.streamed], share)
+
+
+def _whole_after(stack: Stack) -> float:
+    """Seconds until the ledger is whole; infinite after three times the limit."""
+    began = time.monotonic()
+    while time.monotonic() < began + 3 * WHOLE_S:
+        if _is_whole(stack):
+            return time.monotonic() - began
+        time.sleep(POLL_S)
+    return float("inf")
+
+
+def _is_whole(stack: Stack) -> bool:
+    try:
+        leased = {holder.name for holder in stack.inspect().holders}
+        return leased >= WORKERS and not check_running(stack.ledger())
+    except Exception:  # not there yet, in whichever way
+        return False

@@ -1,0 +1,54 @@
+"""Scenario of a request that kills whoever computes it: two workers die, then it is refused; nobody else notices."""
+
+from __future__ import annotations
+
+import time
+
+from common.errors import Internal
+from looseleaf.client import Client
+from testing.chaos.faulty import DIED, Faults
+from testing.chaos.report import Report
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import Plan, Stack
+
+TOKEN = 300
+"""In no prompt of the book, and drawn by no expected answer that a scenario uses here."""
+MOST_DEATHS = 2
+WORKERS = ("prefill-0", "prefill-1")
+
+
+def poison(run: Run) -> Report:
+    """`trials` poisonous prompts, each sent three times; the next one when the workers are back."""
+    report = run.report("poison")
+    book = [case for case in run.book if all(TOKEN not in tokens for tokens in case.expected)]
+    packages = {"prefill_svc": "testing.chaos.faulty_prefill"}
+    plan = Plan(packages=packages, variables=Faults(poison_token=TOKEN).variables())
+    clean = Run(run.model, book, run.trials, run.seed, run.concurrency)
+    with run.stack(plan) as stack:
+        with clean.traffic(stack) as traffic:
+            traffic.wait_for(run.concurrency, timeout_s=60)
+            deaths, refused = 0, 0
+            for trial in range(run.trials):
+                began = time.monotonic()
+                before = {name: (stack.pids[name], stack.holder(name).epoch) for name in WORKERS}
+                refused += _send(stack, [20 + trial, 30, TOKEN])
+                for name in {line.service for line, _ in stack.lines(f"{DIED}poison", since=began)}:
+                    stack.wait_back(name, *before[name])
+            answers = traffic.stop()
+        deaths = len(stack.lines(f"{DIED}poison"))
+        judge(report, stack, answers)
+        report.none("poisonous requests not refused", 3 * run.trials - refused, 3 * run.trials, "requests")
+        report.at_most("workers that one prompt killed", deaths / max(1, run.trials), MOST_DEATHS, "workers")
+    return report
+
+
+def _send(stack: Stack, prompt: list[int]) -> int:
+    """How often the prompt was refused as it should be, of three times."""
+    refused = 0
+    with Client(stack.addresses.grpc, timeout=60.0) as client:
+        for _ in range(3):
+            try:
+                client.generate(prompt, max_tokens=8, temperature=0.0)
+            except Internal:
+                refused += 1
+    return refused

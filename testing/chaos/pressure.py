@@ -1,0 +1,153 @@
+"""Scenario of an arena too small: blocks for 30 % of what the requests at once can come to need.
+
+One pair of workers and two, where preempted groups are swapped and where they are given back, each for a quarter of the
+run. Every request is answered as the oracle does, or refused at once because no decode worker could ever hold it;
+somebody is answered all the time. Knows of preemption what workers log and the gateway counts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Literal
+
+from common.blocks import group_blocks
+from common.types import SamplingParams
+from testing.chaos.book import Case
+from testing.chaos.kills import BACK
+from testing.chaos.report import Report, Row, percentile
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import Plan, Stack
+from testing.chaos.traffic import Answer, Traffic
+from testing.system import assert_nothing_held
+
+Mode = Literal["swap", "give-back"]
+SHARE = 0.3
+"""Of the blocks that are needed, those that there are."""
+CLIENTS = 24
+"""For each decode worker."""
+PRIORITIES = (0, 0, 1)
+"""A third of the requests gives way to the others."""
+MAX_MODEL_LEN = 432
+BLOCK_SIZE = 16
+QUIET_S = 30.0
+"""If so long nobody is answered, nobody ever will be."""
+TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
+"""Needs more than 256 blocks, and so than any floor here: it must be refused."""
+REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")
+SWAPPED = r"no block left: group \d+, (\d+) blocks, is swapped out \(([\d.]+) ms\)"
+RESUMED = r"group \d+ is back: (\d+) blocks copied in ([\d.]+) ms, waited ([\d.]+) s"
+GIVEN_BACK = r"no block left: group \d+, (\d+) blocks, is given back to prefill"
+
+
+def pressure(run: Run) -> Report:
+    """`trials` seconds, in four parts."""
+    report = run.report("pressure")
+    for workers in (1, 2):
+        for mode in ("swap", "give-back"):
+            pressure_part(run, report, workers, mode, run.trials / 4)
+    return report
+
+
+def pressure_part(run: Run, report: Report, workers: int, mode: Mode, seconds: float) -> None:
+    """One way of preempting, on so many workers of each role."""
+    crowd = replace(run, book=[*run.book, TOO_WIDE], concurrency=CLIENTS * workers)
+    needed = crowd.concurrency * fmean(map(blocks_needed, run.book))
+    plan = Plan(int(SHARE * needed), MAX_MODEL_LEN, workers=workers, preemption=mode)
+    report.told(
+        f"{mode}, {workers} decode: {seconds:.0f} s, {crowd.concurrency} clients",
+        f"{plan.num_blocks} blocks, {SHARE:.0%} of {needed:.0f}",
+    )
+    with crowd.stack(plan) as stack:
+        floor = max(holder.floor for holder in stack.inspect().holders if holder.name.startswith("decode"))
+        with crowd.traffic(stack, priorities=PRIORITIES) as traffic:
+            quiet = _watch(traffic, seconds)
+            if quiet > QUIET_S:
+                _last_words(stack)
+            answers = traffic.stop()
+        report.at_most("longest time without any answer", quiet, QUIET_S, "s")
+        _judge_answers(report, stack, answers, floor)
+        _tell_preemption(report, stack, mode)
+        _judge_rest(report, stack)
+
+
+def blocks_needed(case: Case) -> int:
+    """The most that a request can come to hold."""
+    return group_blocks(len(case.prompt_ids), case.max_tokens, case.sampling.width, BLOCK_SIZE)
+
+
+def _watch(traffic: Traffic, seconds: float) -> float:
+    """Wait so long, or until nobody is answered any more; the longest time in which nobody was."""
+    last, end, longest, seen = time.monotonic(), time.monotonic() + seconds, 0.0, 0
+    while (now := time.monotonic()) < end and longest <= QUIET_S:
+        if len(traffic.answers) > seen:
+            seen, last = len(traffic.answers), now
+        longest = max(longest, now - last)
+        time.sleep(0.1)
+    return longest
+
+
+def _last_words(stack: Stack) -> None:
+    for line in stack.tail():
+        print(f"  {line.service}: {line.text}", file=sys.stderr)
+
+
+def _judge_answers(report: Report, stack: Stack, answers: Sequence[Answer], floor: int) -> None:
+    """Who was refused is who does not fit; everybody else is answered right."""
+    refused = [answer for answer in answers if answer.error is not None and REFUSAL.match(answer.error)]
+    large = {id(answer) for answer in answers if blocks_needed(answer.case) > floor}
+    wrongly = sum(id(answer) not in large or answer.num_tokens > 0 for answer in refused)
+    report.none("refused though they fit, or too late", wrongly, len(refused), "refused")
+    report.none("let in although they can never fit", len(large) - len(refused) + wrongly, len(large), "too large")
+    out = {id(answer) for answer in refused}
+    let_in = [answer for answer in answers if id(answer) not in out]
+    judge(report, stack, let_in)
+    groups = sum(answer.case.sampling.width > 1 for answer in let_in)
+    report.told("  of these, of several samples or beams", f"{groups:,} of {len(let_in):,}")
+    gaps = [answer.longest_gap_s for answer in let_in if answer.case.streamed]
+    report.told("longest wait for a token (no beams), p50, most", f"{percentile(gaps, 0.5):.2f} s, {max(gaps):.2f} s")
+    whole = [answer.ended - answer.began for answer in let_in]
+    report.told("whole request p50, most", f"{percentile(whole, 0.5):.2f} s, {max(whole):.2f} s")
+
+
+def _tell_preemption(report: Report, stack: Stack, mode: Mode) -> None:
+    out, back = list(_numbers(stack, SWAPPED)), list(_numbers(stack, RESUMED))
+    away, again = list(_numbers(stack, GIVEN_BACK)), [found[1] for found in _numbers(stack, BACK)]
+    if mode == "swap":
+        report.at_least("groups swapped out", len(out), 1)
+        report.at_least("groups resumed", len(back), 1)
+        report.told("  copied out, mean", _mean_copy(out))
+        report.told("  copied back, mean", _mean_copy(back))
+        waits = [found[2] for found in back]
+        report.told("  swapped, p50, most", f"{percentile(waits, 0.5):.2f} s, {max(waits, default=0.0):.2f} s")
+        report.told("groups given back", str(len(away)))
+    else:
+        report.at_least("groups given back", len(away), 1)
+        report.none("groups swapped out", len(out), len(out) + len(away), "preempted")
+    report.told("  prefilled again, by the gateway", f"{stack.metric('looseleaf_requests_given_back_total'):.0f}")
+    report.told(
+        "  tokens computed again for one, p50, most", f"{percentile(again, 0.5):.0f}, {max(again, default=0):.0f}"
+    )
+
+
+def _numbers(stack: Stack, pattern: str) -> Iterator[list[float]]:
+    return (list(map(float, match.groups())) for _, match in stack.lines(pattern))
+
+
+def _mean_copy(copies: Sequence[Sequence[float]]) -> str:
+    """(blocks, milliseconds, ..) of each copy."""
+    if not copies:
+        return "none"
+    return f"{fmean(c[0] for c in copies):.1f} blocks in {fmean(c[1] for c in copies):.2f} ms"
+
+
+def _judge_rest(report: Report, stack: Stack) -> None:
+    """Nothing is held once nobody asks."""
+    try:
+        assert_nothing_held(stack.addresses.block_store)
+    except AssertionError as error:
+        report.rows.append(Row("held after the end", str(error).replace("\n", " ")[:100], "nothing", good=False))

@@ -1,0 +1,297 @@
+"""A whole stack under test: Redis, every service as a process, their log lines with times, and ways to hurt them.
+
+Knows processes and the ledger; knows nothing of requests or of what a scenario wants to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from block_store.arena import Arena
+from block_store.inspection import HolderView, Inspection, inspect
+from block_store.ledger import Ledger
+from common.types import Epoch
+from looseleaf.children import Child, ServiceSpec, wait_ready
+from looseleaf.launcher import Addresses, Launcher
+from looseleaf.llm import serve_settings
+from testing.chaos.redis_process import RedisProcess
+from testing.system import wait_for
+
+_CHECK_S = 0.1
+BACK_S = 180.0
+"""How long a service may take to come back: with torch ten seconds on a loaded machine, beside a build a minute."""
+EXIT_S = 30.0
+_SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a service's log, with the time at which it was read here."""
+
+    at: float
+    service: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is particular to a scenario's stack."""
+
+    num_blocks: int = 4096
+    max_model_len: int = 512
+    max_num_seqs: int = 64
+    block_size: int = 16
+    workers: int = 2
+    """Of each role."""
+    packages: Mapping[str, str] | None = None
+    """Entry points instead of the services' own, by the names of these."""
+    variables: Mapping[str, str] | None = None
+    """Environment of all services."""
+    preemption: Literal["auto", "swap", "give-back"] | None = None
+    """None: the decode worker's default."""
+    spare: int = 0
+    restarted: tuple[str, ...] = ("prefill", "decode")
+    """Services that may die and are started again, however often, by the beginnings of their names."""
+
+
+class Stack:
+    """Started at construction, ended by `close`."""
+
+    def __init__(self, model: Path, plan: Plan) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-chaos-")
+        self._lines: list[Line] = []
+        self.redis = RedisProcess(Path(self._scratch.name))
+        try:
+            self.launcher = _Launcher(model, plan, self.redis.url, self._take)
+            self.addresses: Addresses = self.launcher.start()
+        except BaseException:
+            self.redis.close()
+            raise
+        self._ended = threading.Event()
+        self.failure: str | None = None
+        """Why the launch was given up, if it was."""
+        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._supervisor.start()
+        self.arena = Arena.open(self.launcher.directory)
+
+    # --- what it says
+
+    def _take(self, line: str) -> None:
+        service, _, text = line.partition("|")
+        self._lines.append(Line(time.monotonic(), service.strip(), text.strip()))
+
+    def lines(self, pattern: str, *, service: str = "", since: float = 0.0) -> list[tuple[Line, re.Match[str]]]:
+        """Log lines that match, of services whose name begins with `service`."""
+        found = re.compile(pattern)
+        return [
+            (line, match)
+            for line in list(self._lines)
+            if line.at >= since and line.service.startswith(service) and (match := found.search(line.text))
+        ]
+
+    def tail(self, num_lines: int = 40) -> list[Line]:
+        return self._lines[-num_lines:]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the gateway's samples with these labels, now."""
+        with urllib.request.urlopen(f"http://{self.addresses.http}/metrics", timeout=10.0) as reply:
+            text = reply.read().decode()
+        total = 0.0
+        for sample, given, value in _SAMPLE.findall(text):
+            if sample == name and labels.items() <= dict(_LABEL.findall(given)).items():
+                total += float(value)
+        return total
+
+    def ledger(self) -> Ledger:
+        """The ledger that the arena's header names now."""
+        return Ledger.attach(self.redis.client, self.arena)
+
+    def inspect(self) -> Inspection:
+        return inspect(self.ledger(), with_blocks=True)
+
+    def holder(self, name: str, *, with_blocks: bool = False) -> HolderView:
+        """The newest incarnation of a worker. KeyError: it holds no lease."""
+        found = [holder for holder in inspect(self.ledger(), with_blocks).holders if holder.name == name]
+        if not found:
+            raise KeyError(name)
+        return max(found, key=lambda holder: holder.epoch)
+
+    # --- what is done to it
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return self.launcher.pids
+
+    def kill(self, name: str) -> float:
+        """SIGKILL; the moment."""
+        return self._send(name, signal.SIGKILL)
+
+    def freeze(self, name: str) -> float:
+        return self._send(name, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> float:
+        return self._send(name, signal.SIGCONT)
+
+    def _send(self, name: str, number: signal.Signals) -> float:
+        moment = time.monotonic()
+        os.kill(self.pids[name], number)
+        return moment
+
+    def wait_back(self, name: str, old_pid: int, old_epoch: Epoch, timeout_s: float = BACK_S) -> None:
+        """Until a successor of the process `old_pid` is ready, registered and given requests again."""
+        wait_for(lambda: self.pids[name], lambda pid: pid != old_pid, timeout_s, f"{name} is not started again")
+        self.wait_registered(name, old_epoch, timeout_s)
+        wait_for(lambda: self.launcher.is_ready(name), bool, timeout_s, f"{name} does not become ready")
+        self.wait_used(name, timeout_s)
+
+    def wait_registered(self, name: str, after: Epoch, timeout_s: float = BACK_S) -> None:
+        """Until a later incarnation than `after` holds a lease."""
+
+        def newest() -> int:
+            with contextlib.suppress(KeyError):
+                return int(self.holder(name).epoch)
+            return -1
+
+        wait_for(newest, lambda epoch: epoch > after, timeout_s, f"{name} does not register again")
+
+    def wait_used(self, name: str, timeout_s: float = BACK_S) -> None:
+        """Until the gateway sends the worker something. Only while there is traffic."""
+        before = self.metric("looseleaf_worker_requests_total", worker=name)
+        wait_for(
+            lambda: self.metric("looseleaf_worker_requests_total", worker=name), lambda n: n > before, timeout_s,
+            f"{name} gets no requests",
+        )  # fmt: skip
+
+    def _supervise(self) -> None:
+        while not self._ended.wait(_CHECK_S):
+            try:
+                self.launcher.check()
+            except Exception as failure:
+                self.failure = str(failure)
+                return
+
+    # --- its end
+
+    def close(self) -> None:
+        self._ended.set()
+        self._supervisor.join()
+        for pid in self.pids.values():  # nobody stays frozen
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self.launcher.stop()
+        self.redis.close()
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            print(f"the launch: {self.failure or 'in order'}; its last words:", file=sys.stderr)
+            for line in self.tail():
+                print(f"  {line.service}: {line.text}", file=sys.stderr)
+        self.close()
+
+
+class _Launcher(Launcher):
+    """With entry points and variables of the suite's choice, ports that outlive a process, and no limit of restarts."""
+
+    def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:
+        self._ports = iter(free_ports(3))
+        settings = serve_settings(
+            str(model),
+            {
+                "redis_url": redis_url,
+                "num_blocks": plan.num_blocks,
+                "max_model_len": plan.max_model_len,
+                "prefill": plan.workers,
+                "decode": plan.workers,
+                "roles": "split",
+                "threads": 1,
+                "preemption": plan.preemption,
+                "spare": plan.spare,
+                "max_num_seqs": plan.max_num_seqs,
+                "block_size": plan.block_size,
+                "port": next(self._ports),
+                "grpc_port": next(self._ports),
+            },
+        )
+        super().__init__(settings, echo)
+        self._plan = plan
+        self._changing = threading.RLock()
+
+    @property
+    def directory(self) -> Path:
+        """Where the arena is."""
+        assert self._shared is not None
+        return self._shared.path
+
+    def is_ready(self, name: str) -> bool:
+        return self._named(name).ready_lines() is not None
+
+    def check(self) -> None:
+        with self._changing:
+            super().check()
+
+    def replace(self, name: str, *, overlap: bool) -> int:
+        """End a service with SIGTERM and start it again, with `overlap` the new one before the old one ends.
+
+        Returns the old one's exit status once the new one is ready.
+        """
+        with self._changing:
+            old = self._named(name)
+            index = self._children.index(old)
+            if overlap:
+                new = self._child(old.spec)
+                wait_ready([new], [new], BACK_S)
+                old.terminate()
+                ended = old.wait(EXIT_S)
+            else:
+                old.terminate()
+                ended = old.wait(EXIT_S)
+                new = self._child(old.spec)
+            self._children[index] = new
+        assert ended, f"{name} did not end within {EXIT_S:.0f} s of SIGTERM"
+        wait_ready([new], [new], BACK_S)
+        status = old.status
+        assert status is not None
+        return status
+
+    def _named(self, name: str) -> Child:
+        return next(child for child in self._children if child.name == name)
+
+    def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
+        entry = (self._plan.packages or {}).get(package, package)
+        if name == "block_store":
+            at = list(flags).index("--port") + 1
+            flags = [*flags[:at], str(next(self._ports)), *flags[at + 1 :]]
+        return super()._spawn(name, entry, flags, {**(self._plan.variables or {}), **(extra or {})})
+
+    def _may_restart(self, spec: ServiceSpec) -> bool:
+        return spec.name.startswith(self._plan.restarted)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,150 @@
+"""Scenario of forced staleness: leases shorter than the delays, a tiny arena, and churn.
+
+Workers are stopped past their lease, until others have taken half of their blocks to write into. Woken in the middle
+of a step they read what is no longer theirs: the reader rule must find it, before a token leaves. Two of three are told
+to stop there (`faulty`), the others are stopped at a random moment, mostly between two steps, where they learn from the
+ledger that they are fenced. With the rule switched off the same seed gives wrong tokens, or this scenario would prove
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.types import BlockRef
+from testing.chaos.faulty import PACKAGES, Faults
+from testing.chaos.report import Report
+from testing.chaos.run import Run, judge
+from testing.chaos.stack import Plan, Stack
+
+LEASE_S = 0.5
+MOST_STOPPED_S = 20.0
+"""By then half of the blocks of a stopped worker should live another life; if not, it is woken nevertheless. An idle
+machine takes a second, a loaded one ten: blocks of the reaped are the last that are evicted."""
+STEP_S = 1.0
+"""A worker that has something to do steps within."""
+RENEWED_S = 3.0
+"""A woken worker that is not registered anew by then was not fenced."""
+MAX_MODEL_LEN = 432
+NUM_BLOCKS = 160
+"""Few more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14): what is cached is soon
+evicted, that of a stopped worker too."""
+LONGEST_OUTPUT = 128
+"""Of the requests used here: the shorter their outputs, the faster blocks change hands."""
+MOST_ATTEMPTS = 100
+CONCURRENCY = 20
+"""More than fits: every now and then a group is preempted."""
+DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
+"""In a step of either role; a group that was about to be swapped out counts as one."""
+SENT_AWAY = r"starting over: .*; (\d+) "
+UNRULED_VICTIMS = 300
+"""How many victims the run without the rule may take until a wrong token has left."""
+
+
+def staleness(run: Run) -> Report:
+    """Until `trials` sequences were victims."""
+    report = run.report("staleness")
+    with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
+        _with_the_rule(run, report, Path(notes))
+        _without_the_rule(run, report, Path(notes))
+    return report
+
+
+def _with_the_rule(run: Run, report: Report, notes: Path) -> None:
+    with _stack(run, notes, reader_rule=True) as stack:
+        with _hurried(run).traffic(stack, shared=False) as traffic:
+            traffic.wait_for(CONCURRENCY, timeout_s=60)
+            num_stops = _stop_until(stack, notes, run.rng, lambda: victims(stack) >= run.trials)
+            answers = traffic.stop()
+        judge(report, stack, answers)
+        report.told("workers stopped", str(num_stops))
+        report.at_least("victims: sequences of workers that lost their blocks", victims(stack), run.trials)
+        report.at_least("found by the reader rule", _count(stack, DETECTED), 0.3 * run.trials)
+
+
+def _without_the_rule(run: Run, report: Report, notes: Path) -> None:
+    with _stack(run, notes, reader_rule=False) as stack:
+        with _hurried(run).traffic(stack, shared=False) as traffic:
+            traffic.wait_for(CONCURRENCY, timeout_s=60)
+            _stop_until(
+                stack,
+                notes,
+                run.rng,
+                lambda: victims(stack) >= UNRULED_VICTIMS or any(not answer.right for answer in traffic.answers),
+            )
+            answers = traffic.stop()
+        wrong = sum(not answer.right for answer in answers)
+        report.told("without the reader rule: victims", f"{victims(stack):,}")
+        report.at_least("without the reader rule: wrong answers", wrong, 1)
+
+
+def _stack(run: Run, notes: Path, *, reader_rule: bool) -> Stack:
+    faults = Faults(stop_notes=str(notes), lease_s=LEASE_S, reader_rule=reader_rule).variables()
+    patient = {"LOOSELEAF_GATEWAY_MAX_ATTEMPTS": str(MOST_ATTEMPTS), "LOOSELEAF_GATEWAY_SILENCE_S": "60"}
+    variables = faults | patient
+    return run.stack(Plan(NUM_BLOCKS, MAX_MODEL_LEN, packages=PACKAGES, variables=variables))
+
+
+def _hurried(run: Run) -> Run:
+    book = [case for case in run.book if case.max_tokens <= LONGEST_OUTPUT]
+    return Run(run.model, book, run.trials, run.seed, CONCURRENCY)
+
+
+def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[[], bool]) -> int:
+    """Stop workers, two decode to one prefill, until that is enough. Returns how many were stopped."""
+    num_stops = 0
+    while not enough():
+        name = ("decode-0", "decode-1", "decode-0", "decode-1", "prefill-0", "prefill-1")[num_stops % 6]
+        if num_stops % 3 < 2:
+            _stop_in_step(notes / name)
+        _stop_one(stack, name)
+        num_stops += 1
+        time.sleep(0.2 + 0.3 * rng.random())  # until it has something to lose again
+    return num_stops
+
+
+def _stop_in_step(note: Path) -> None:
+    """Until the worker has stopped by itself; one that does not step is stopped where it is."""
+    note.touch()
+    deadline = time.monotonic() + STEP_S
+    while note.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    note.unlink(missing_ok=True)
+
+
+def _stop_one(stack: Stack, name: str) -> None:
+    stack.freeze(name)
+    try:
+        before = stack.holder(name, with_blocks=True)
+        _wait_taken(stack, list(before.own))
+    except KeyError:  # it was late by itself, and is about to register anew
+        return
+    finally:
+        stack.thaw(name)
+    with contextlib.suppress(AssertionError):  # where the store itself was late it is not fenced, and goes on
+        stack.wait_registered(name, before.epoch, RENEWED_S)
+
+
+def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
+    """Until half of these blocks have a new generation in the header: their new writers are about to store."""
+    deadline = time.monotonic() + (MOST_STOPPED_S if refs else 2 * LEASE_S)
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        taken = sum(int(stack.arena.generations[ref.block]) != ref.generation for ref in refs)
+        if refs and 2 * taken >= len(refs):
+            return
+
+
+def victims(stack: Stack) -> int:
+    """Sequences whose worker lost their blocks under them: found stale, or sent away by a worker that was fenced."""
+    return _count(stack, DETECTED) + _count(stack, SENT_AWAY)
+
+
+def _count(stack: Stack, pattern: str) -> int:
+    """Sum of the numbers that the pattern finds; where it finds none, it is one."""
+    return sum(int(next(filter(None, match.groups()), 1)) for _, match in stack.lines(pattern))

@@ -1,0 +1,153 @@
+"""Clients in a closed loop, in a thread of their own, and what became of every request.
+
+Knows the gateway's address and the book, nothing of workers or faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from looseleaf.client import AsyncClient
+from testing.chaos.book import Case
+
+DRAIN_S = 90.0
+"""How long requests in flight may take once no new ones are sent."""
+NUM_SALTS = 3
+"""Requests draw one of so many cache salts, or in every fourth case one of their own: cold and cached prefixes mix."""
+REFUSED_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request, ended. Times are `time.monotonic()`."""
+
+    case: Case
+    began: float
+    ended: float
+    num_tokens: int
+    right: bool
+    """Whether all tokens that came are the oracle's, of every sample, however many came."""
+    error: str | None
+    """Why it did not complete; None: it did."""
+    longest_gap_s: float
+    """Longest time between two messages of one sample, the request itself being the first."""
+
+    def spans(self, moment: float) -> bool:
+        return self.began < moment < self.ended
+
+
+class Traffic:
+    """`concurrency` clients that ask, wait for the end of the answer and ask again, until `stop`."""
+
+    def __init__(
+        self,
+        address: str,
+        book: Sequence[Case],
+        *,
+        seed: int,
+        concurrency: int = 16,
+        shared: bool = True,
+        priorities: Sequence[int] = (0,),
+    ) -> None:
+        """Each request has one of `priorities`."""
+        self.answers: list[Answer] = []
+        self._address = address
+        self._book = book
+        self._rng = random.Random(seed)
+        self._concurrency = concurrency
+        self._priorities = priorities
+        self._share_of_own_salts = 0.25 if shared else 1.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="traffic")
+
+    @property
+    def num_complete(self) -> int:
+        return sum(answer.error is None for answer in self.answers)
+
+    def wait_for(self, num_answers: int, timeout_s: float) -> None:
+        """Until so many requests in all have ended. TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.answers) < num_answers:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(self.answers)} of {num_answers} requests ended within {timeout_s:.0f} s")
+            time.sleep(0.05)
+
+    def stop(self) -> list[Answer]:
+        """Send nothing new, wait for what is in flight, and return everything."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        return self.answers
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def _run(self) -> None:
+        async with AsyncClient(self._address) as client:
+            tasks = [asyncio.create_task(self._ask_on(client)) for _ in range(self._concurrency)]
+            while not self._stopping.is_set():
+                await asyncio.sleep(0.05)
+            _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
+            for task in late:
+                task.cancel()  # its answer says "unfinished"
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _ask_on(self, client: AsyncClient) -> None:
+        while not self._stopping.is_set():
+            case = self._rng.choice(self._book)
+            answer = await ask(client, case, self._salt(), self._rng.choice(self._priorities))
+            self.answers.append(answer)
+            if answer.error is not None:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    def _salt(self) -> str:
+        own = self._rng.random() < self._share_of_own_salts
+        return str(self._rng.getrandbits(60) if own else self._rng.randrange(NUM_SALTS))
+
+
+async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0) -> Answer:
+    """One request to its end, whatever that is."""
+    began = time.monotonic()
+    samples: list[list[int]] = [[] for _ in range(case.sampling.num_sequences)]
+    last, longest, error = [began] * len(samples), 0.0, "unfinished"
+    options = case.options(salt)
+    options["priority"] = priority
+    try:
+        async for piece in client.stream(list(case.prompt_ids), **options):
+            samples[piece.index] += piece.token_ids
+            now = time.monotonic()
+            longest, last[piece.index] = max(longest, now - last[piece.index]), now
+        error = _missing(samples, case)
+    except asyncio.CancelledError:
+        pass
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    now = time.monotonic()
+    if error:
+        longest = max(longest, now - min(last))
+    return Answer(case, began, now, sum(map(len, samples)), _right(samples, case), error or None, longest)
+
+
+def _missing(samples: Sequence[Sequence[int]], case: Case) -> str:
+    """What an answer that ended lacks; empty: nothing."""
+    came, wanted = [len(tokens) for tokens in samples], [len(tokens) for tokens in case.expected]
+    return "" if came == wanted else f"{came} of {wanted} tokens"
+
+
+def _right(samples: Sequence[Sequence[int]], case: Case) -> bool:
+    if not case.expected:
+        return not any(samples)
+    return all(tuple(a) == b[: len(a)] for a, b in zip(samples, case.expected, strict=True))

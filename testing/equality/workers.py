@@ -1,0 +1,268 @@
+"""A prefill and a decode worker in this process over a real arena and ledger, and the least of a gateway between them.
+
+For the equality suite: no RPC, so that every family and every path takes a second. Groups that come back from decode go
+through prefill again with what they have produced, in order of arrival, once there are blocks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from block_store.arena import Arena
+from block_store.breaker import BUDGET_S
+from block_store.errors import StaleDataset
+from block_store.held import HeldBlocks
+from block_store.holder import BEAT_S, Holder
+from block_store.ledger import Ledger
+from block_store.reaper import sweep
+from block_store.rebuild import open_ledger, rebuild
+from common.blocks import group_blocks
+from common.errors import Aborted
+from common.types import Branch, WorkerLoad
+from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
+from decode_svc.preemption import Choice, Preemption
+from decode_svc.scheduler import DecodeScheduler, Group
+from decode_svc.swap import SwapSpace
+from decode_svc.worker import DecodeWorker
+from engine.runner import ModelRunner
+from engine.sequence import Sequence as Tokens
+from prefill_svc.job import Job
+from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.worker import Done, Event, PrefillWorker
+from testing.equality.cases import Answer, Case, Text
+from testing.ledger.store import wait_until
+
+DOMAIN = b"domain"
+MAX_NUM_SEQS = 64
+MAX_STEPS = 3000
+
+
+class Attachment:
+    """What a worker has of the block store."""
+
+    def __init__(
+        self, arena: Arena, ledger: Ledger, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
+        budget_s: float = BUDGET_S,
+    ) -> None:  # fmt: skip
+        """`beat_s` None: it beats only when `held.holder.probe` is called."""
+        self.arena = arena
+        self.floor_blocks = arena.num_blocks
+        self._ledger, self._name, self._reserve = ledger, name, reserve
+        self._beat_s, self._budget_s = beat_s, budget_s
+        self.held = self._register()
+
+    def _register(self) -> HeldBlocks:
+        slot = self.arena.acquire_writer_slot()
+        ledger = self._ledger.under(self.arena.fixed.dataset)
+        holder = Holder.register(
+            ledger, self._name, writer_slot=slot.number, beat_s=self._beat_s, budget_s=self._budget_s
+        )
+        return HeldBlocks(holder, self.arena, slot, self._reserve)
+
+    @property
+    def is_fenced(self) -> bool:
+        return self.held.holder.fenced.is_set()
+
+    def renew(self) -> None:
+        """As `Attached.renew`."""
+        self.held.close()
+        self.held = self._register()
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, and what has come of it."""
+
+    case: Case
+    number: int
+    salt: bytes
+    texts: dict[int, Text] = field(default_factory=dict)
+    """By sample index; of a beam search by rank."""
+    attempts: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, in the first attempt."""
+
+    @property
+    def answer(self) -> Answer:
+        return [self.texts[index] for index in sorted(self.texts)]
+
+    @property
+    def is_done(self) -> bool:
+        ended = sum(text.finish_reason is not None for text in self.texts.values())
+        return ended == self.case.sampling.num_sequences
+
+    @property
+    def branches(self) -> list[Branch]:
+        """What has not ended."""
+        if self.case.sampling.beam_width is not None:
+            return [Branch()]
+        if not self.texts:
+            return [Branch(index) for index in range(self.case.sampling.num_sequences)]
+        return [Branch(i, tuple(t.token_ids)) for i, t in sorted(self.texts.items()) if t.finish_reason is None]
+
+    def num_blocks(self, block_size: int) -> int:
+        """The most that it can need."""
+        case = self.case
+        return group_blocks(len(case.prompt), case.stopping.max_tokens, case.sampling.width, block_size)
+
+
+class Workers:
+    """One worker of each role; `answer` is all there is to do with them."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        directory: Path,
+        client: Any,
+        *,
+        num_blocks: int = 512,
+        budget: int = 512,
+        preemption: Choice = "give-back",
+    ) -> None:
+        """`client` is a Redis; `budget` the most prompt tokens of a step."""
+        self.runner = runner
+        self.arena = Arena.create(directory, runner.layout, num_blocks)
+        self._client, self._ledger, self._choice = client, open_ledger(client, self.arena), preemption
+        runner.bind(self.arena.data)
+        self.attachments = [Attachment(self.arena, self._ledger, "prefill")]
+        scheduler = PrefillScheduler(max_num_batched_tokens=budget, max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_NUM_SEQS)
+        self.prefill = PrefillWorker(runner, cast(Any, self.attachments[0]), scheduler, DOMAIN)
+        self._start_decode()
+        self._asked: list[Asked] = []
+        self._returned: list[Asked] = []
+        self.num_returned = 0
+        self.rejections: list[tuple[int, Rejection]] = []
+        """What decode has sent away: number of the request, why."""
+        self.num_steps = 0
+        """Of decode."""
+
+    def answer(
+        self, cases: Sequence[Case], salt: bytes = b"", before_step: Callable[[Workers], None] = lambda _: None
+    ) -> list[Asked]:
+        """All requests at once, to their end."""
+        self._asked = [Asked(case, number, salt) for number, case in enumerate(cases)]
+        for asked in self._asked:
+            self._send(asked)
+        for _ in range(MAX_STEPS):
+            if all(asked.is_done for asked in self._asked):
+                return self._asked
+            self._let_back()
+            self.prefill.step()
+            before_step(self)
+            self.num_steps += 1
+            self.decode.step()
+        raise AssertionError(f"not done after {MAX_STEPS} steps: {self.decode.load}")
+
+    def kill_decode(self) -> None:
+        """As if its process had died: the store finds it silent, another one starts."""
+        dead = self.attachments.pop()
+        report = sweep(self._ledger, self.arena, ())  # the first one after a pause reaps nothing
+        dead.held.writer_slot.close()
+        self._client.zadd(self._ledger.tag + "leases", {str(dead.held.epoch): 1})
+        reaped = sweep(self._ledger, self.arena, report.waiting_slots, report.tick).reaped
+        assert reaped, "the dead worker's lease is over"
+        dead.held.close()
+        lost = [asked for asked in self._asked if asked.number in self._session.groups]
+        self._start_decode()
+        for asked in lost:
+            self._come_back(asked)
+
+    def sweep(self) -> bool:
+        """What the store does meanwhile: where somebody has found the ledger wrong it is built anew, and the workers
+        hear of it with their next beat. Whether it was."""
+        try:
+            sweep(self._ledger, self.arena, ())
+        except StaleDataset:
+            self._ledger.dataset = rebuild(self._client, self.arena)
+            for holder in (attachment.held.holder for attachment in self.attachments):
+                wait_until(lambda holder=holder: holder.ledger.dataset == self._ledger.dataset, 30)  # type: ignore[misc]
+                wait_until(lambda holder=holder: not holder.breaker.is_open, 30)  # type: ignore[misc]
+            return True
+        return False
+
+    def assert_idle(self) -> None:
+        """AssertionError if anything is held."""
+        for attachment in self.attachments:
+            attachment.held.assert_idle()
+
+    def close(self) -> None:
+        for attachment in self.attachments:
+            attachment.held.close()
+        self._ledger.forget()
+        self.arena.remove()
+
+    # --- between the two
+
+    def _start_decode(self) -> None:
+        attached: Any = Attachment(self.arena, self._ledger, "decode")
+        self.attachments.append(attached)
+        scheduler = DecodeScheduler(max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_NUM_SEQS)
+        swap = SwapSpace(self.runner, attached, self.arena.num_blocks * self.arena.block_bytes)
+        self.preemption = Preemption(scheduler, swap, self._choice)
+        self.decode = DecodeWorker(self.runner, attached, scheduler, DOMAIN, self.preemption)
+        self._session = Session(self._hear)
+
+    def _send(self, asked: Asked) -> None:
+        case = asked.case
+        job = Job.of(list(case.prompt), asked.branches, case.sampling, case.stopping)
+        self.prefill.submit(job, asked.salt, partial(self._prefilled, asked))
+
+    def _prefilled(self, asked: Asked, event: Event) -> None:
+        if isinstance(event, Aborted):
+            return self._come_back(asked)
+        if isinstance(event, Exception):
+            raise event
+        if not isinstance(event, Done):
+            return
+        asked.attempts += 1
+        if asked.attempts == 1:
+            asked.cached_tokens = event.sources.cached
+        for token in event.tokens:
+            text = asked.texts.setdefault(token.sample_index, Text())
+            text.token_ids.append(token.token_id)
+            text.logprobs += [] if token.logprob is None else [token.logprob]
+            text.finish_reason = token.finish_reason
+        if event.ticket is not None:
+            case = asked.case
+            sequences = [
+                Tokens(list(case.prompt), list(branch.output_ids), case.sampling, case.stopping, branch.sample_index)
+                for branch in asked.branches
+            ]
+            group = Group(asked.number, asked.attempts, sequences)
+            self.decode.submit(self._session, group, event.ticket, asked.salt, event.candidates)
+
+    def _hear(self, outputs: list[AnyOutput], load: WorkerLoad) -> None:
+        for item in outputs:
+            output = item.as_output() if isinstance(item, PlainToken) else item
+            asked = self._asked[output.handle]
+            if output.rejection is not None:
+                assert output.rejection in (Rejection.GIVEN_BACK, Rejection.LOST), output
+                self.rejections.append((output.handle, output.rejection))
+                self._come_back(asked)
+                continue
+            text = asked.texts.setdefault(output.sample_index, Text())
+            assert output.first_index == len(text.token_ids) and text.finish_reason is None, output
+            text.token_ids += output.token_ids
+            text.logprobs += output.logprobs
+            text.finish_reason, text.score = output.finish_reason, output.beam_score
+
+    def _come_back(self, asked: Asked) -> None:
+        self.num_returned += 1
+        self._returned.append(asked)
+        self._returned.sort(key=lambda item: item.number)
+
+    def _let_back(self) -> None:
+        """The oldest one that came back, once there is room for it or nothing else runs."""
+        while self._returned:
+            load = self.decode.load
+            busy = load.num_running + load.num_waiting + load.num_preempted > 0
+            needed = self._returned[0].num_blocks(self.runner.layout.block_size)
+            if busy and self.attachments[-1].held.num_free_hint < needed:
+                return
+            self._send(self._returned.pop(0))
+            if not busy:
+                return

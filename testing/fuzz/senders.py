@@ -1,0 +1,117 @@
+"""Sends one input and says what came of it. Knows no inputs of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+
+from testing.fuzz import inputs
+
+Metadata = tuple[tuple[str, str], ...]
+TIMEOUT_S = 60.0
+"""No answer within this is a hang. It ends a call that waits, too: those say so by `DEADLINE_EXCEEDED` before."""
+_OWN_WORDS = "Internal error from Core"
+"""What `grpc.aio` itself says where the other side ended a stream that it still wrote to; it came over no wire."""
+CALL_S = 3.0
+"""The deadline that a call carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One RPC at one address."""
+
+    address: str
+    service: str
+    descriptor: MethodDescriptor
+    metadata: Metadata
+
+    @property
+    def path(self) -> str:
+        return f"/{self.service}/{self.descriptor.name}"
+
+    @property
+    def takes(self) -> type[Message]:
+        return message_factory.GetMessageClass(self.descriptor.input_type)
+
+    @property
+    def is_stream(self) -> bool:
+        return self.descriptor.client_streaming
+
+
+def methods_of(address: str, service: ServiceDescriptor, metadata: Metadata) -> list[Method]:
+    return [Method(address, service.full_name, method, metadata) for method in service.methods]
+
+
+class GrpcSender:
+    """A channel for each address."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def send(self, draw: random.Random, method: Method) -> str:
+        """Name of the status; HANG: none came."""
+        channel = self._channels.get(method.address)
+        if channel is None:
+            channel = self._channels[method.address] = grpc.aio.insecure_channel(method.address)
+        many = draw.randrange(6) if method.is_stream else 1
+        wholes = [inputs.message(draw, method.takes).SerializeToString() for _ in range(many)]
+        sent = [inputs.almost(draw, whole) if draw.random() < 0.4 else whole for whole in wholes]
+        made: Any = channel.stream_stream(method.path) if method.is_stream else channel.unary_stream(method.path)
+        options: Any = {"timeout": CALL_S, "metadata": method.metadata}
+        call: Any = made(iter(sent) if method.is_stream else sent[0], **options)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                count = 0
+                async for _ in call:
+                    count += 1
+                    if count > draw.randrange(1, 400):
+                        call.cancel()
+                return await _status_of(call)
+        except TimeoutError:
+            call.cancel()
+            return "HANG"
+        except asyncio.CancelledError:
+            return "CANCELLED"
+        except grpc.RpcError:
+            return await _status_of(call)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+
+async def _status_of(call: Any) -> str:
+    name = str((await call.code()).name)
+    details = str(await call.details()) if name in ("UNKNOWN", "INTERNAL") else ""
+    if details == _OWN_WORDS:
+        return "ENDED WHILE SENDING"
+    return f"{name}: {details}" if details else name
+
+
+async def send_http(draw: random.Random, address: str) -> str:
+    """The status of the answer; CLOSED: the connection was, without one; HANG."""
+    host, port = address.rsplit(":", 1)
+    request = inputs.http(draw)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+                writer.write(request)
+                await writer.drain()
+                if draw.random() < 0.97:  # the gateway waits 30 s for the rest of a body
+                    writer.write_eof()
+                head = await reader.read(64)
+                if draw.random() < 0.9:
+                    await reader.read(1 << 20)
+                return head.split(b" ", 2)[1].decode() if head.startswith(b"HTTP/1.") else "CLOSED"
+            return "CLOSED"
+    except TimeoutError:
+        return "HANG"

@@ -1,0 +1,44 @@
+"""For tests of the reader rule: another process that takes a block while somebody reads it.
+
+It does what a writer does that got the block from the ledger after its holder's lease had ended: raises the header's
+generation, enters its own writer slot, and writes. The ledger is not asked, so nothing but the reader rule can notice.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from block_store.arena import Arena
+from common.types import BlockRef
+from testing.ledger.store import line, python
+
+
+class Thief:
+    """A process with a mapping of its own."""
+
+    def __init__(self, arena: Arena) -> None:
+        code = "from testing.ledger.block_thief import main; main()"
+        self._process = python(code, str(arena.directory))
+        assert line(self._process) == "ready"
+
+    def take(self, block: int) -> None:
+        """Returns when the block lives another life, with other bytes."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{block}\n")
+        assert line(self._process) == "taken"
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+def main() -> None:
+    """The other process."""
+    arena = Arena.open(sys.argv[1])
+    print("ready", flush=True)
+    for text in sys.stdin:
+        block = int(text)
+        slot = arena.acquire_writer_slot()
+        arena.raise_generations([BlockRef(block, int(arena.generations[block]) + 1)], slot.number)
+        arena.data[block] = 0x3D  # as bfloat16 0.046: finite, and no KV that any model computes
+        slot.close()
+        print("taken", flush=True)
