@@ -64,9 +64,11 @@ def kernel_extensions() -> list[Extension]:
 
 
 def atomics_extension() -> list[Extension]:
-    source = "block_store/atomics.c"
+    source = "block_store/arena/atomics.c"
     flags = ["-std=c11", "-O2"]
-    return [Extension("block_store._atomics", [source], extra_compile_args=flags)] if os.path.exists(source) else []
+    return (
+        [Extension("block_store.arena._atomics", [source], extra_compile_args=flags)] if os.path.exists(source) else []
+    )
 
 
 extensions = [] if os.environ.get("NO_EXTENSIONS") else kernel_extensions() + atomics_extension()

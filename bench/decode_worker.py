@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from block_store import redis_server
+from block_store.redis import redis_server
 from common.types import SamplingParams, StoppingParams
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint

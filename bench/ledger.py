@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from block_store import redis_server
-from block_store.arena import Arena, ref_arrays
-from block_store.codec import SealItem
-from block_store.hashing import chain_start, hash_blocks
-from block_store.ledger import CHUNK, Lane, Ledger
-from block_store.rebuild import open_ledger
+from block_store.arena.arena import Arena, ref_arrays
+from block_store.ledger.codec import SealItem
+from block_store.ledger.prefix_hash import chain_start, hash_blocks
+from block_store.ledger.rebuild import open_ledger
+from block_store.ledger.scripts import CHUNK, Lane, Ledger
+from block_store.redis import redis_server
 from common.types import Epoch, KvLayout, KvSpec
 
 LAYOUT = KvLayout(16, (KvSpec(num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16"),))

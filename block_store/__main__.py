@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from block_store import operator_file, redis_server
+from block_store import operator_file
 from block_store.errors import BlockStoreError
 from block_store.operator_file import OperatorFile
-from block_store.owner import ArenaOwner, DirectoryLock
-from block_store.redis_password import with_password
-from block_store.redis_server import RedisHandle
-from block_store.service import BlockStoreServicer
+from block_store.redis import redis_server
+from block_store.redis.password import with_password
+from block_store.redis.redis_server import RedisHandle
+from block_store.server.arena_owner import ArenaOwner, DirectoryLock
+from block_store.server.service import BlockStoreServicer
 from block_store.settings import BlockStoreSettings
 from common.errors import StartupError
 from common.rpc import wait_for_signal, write_ready_file

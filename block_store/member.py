@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, cast
 
-from block_store.attach import Attached, Needs
-from block_store.hashing import hash_domain
+from block_store.holder.attach import Attached, Needs
+from block_store.ledger.prefix_hash import hash_domain
 from common.settings import WorkerSettings
 from common.step_thread import StepThread
 from common.turns import AnyTurns

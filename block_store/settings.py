@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import ByteSize, Field
 
-from block_store.cuda import LIBRARY
-from block_store.placing import MemoryOwner
+from block_store.arena.cuda import LIBRARY
+from block_store.arena.placement import MemoryOwner
 from common.settings import ServerSettings, settings_config
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 
-from block_store.attach import Attached
-from block_store.codec import SealItem
 from block_store.errors import Fenced
-from block_store.hashing import next_hash
+from block_store.holder.attach import Attached
+from block_store.ledger.codec import SealItem
+from block_store.ledger.prefix_hash import next_hash
 from common.types import BlockRef
 from decode_svc.scheduler import Group
 from engine.runner import ModelRunner

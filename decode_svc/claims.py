@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from block_store.attach import Attached
 from block_store.errors import Fenced, LedgerError, LedgerUnavailable
-from block_store.hashing import next_hash
-from block_store.holder import Attempt
+from block_store.holder.attach import Attached
+from block_store.ledger.client import Attempt
+from block_store.ledger.prefix_hash import next_hash
 from common.blocks import blocks_of, group_blocks
 from common.types import Ticket
 from decode_svc.scheduler import Group

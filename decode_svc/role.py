@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from block_store.attach import Attached, Needs, attach
+from block_store.holder.attach import Attached, Needs, attach
 from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle, worker_name

@@ -12,10 +12,10 @@ from itertools import takewhile
 
 import torch
 
-from block_store.attach import Attached
-from block_store.codec import SealItem
 from block_store.errors import Exhausted, LedgerUnavailable
-from block_store.hashing import next_hash
+from block_store.holder.attach import Attached
+from block_store.ledger.codec import SealItem
+from block_store.ledger.prefix_hash import next_hash
 from common.blocks import blocks_of
 from common.errors import StartupError
 from common.types import BlockRef

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 
-from block_store.attach import Attached
 from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
-from block_store.hashing import prompt_chain
+from block_store.holder.attach import Attached
+from block_store.ledger.prefix_hash import prompt_chain
 from common.blocks import blocks_of
 from common.types import BlockRef, Ticket, WorkerLoad
 from decode_svc.blocks import Plan, RunningBlocks, copying, forget

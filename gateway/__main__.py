@@ -9,7 +9,7 @@ import signal
 import time
 
 from block_store.errors import BlockStoreError
-from block_store.redis_password import with_password
+from block_store.redis.password import with_password
 from common.api_keys import read_keys
 from common.errors import StartupError
 from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file

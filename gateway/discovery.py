@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from block_store.breaker import Breaker
 from block_store.errors import BlockStoreError, LedgerUnavailable
-from block_store.hashing import hash_blocks, prompt_chain
-from block_store.ledger import Ledger
-from block_store.redis_server import open_client
-from block_store.registry import WorkerRegistry
+from block_store.ledger.breaker import Breaker
+from block_store.ledger.prefix_hash import hash_blocks, prompt_chain
+from block_store.ledger.scripts import Ledger
+from block_store.redis.redis_server import open_client
+from block_store.redis.registry import WorkerRegistry
 from common.telemetry import Fallbacks
 from common.types import Ticket, WorkerRecord
 

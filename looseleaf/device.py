@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from block_store.cuda import Cuda, CudaUnavailable
+from block_store.arena.cuda import Cuda, CudaUnavailable
 from common.errors import StartupError
 from looseleaf.model_source import REPOSITORY
 

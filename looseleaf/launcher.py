@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from block_store.errors import RedisUnusable
-from block_store.private_redis import PrivateServer
+from block_store.redis.private_redis import PrivateServer
 from common.errors import StartupError
 from common.secret_files import write_secret
 from looseleaf.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, wait_ready
@@ -124,7 +124,9 @@ class Launcher:
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
         """A spare worker from now on, if there is room for it; `flags`: what all workers are told."""
-        from block_store.sizing import available_memory  # here, so that services are started before numpy is loaded
+        from block_store.server.sizing import (
+            available_memory,  # here, so that services are started before numpy is loaded
+        )
 
         settings = self._settings
         has_one, why = wanted(settings, weights_bytes, available_memory())

@@ -22,7 +22,7 @@ _LEAST_BYTES = 1 << 30
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
     """Whether a launch of settled `settings` has a spare worker, and why, for the log. `weights_bytes`: of a worker."""
-    from block_store.sizing import gib  # here, so that services are started before numpy is loaded
+    from block_store.server.sizing import gib  # here, so that services are started before numpy is loaded
 
     if settings.spare is not None:
         return settings.spare > 0, f"--spare {settings.spare}"

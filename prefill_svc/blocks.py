@@ -9,10 +9,10 @@ import logging
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 
-from block_store.attach import Attached
-from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
-from block_store.hashing import next_hash
+from block_store.holder.attach import Attached
+from block_store.ledger.codec import SealItem
+from block_store.ledger.prefix_hash import next_hash
 from common.blocks import blocks_of
 from common.telemetry import Burst
 from common.types import BlockRef, Ticket

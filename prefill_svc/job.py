@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from block_store.holder import Attempt
+from block_store.ledger.client import Attempt
 from common.blocks import blocks_of
 from common.types import Branch, SamplingParams, StoppingParams
 from engine.beam import Candidates

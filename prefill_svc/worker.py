@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from block_store.attach import Attached
 from block_store.errors import ArenaError, Fenced, LedgerError, LedgerUnavailable, NotHolder, Stale
-from block_store.hashing import prompt_chain
+from block_store.holder.attach import Attached
+from block_store.ledger.prefix_hash import prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
 from engine.beam import Candidates

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import torch
 
-from block_store.arena import Arena
-from block_store.codec import SealItem
-from block_store.hashing import chain_start, next_hash
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.rebuild import open_ledger
+from block_store.arena.arena import Arena
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.client import Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.prefix_hash import chain_start, next_hash
+from block_store.ledger.rebuild import open_ledger
 from common.blocks import blocks_of
 from common.types import (
     Branch,

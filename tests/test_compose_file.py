@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from block_store.private_redis import CONFINED
+from block_store.redis.private_redis import CONFINED
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from block_store.redis_server import connect
+from block_store.redis.redis_server import connect
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 from looseleaf.model_source import resolve

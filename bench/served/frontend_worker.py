@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from block_store.redis_server import open_client
-from block_store.registry import WorkerRegistry
+from block_store.redis.redis_server import open_client
+from block_store.redis.registry import WorkerRegistry
 from common.blocks import blocks_of
 from common.rpc import RpcServer, wait_for_signal
 from common.step_thread import StepThread

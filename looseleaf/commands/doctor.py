@@ -157,8 +157,8 @@ def attention() -> str:
 
 
 def redis(url: str | None) -> str:
-    server: Any = importlib.import_module("block_store.redis_server")
-    private: Any = importlib.import_module("block_store.private_redis")
+    server: Any = importlib.import_module("block_store.redis.redis_server")
+    private: Any = importlib.import_module("block_store.redis.private_redis")
     errors: Any = importlib.import_module("block_store.errors")
     with tempfile.TemporaryDirectory(prefix="looseleaf-doctor-") as directory:
         try:

@@ -10,7 +10,7 @@ from pydantic_settings import CliPositionalArg
 
 from block_store import operator_file
 from block_store.errors import BlockStoreError
-from block_store.fsck import check
+from block_store.server.fsck import check
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from block_store.attach import attach
+from block_store.holder.attach import attach
 from common.service_main import Role, internal_server, serve_roles, worker_name
 from common.settings import WorkerSettings
 from common.trust import trust_of

@@ -12,8 +12,8 @@ import random
 import time
 from collections.abc import Sequence
 
-from block_store.inspection import inspect
-from block_store.ledger import Ledger
+from block_store.ledger.inspection import inspect
+from block_store.ledger.scripts import Ledger
 from looseleaf.client import AsyncClient
 from testing.chaos.book import Case
 from testing.chaos.report import Report, percentile

@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 
-from block_store.invariants import check_running
+from block_store.ledger.invariants import check_running
 from looseleaf.client import Client
 from testing.chaos.report import Report, percentile
 from testing.chaos.run import Run, judge

@@ -16,8 +16,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from block_store.arena import Arena
-from block_store.holder import Holder
+from block_store.arena.arena import Arena
+from block_store.ledger.client import Holder
 from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner
 from prefill_svc.worker import PrefillWorker

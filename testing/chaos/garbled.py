@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from block_store.fsck import repair
-from block_store.invariants import check_running
+from block_store.ledger.invariants import check_running
+from block_store.server.fsck import repair
 from testing.chaos.report import Report
 from testing.chaos.run import Run, judge
 from testing.chaos.stack import Stack

@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from block_store.inspection import HolderView, Inspection
+from block_store.ledger.inspection import HolderView, Inspection
 from common.types import BlockRef
 from testing.chaos.report import Report
 from testing.chaos.stack import Stack

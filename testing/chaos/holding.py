@@ -14,14 +14,14 @@ import threading
 import time
 from contextlib import suppress
 
-from block_store.arena import Arena
-from block_store.breaker import BUDGET_S
-from block_store.codec import SealItem
+from block_store.arena.arena import Arena
 from block_store.errors import LedgerUnavailable
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.ledger import CHUNK, Ledger
-from block_store.redis_server import open_client
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.breaker import BUDGET_S
+from block_store.ledger.client import Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.scripts import CHUNK, Ledger
+from block_store.redis.redis_server import open_client
 from common.types import BlockRef
 
 PACE_S = 0.01

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from block_store import ledger as ledger_module
-from block_store.ledger import Ledger
+from block_store.ledger import scripts as ledger_module
+from block_store.ledger.scripts import Ledger
 
 REFUSED = "refused"
 HARMLESS = "of no effect"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from block_store.invariants import check_running
+from block_store.ledger.invariants import check_running
 from testing.chaos.report import Report, percentile
 from testing.chaos.run import Run, judge
 from testing.chaos.stack import Stack

@@ -12,8 +12,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from block_store.private_redis import find_server
-from block_store.redis_server import open_client
+from block_store.redis.private_redis import find_server
+from block_store.redis.redis_server import open_client
 
 START_S = 10.0
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from block_store import redis_server
-from block_store.arena import Arena
-from block_store.codec import SealItem
+from block_store.arena.arena import Arena
 from block_store.errors import BlockStoreError
-from block_store.fsck import fsck
-from block_store.inspection import inspect
-from block_store.ledger import CHUNK, RELEASE_CHUNK, Lane, Ledger, chunks
-from block_store.reaper import Reaper
-from block_store.rebuild import open_ledger
-from block_store.registry import StoreRecord
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import inspect
+from block_store.ledger.reaper import Reaper
+from block_store.ledger.rebuild import open_ledger
+from block_store.ledger.scripts import CHUNK, RELEASE_CHUNK, Lane, Ledger, chunks
+from block_store.redis import redis_server
+from block_store.redis.registry import StoreRecord
+from block_store.server.fsck import fsck
 from common.types import BlockRef, CacheQuota, Epoch
 from testing.chaos.report import Report
 from testing.chaos.run import Run

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from block_store.arena import Arena
-from block_store.inspection import HolderView, Inspection, inspect
-from block_store.ledger import Ledger
+from block_store.arena.arena import Arena
+from block_store.ledger.inspection import HolderView, Inspection, inspect
+from block_store.ledger.scripts import Ledger
 from common.types import Epoch
 from looseleaf.children import Child, ServiceSpec, wait_ready
 from looseleaf.launcher import Addresses, Launcher

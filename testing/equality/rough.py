@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from block_store import invariants
-from block_store.arena import Arena
+from block_store.arena.arena import Arena
+from block_store.arena.header import HeaderState
 from block_store.errors import LedgerError, StaleDataset
-from block_store.header import HeaderState
-from block_store.inspection import inspect
-from block_store.reaper import sweep
-from block_store.rebuild import open_ledger, rebuild
+from block_store.ledger import invariants
+from block_store.ledger.inspection import inspect
+from block_store.ledger.reaper import sweep
+from block_store.ledger.rebuild import open_ledger, rebuild
 from common.errors import Aborted
 from common.types import BlockRef, Epoch
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session

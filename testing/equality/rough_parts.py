@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from block_store.arena import Arena
+from block_store.arena.arena import Arena
 from block_store.errors import Fenced
-from block_store.ledger import Ledger
+from block_store.ledger.scripts import Ledger
 from prefill_svc.job import Job
 from prefill_svc.worker import Done
 from testing.equality.workers import Asked, Attachment

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from block_store.arena import Arena
-from block_store.breaker import BUDGET_S
+from block_store.arena.arena import Arena
 from block_store.errors import StaleDataset
-from block_store.held import HeldBlocks
-from block_store.holder import BEAT_S, Holder
-from block_store.ledger import Ledger
-from block_store.reaper import sweep
-from block_store.rebuild import open_ledger, rebuild
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.breaker import BUDGET_S
+from block_store.ledger.client import BEAT_S, Holder
+from block_store.ledger.reaper import sweep
+from block_store.ledger.rebuild import open_ledger, rebuild
+from block_store.ledger.scripts import Ledger
 from common.blocks import group_blocks
 from common.errors import Aborted
 from common.types import Branch, WorkerLoad

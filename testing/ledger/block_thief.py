@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from block_store.arena import Arena
+from block_store.arena.arena import Arena
 from common.types import BlockRef
 from testing.ledger.store import line, python
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from block_store import errors, invariants
-from block_store.codec import SealItem
-from block_store.inspection import BlockState, Inspection, inspect
-from block_store.ledger import Lane
+from block_store import errors
+from block_store.ledger import invariants
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import BlockState, Inspection, inspect
+from block_store.ledger.scripts import Lane
 from common.types import BlockRef, Epoch
 from testing.ledger.store import LONG_S, TestStore, chain
 

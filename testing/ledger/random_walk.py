@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from block_store import errors
-from block_store.codec import SealItem
-from block_store.inspection import BlockState, Inspection
-from block_store.ledger import TICKET_SECRET_BYTES, Lane, Ledger, ReapReport, Standing
-from block_store.rebuild import rebuild
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import BlockState, Inspection
+from block_store.ledger.rebuild import rebuild
+from block_store.ledger.scripts import TICKET_SECRET_BYTES, Lane, Ledger, ReapReport, Standing
 from common.types import BlockRef, CacheQuota, TicketId
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
 

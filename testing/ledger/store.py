@@ -20,16 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
-from block_store import invariants
-from block_store.arena import Arena
-from block_store.codec import SealItem
-from block_store.device_memory import DeviceBlocks
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.inspection import Inspection, inspect
-from block_store.ledger import Lane, Ledger
-from block_store.rebuild import open_ledger
-from block_store.writer_slots import WriterSlot
+from block_store.arena.arena import Arena
+from block_store.arena.device_memory import DeviceBlocks
+from block_store.arena.writer_slots import WriterSlot
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger import invariants
+from block_store.ledger.client import Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import Inspection, inspect
+from block_store.ledger.rebuild import open_ledger
+from block_store.ledger.scripts import Lane, Ledger
 from common import convert
 from common.types import BlockRef, CacheQuota, Epoch, KvLayout, KvSpec, TicketId
 from protos.v1 import block_store_pb2 as pb

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from block_store import errors
-from block_store.codec import SealItem
-from block_store.rebuild import rebuild
+from block_store.ledger.codec import SealItem
+from block_store.ledger.rebuild import rebuild
 from common.types import BlockRef
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from block_store import redis_server
-from block_store.cuda import Cuda
-from block_store.redis_server import RedisHandle
+from block_store.arena.cuda import Cuda
+from block_store.redis import redis_server
+from block_store.redis.redis_server import RedisHandle
 from testing.ledger.store import TestStore
 
 

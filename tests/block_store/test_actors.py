@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from block_store.redis_server import RedisHandle
+from block_store.redis.redis_server import RedisHandle
 from testing.ledger.store import TestStore
 from testing.ledger.worker_programs import Rules, World
 

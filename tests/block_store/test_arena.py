@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from block_store.arena import Arena, ref_arrays
+from block_store.arena.arena import Arena, ref_arrays
+from block_store.arena.header import ArenaOffsets, HeaderState
 from block_store.errors import (
     ArenaError,
     ArenaExists,
@@ -16,7 +17,6 @@ from block_store.errors import (
     LayoutMismatch,
     NotEnoughSharedMemory,
 )
-from block_store.header import ArenaOffsets, HeaderState
 from common.types import BlockRef, KvKind, KvLayout, KvSpec
 from testing.ledger.store import LAYOUT, line, python
 
@@ -114,7 +114,7 @@ def test_seal_marks_hash_and_digest(shm: Path) -> None:
 def test_a_killed_process_loses_its_writer_slot_and_numbers_are_not_reused(shm: Path) -> None:
     arena = Arena.create(shm, LAYOUT, 4)
     code = (
-        "import sys, time; from block_store.arena import Arena\n"
+        "import sys, time; from block_store.arena.arena import Arena\n"
         "slot = Arena.open(sys.argv[1]).acquire_writer_slot(); print(slot.number, flush=True); time.sleep(60)"
     )
     process = python(code, str(shm))
@@ -137,7 +137,7 @@ def test_two_processes_share_blocks_and_race_for_generations(shm: Path) -> None:
     arena = Arena.create(shm, LAYOUT, n)
     code = f"""if True:
         import sys
-        from block_store.arena import Arena
+        from block_store.arena.arena import Arena
         from block_store.errors import HeaderAheadError
         from common.types import BlockRef
         arena, won = Arena.open(sys.argv[1]), 0

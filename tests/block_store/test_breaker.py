@@ -14,16 +14,16 @@ from typing import TypeVar
 
 import pytest
 
-from block_store import redis_server
-from block_store.breaker import BUDGET_S
-from block_store.codec import SealItem
 from block_store.errors import LedgerUnavailable
-from block_store.held import HeldBlocks
-from block_store.holder import Attempt, Holder
-from block_store.inspection import HolderView
-from block_store.ledger import CHUNK, Ledger
-from block_store.rebuild import rebuild
-from block_store.redis_server import RedisHandle
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.breaker import BUDGET_S
+from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import HolderView
+from block_store.ledger.rebuild import rebuild
+from block_store.ledger.scripts import CHUNK, Ledger
+from block_store.redis import redis_server
+from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef, Ticket
 from testing.ledger.store import TestStore, chain, content, wait_until
 

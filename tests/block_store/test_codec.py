@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from block_store import codec
-from block_store.codec import SealItem
+from block_store.ledger import codec
+from block_store.ledger.codec import SealItem
 from common.types import BlockRef, CacheQuota
 
 REFS = [BlockRef(1, 2), BlockRef((1 << 32) - 1, (1 << 64) - 1), BlockRef(0, 0)]

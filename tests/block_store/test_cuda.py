@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from block_store.cuda import Cuda, CudaError, CudaUnavailable
+from block_store.arena.cuda import Cuda, CudaError, CudaUnavailable
 from testing.ledger.store import line, python
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ def test_threads_may_call_and_keep_their_own_context(gpus: Cuda) -> None:
 def test_a_device_is_known_by_its_uuid(gpus: Cuda, cuda_library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that see different devices number them differently."""
     monkeypatch.setenv("STAND_IN_CUDA_DEVICES", "2")
-    code = "import sys; from block_store.cuda import Cuda; print(Cuda(sys.argv[1]).uuid(0).hex())"
+    code = "import sys; from block_store.arena.cuda import Cuda; print(Cuda(sys.argv[1]).uuid(0).hex())"
     with monkeypatch.context() as other:
         other.setenv("STAND_IN_CUDA_FIRST", "1")
         process = python(code, cuda_library)
@@ -87,7 +87,7 @@ def test_a_handle_opens_memory_in_another_process_only(
     gpus: Cuda, cuda_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
-        "import sys; from block_store.cuda import Cuda\n"
+        "import sys; from block_store.arena.cuda import Cuda\n"
         "device = Cuda(sys.argv[1]).device(0); pointer = device.alloc(64); device.write(pointer, b'here')\n"
         "print(device.export(pointer).hex(), flush=True); sys.stdin.readline()\n"
         "print(device.read(pointer, 5).decode(), flush=True); sys.stdin.readline()"

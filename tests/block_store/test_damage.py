@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from block_store.attach import Needs, attach
-from block_store.codec import SealItem
 from block_store.errors import LedgerDamaged, LedgerUnavailable, StaleDataset
-from block_store.fsck import fsck
-from block_store.held import HeldBlocks
-from block_store.inspection import RECORD, inspect
-from block_store.rebuild import rebuild
+from block_store.holder.attach import Needs, attach
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import RECORD, inspect
+from block_store.ledger.rebuild import rebuild
+from block_store.server.fsck import fsck
 from common.types import BlockRef, CacheQuota
 from testing.ledger.store import LAYOUT, Caller, StoreProcess, TestStore, chain, content
 

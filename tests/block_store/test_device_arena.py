@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from block_store.arena import Arena
-from block_store.cuda import Cuda
-from block_store.device_memory import DeviceBlocks
+from block_store.arena.arena import Arena
+from block_store.arena.cuda import Cuda
+from block_store.arena.device_memory import DeviceBlocks
+from block_store.arena.header import Memory
+from block_store.arena.placement import NoDeviceMemory, create_on_device, has_live_memory, open_blocks
 from block_store.errors import ArenaBusy, ArenaError, ArenaLost, HeaderAheadError, HeaderMismatch
-from block_store.header import Memory
-from block_store.placing import NoDeviceMemory, create_on_device, has_live_memory, open_blocks
-from block_store.service import read_block
+from block_store.server.service import read_block
 from common.types import BlockRef
 from testing.ledger.store import LAYOUT, line, python, view
 
 WORKER = """if True:
     import sys
-    from block_store.arena import Arena
-    from block_store.cuda import Cuda
-    from block_store.placing import open_blocks
+    from block_store.arena.arena import Arena
+    from block_store.arena.cuda import Cuda
+    from block_store.arena.placement import open_blocks
     from testing.ledger.store import view
     from common.types import BlockRef
     arena = Arena.open(sys.argv[1])
@@ -31,8 +31,8 @@ WORKER = """if True:
 """
 STORE = """if True:
     import pathlib, sys
-    from block_store.cuda import Cuda
-    from block_store.placing import create_on_device
+    from block_store.arena.cuda import Cuda
+    from block_store.arena.placement import create_on_device
     from testing.ledger.store import LAYOUT, view
     arena = create_on_device(pathlib.Path(sys.argv[1]), LAYOUT, 6, Cuda(sys.argv[2]).device(0), "store")
     view(arena.data)[5] = 55

@@ -12,12 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from block_store.attach import Attached, Needs, attach
-from block_store.codec import SealItem
-from block_store.cuda import Cuda
+from block_store.arena.cuda import Cuda
 from block_store.errors import ArenaLost, Fenced
+from block_store.holder.attach import Attached, Needs, attach
+from block_store.ledger.codec import SealItem
 from block_store.member import Member
-from block_store.redis_server import RedisHandle
+from block_store.redis.redis_server import RedisHandle
 from common.errors import StartupError
 from common.types import BlockRef, Epoch, TicketId, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
@@ -26,8 +26,8 @@ from testing.ledger.store import LAYOUT, StoreProcess, chain, content, line, pyt
 MIB = 1 << 20
 WORKER = """if True:
     import sys
-    from block_store.attach import Needs, attach
-    from block_store.codec import SealItem
+    from block_store.holder.attach import Needs, attach
+    from block_store.ledger.codec import SealItem
     from testing.ledger.store import LAYOUT, chain, content, view
     address, library, name = sys.argv[1:]
     needs = Needs(name, "decode", LAYOUT, 0, 0, 64, 4, device="cuda", cuda_library=library)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from block_store.attach import Needs, attach
 from block_store.errors import Exhausted
+from block_store.holder.attach import Needs, attach
 from block_store.member import record_of
-from block_store.redis_server import RedisHandle
-from block_store.registry import WorkerRegistry
-from block_store.sizing import granted_floor
+from block_store.redis.redis_server import RedisHandle
+from block_store.redis.registry import WorkerRegistry
+from block_store.server.sizing import granted_floor
 from common.settings import WorkerSettings
 from common.telemetry import Fallbacks
 from common.types import WorkerLoad

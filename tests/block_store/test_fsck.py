@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from block_store.codec import SealItem
-from block_store.fsck import Findings, fsck
-from block_store.held import HeldBlocks
-from block_store.inspection import RECORD
-from block_store.rebuild import rebuild
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import RECORD
+from block_store.ledger.rebuild import rebuild
+from block_store.server.fsck import Findings, fsck
 from common.types import BlockRef
 from testing.ledger.store import TestStore, chain, content
 
@@ -56,7 +56,7 @@ DAMAGE: dict[str, Callable[[TestStore, HeldBlocks, BlockRef], object]] = {
 
 
 def _next_lane(held: HeldBlocks):  # type: ignore[no-untyped-def]
-    from block_store.ledger import Lane
+    from block_store.ledger.scripts import Lane
 
     held.holder._number += 1
     return Lane(held.epoch, held.holder._number)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from block_store.arena import Arena
-from block_store.cuda import Cuda, CudaError
-from block_store.placing import open_blocks
+from block_store.arena.arena import Arena
+from block_store.arena.cuda import Cuda, CudaError
+from block_store.arena.placement import open_blocks
 from common.types import KvLayout, KvSpec
 from testing.ledger.store import line, python
 
@@ -23,8 +23,8 @@ LAYOUT = KvLayout(16, (KvSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype
 NUM_BLOCKS = 64
 STORE = """if True:
     import pathlib, sys
-    from block_store.cuda import Cuda
-    from block_store.placing import create_on_device
+    from block_store.arena.cuda import Cuda
+    from block_store.arena.placement import create_on_device
     from common.types import KvLayout, KvSpec
     layout = KvLayout(16, (KvSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),))
     cuda = Cuda()
@@ -38,9 +38,9 @@ STORE = """if True:
 WORKER = """if True:
     import sys
     import torch
-    from block_store.arena import Arena
-    from block_store.cuda import Cuda
-    from block_store.placing import open_blocks
+    from block_store.arena.arena import Arena
+    from block_store.arena.cuda import Cuda
+    from block_store.arena.placement import open_blocks
     torch.zeros(1, device="cuda")
     arena = Arena.open(sys.argv[1])
     open_blocks(arena, Cuda())

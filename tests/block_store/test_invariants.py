@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from block_store.inspection import RECORD, BlockState
-from block_store.invariants import changes, check
+from block_store.ledger.inspection import RECORD, BlockState
+from block_store.ledger.invariants import changes, check
 from common.types import BlockRef
 from testing.ledger.store import Caller, TestStore, chain
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from block_store import errors
-from block_store.codec import SealItem
-from block_store.inspection import BlockState
-from block_store.ledger import CHUNK, Lane, chunks
-from block_store.rebuild import rebuild
-from block_store.redis_server import RedisHandle
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import BlockState
+from block_store.ledger.rebuild import rebuild
+from block_store.ledger.scripts import CHUNK, Lane, chunks
+from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef, CacheQuota, Epoch, TicketId
 from testing.ledger.store import TestStore, chain
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from block_store.codec import SealItem
 from block_store.errors import Fenced, Gone, LedgerUnavailable
-from block_store.held import HeldBlocks
-from block_store.holder import Attempt, Holder
-from block_store.ledger import CHUNK, Ledger
-from block_store.rebuild import rebuild
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.rebuild import rebuild
+from block_store.ledger.scripts import CHUNK, Ledger
 from common.types import BlockRef, Ticket
 from testing.ledger.lossy_redis import LossyRedis
 from testing.ledger.store import TestStore, chain, content

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from block_store.errors import LedgerError
-from block_store.ledger import source as lua
-from block_store.redis_server import RedisHandle
+from block_store.ledger.scripts import source as lua
+from block_store.redis.redis_server import RedisHandle
 from testing.ledger.random_walk import LedgerWalk
 from testing.ledger.store import TestStore
 from tests.model_check import SHARDS, explore

@@ -13,18 +13,19 @@ from pathlib import Path
 import pytest
 import redis
 
-from block_store import invariants, private_redis, redis_server
-from block_store.arena import Arena
-from block_store.codec import SealItem
+from block_store.arena.arena import Arena
 from block_store.errors import Exhausted, LedgerUnavailable, StaleDataset
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.inspection import BlockState, inspect
-from block_store.ledger import RELEASE_CHUNK, Lane, Ledger, chunks
-from block_store.reaper import SWEEP_S, Reaper
-from block_store.rebuild import open_ledger, rebuild
-from block_store.redis_server import RedisHandle
-from block_store.registry import StoreRecord
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger import invariants
+from block_store.ledger.client import Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import BlockState, inspect
+from block_store.ledger.reaper import SWEEP_S, Reaper
+from block_store.ledger.rebuild import open_ledger, rebuild
+from block_store.ledger.scripts import RELEASE_CHUNK, Lane, Ledger, chunks
+from block_store.redis import private_redis, redis_server
+from block_store.redis.redis_server import RedisHandle
+from block_store.redis.registry import StoreRecord
 from common.types import BlockRef
 from testing.ledger.store import LAYOUT, TestStore, chain, content, wait_until
 
@@ -449,7 +450,7 @@ def test_sweeps_keep_their_distance_also_while_no_ledger_can_be_built(
     reaper = Reaper(store.ledger, store.arena, redis_handle, record)
     reaper.start()
     with monkeypatch.context() as patched:
-        patched.setattr("block_store.reaper.rebuild", in_vain)
+        patched.setattr("block_store.ledger.reaper.rebuild", in_vain)
         time.sleep(2.5 * SWEEP_S)
         store.ledger.distrust()
         time.sleep(2.5 * SWEEP_S)

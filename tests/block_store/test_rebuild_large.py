@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from block_store import rebuild as rebuilding
-from block_store.codec import SealItem
-from block_store.held import HeldBlocks
-from block_store.inspection import BlockState
-from block_store.ledger import CHUNK
-from block_store.rebuild import rebuild
-from block_store.redis_server import RedisHandle
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger import rebuild as rebuilding
+from block_store.ledger.codec import SealItem
+from block_store.ledger.inspection import BlockState
+from block_store.ledger.rebuild import rebuild
+from block_store.ledger.scripts import CHUNK
+from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef
 from testing.ledger.store import TestStore, chain
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from block_store import redis_server
 from block_store.errors import LedgerUnavailable, RedisUnusable
-from block_store.ledger import Ledger
-from block_store.redis_server import RedisHandle
-from block_store.registry import StoreRecord, WorkerRegistry
+from block_store.ledger.scripts import Ledger
+from block_store.redis import redis_server
+from block_store.redis.redis_server import RedisHandle
+from block_store.redis.registry import StoreRecord, WorkerRegistry
 from common.types import WorkerLoad, WorkerRecord
 from testing.ledger.random_walk import LedgerWalk
 from testing.ledger.store import TestStore, wait_until
@@ -67,7 +67,7 @@ def test_a_connection_to_another_server_is_not_used(redis_handle: RedisHandle, s
 
 def test_a_private_server_dies_with_its_owner(directory: Path) -> None:
     code = (
-        "import sys, os; from block_store import redis_server\n"
+        "import sys, os; from block_store.redis import redis_server\n"
         "print(redis_server.connect(None, sys.argv[1]).url, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True, check=False)

@@ -15,15 +15,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from block_store.arena import Arena
-from block_store.codec import SealItem
-from block_store.header import arena_bytes
-from block_store.held import HeldBlocks
-from block_store.holder import Attempt, Holder
-from block_store.ledger import Ledger
-from block_store.redis_server import open_client
-from block_store.registry import WorkerRegistry
-from block_store.service import read_block
+from block_store.arena.arena import Arena
+from block_store.arena.header import arena_bytes
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.scripts import Ledger
+from block_store.redis.redis_server import open_client
+from block_store.redis.registry import WorkerRegistry
+from block_store.server.service import read_block
 from common import convert
 from common.errors import Aborted
 from common.rpc import check_health

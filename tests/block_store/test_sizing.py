@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from block_store.header import arena_bytes
-from block_store.sizing import CannotSize, Limits, WorkerNeeds, available_memory, size_arena
+from block_store.arena.header import arena_bytes
+from block_store.server.sizing import CannotSize, Limits, WorkerNeeds, available_memory, size_arena
 from common.types import KvLayout, KvSpec
 
 GIB = 1 << 30

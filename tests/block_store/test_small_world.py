@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from block_store.ledger import source
-from block_store.redis_server import RedisHandle
+from block_store.ledger.scripts import source
+from block_store.redis.redis_server import RedisHandle
 from testing.ledger.exhaustive import NUM_BLOCKS, SmallWorld
 from testing.ledger.store import TestStore
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from block_store import redis_server
-from block_store.codec import SealItem
 from block_store.errors import Fenced
-from block_store.ledger import Ledger, source
+from block_store.ledger.codec import SealItem
+from block_store.ledger.scripts import Ledger, source
+from block_store.redis import redis_server
 from testing.chaos.late import EFFECTIVE, HARMLESS, REFUSED, counted, late_calls
 from testing.ledger.store import TestStore, chain
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from block_store.hashing import chain_start, next_hash
+from block_store.ledger.prefix_hash import chain_start, next_hash
 from common.types import SamplingParams, StoppingParams
 from decode_svc.outputs import Rejection, timings_of
 from decode_svc.scheduler import Group

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from block_store import redis_server
-from block_store.arena import Arena
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.rebuild import open_ledger
+from block_store.arena.arena import Arena
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.client import Holder
+from block_store.ledger.rebuild import open_ledger
+from block_store.redis import redis_server
 from common.errors import Internal
 from common.types import BlockRef, SamplingParams, StoppingParams, Ticket
 from decode_svc.outputs import AnyOutput, Rejection, Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from block_store.hashing import chain_start, hash_blocks, next_hash, prompt_chain
+from block_store.ledger.prefix_hash import chain_start, hash_blocks, next_hash, prompt_chain
 from common.types import BlockRef, CacheQuota, FinishReason, SamplingParams, StoppingParams
 from engine.sequence import BlockTable, Chunk, Sequence, lay_out
 

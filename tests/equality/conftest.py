@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from block_store import redis_server
+from block_store.redis import redis_server
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from block_store.header import HeaderState
+from block_store.arena.header import HeaderState
 from common.types import SamplingParams, StoppingParams
 from decode_svc import swap
 from decode_svc.outputs import Rejection

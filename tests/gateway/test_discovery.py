@@ -18,9 +18,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from block_store.hashing import chain_start, hash_blocks
-from block_store.redis_server import RedisHandle, connect
-from block_store.registry import StoreRecord, WorkerRegistry
+from block_store.ledger.prefix_hash import chain_start, hash_blocks
+from block_store.redis.redis_server import RedisHandle, connect
+from block_store.redis.registry import StoreRecord, WorkerRegistry
 from common.types import WorkerRecord
 from gateway.discovery import LOOKUP_BUDGET_S, MAX_UNANSWERED, Discovery
 from testing.gateway.parts import Script, make_record

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from block_store.arena import Arena
-from block_store.codec import SealItem
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.ledger import Ledger
-from block_store.redis_server import open_client
+from block_store.arena.arena import Arena
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.client import Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.scripts import Ledger
+from block_store.redis.redis_server import open_client
 from looseleaf.cli import main
 from testing.ledger.store import StoreProcess, chain, content
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from block_store.redis_password import with_password
+from block_store.redis.password import with_password
 from common.errors import StartupError
 from looseleaf.cli import main
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from block_store import redis_server
-from block_store.arena import Arena
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.ledger import Ledger
-from block_store.rebuild import open_ledger
+from block_store.arena.arena import Arena
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.client import Holder
+from block_store.ledger.rebuild import open_ledger
+from block_store.ledger.scripts import Ledger
+from block_store.redis import redis_server
 from common.types import BlockRef, Branch, SamplingParams, StoppingParams, Ticket
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint

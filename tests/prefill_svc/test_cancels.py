@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from block_store.errors import LedgerUnavailable
-from block_store.inspection import inspect
+from block_store.ledger.inspection import inspect
 from common.types import Branch, SamplingParams, StoppingParams
 from prefill_svc.job import Job
 from prefill_svc.worker import Done, Progress

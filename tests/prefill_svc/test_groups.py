@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from block_store.errors import LedgerUnavailable
-from block_store.inspection import inspect
+from block_store.ledger.inspection import inspect
 from common.errors import Aborted, InvalidArgument
 from common.types import Branch, FinishReason, SamplingParams, StoppingParams
 from engine.beam import BeamSearch

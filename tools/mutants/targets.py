@@ -42,8 +42,9 @@ TARGETS = (
     ),
     Target(
         "block_store client",
-        _in("block_store", "held", "link", "holder", "breaker", "hashing", "codec"),
-        (*_in("tests/block_store", "test_hashing", "test_codec", "test_held", "test_holder", "test_breaker",
+        (*_in("block_store/holder", "held_blocks", "link"),
+         *_in("block_store/ledger", "client", "breaker", "prefix_hash", "codec")),
+        (*_in("tests/block_store", "test_prefix_hash", "test_codec", "test_held_blocks", "test_client", "test_breaker",
               "test_rebuild",
               "test_lost_claims", "test_ledger"), *_MACHINE),
     ),
@@ -55,7 +56,7 @@ TARGETS = (
     ),
     Target(
         "block_store rebuild",
-        _in("block_store", "rebuild", "reaper"),
-        _in("tests/block_store", "test_rebuild", "test_rebuild_large", "test_holder", "test_breaker", "test_service"),
+        _in("block_store/ledger", "rebuild", "reaper"),
+        _in("tests/block_store", "test_rebuild", "test_rebuild_large", "test_client", "test_breaker", "test_service"),
     ),
 )  # fmt: skip

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from block_store.arena import Arena
-from block_store.cuda import Cuda, CudaDevice, CudaError
-from block_store.device_memory import DeviceBlocks
+from block_store.arena.arena import Arena
+from block_store.arena.cuda import Cuda, CudaDevice, CudaError
+from block_store.arena.device_memory import DeviceBlocks
+from block_store.arena.header import Memory, Placement
 from block_store.errors import ArenaBusy, ArenaError, ArenaLost
-from block_store.header import Memory, Placement
 from common.types import KvLayout
 
 _LOG = logging.getLogger(__name__)

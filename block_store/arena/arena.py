@@ -22,19 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from block_store import atomics
-from block_store.ahead import MemoryAhead
-from block_store.device_memory import DeviceBlocks
-from block_store.errors import (
-    ArenaError,
-    ArenaExists,
-    ArenaLost,
-    HeaderAheadError,
-    HeaderMismatch,
-    LayoutMismatch,
-    NotEnoughSharedMemory,
-)
-from block_store.header import (
+from block_store.arena import atomics
+from block_store.arena.device_memory import DeviceBlocks
+from block_store.arena.header import (
     FIXED_BYTES,
     REBUILD_COUNT_AT,
     ArenaOffsets,
@@ -44,7 +34,17 @@ from block_store.header import (
     Placement,
     round_up,
 )
-from block_store.writer_slots import WriterSlot, WriterSlots
+from block_store.arena.prefault import MemoryAhead
+from block_store.arena.writer_slots import WriterSlot, WriterSlots
+from block_store.errors import (
+    ArenaError,
+    ArenaExists,
+    ArenaLost,
+    HeaderAheadError,
+    HeaderMismatch,
+    LayoutMismatch,
+    NotEnoughSharedMemory,
+)
 from common.types import BlockRef, KvLayout
 
 U8 = npt.NDArray[np.uint8]

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import redis
 
-from block_store import codec, errors
-from block_store.codec import SealItem
+from block_store import errors
+from block_store.ledger import codec
+from block_store.ledger.codec import SealItem
 from common.types import BlockRef, Epoch, TicketId
 
 if TYPE_CHECKING:  # gateways, which have no arena, start without numpy
-    from block_store.arena import Arena
+    from block_store.arena.arena import Arena
 
 LEASE_S = 5.0
 TICKET_LEASE_S = 8.0

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from block_store.hashing import HASH_BYTES
+from block_store.ledger.prefix_hash import HASH_BYTES
 from common.types import BlockRef, CacheQuota
 
 _REF = struct.Struct("<IQ")

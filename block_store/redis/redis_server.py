@@ -16,7 +16,7 @@ from typing import Any
 import redis
 
 from block_store.errors import RedisUnusable
-from block_store.private_redis import CONNECT_TIMEOUT_S, PrivateServer
+from block_store.redis.private_redis import CONNECT_TIMEOUT_S, PrivateServer
 
 _LOG = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 1.0

@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from block_store.inspection import BlockState, Inspection, inspect
-from block_store.ledger import Ledger
+from block_store.ledger.inspection import BlockState, Inspection, inspect
+from block_store.ledger.scripts import Ledger
 from common.types import BlockRef, Epoch
 
 LOOKS = 5

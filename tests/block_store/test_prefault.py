@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from block_store.ahead import MemoryAhead
-from block_store.arena import FILE_NAME, Arena
+from block_store.arena.arena import FILE_NAME, Arena
+from block_store.arena.prefault import MemoryAhead
 from block_store.errors import ArenaExists, NotEnoughSharedMemory
 from testing.ledger.store import LAYOUT
 from testing.system import wait_for

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from block_store.arena import Arena
-from block_store.codec import SealItem
+from block_store.arena.arena import Arena
+from block_store.arena.header import FixedHeader
+from block_store.arena.writer_slots import WriterSlot
 from block_store.errors import ArenaLost, Exhausted, Fenced, HeaderAheadError, LedgerUnavailable, Stale, StaleDataset
-from block_store.header import FixedHeader
-from block_store.holder import Attempt, Holder
-from block_store.ledger import CHUNK, Standing
-from block_store.writer_slots import WriterSlot
+from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.codec import SealItem
+from block_store.ledger.scripts import CHUNK, Standing
 from common.telemetry import Fallbacks
 from common.types import BlockRef
 

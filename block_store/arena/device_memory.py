@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from block_store.cuda import CudaDevice
-from block_store.header import round_up
+from block_store.arena.cuda import CudaDevice
+from block_store.arena.header import round_up
 
 GRANULE_BYTES = 2 << 20
 """Smaller pieces may share an allocation of the driver, all of which an IPC handle would open."""

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import redis
 
-from block_store.arena import Arena
+from block_store.arena.arena import Arena
 from block_store.errors import LedgerDamaged, LedgerUnavailable, StaleDataset
-from block_store.ledger import Ledger, ReapReport
-from block_store.rebuild import rebuild
-from block_store.redis_server import RedisHandle
-from block_store.registry import StoreRecord, WorkerRegistry
+from block_store.ledger.rebuild import rebuild
+from block_store.ledger.scripts import Ledger, ReapReport
+from block_store.redis.redis_server import RedisHandle
+from block_store.redis.registry import StoreRecord, WorkerRegistry
 
 _LOG = logging.getLogger(__name__)
 SWEEP_S = 0.5

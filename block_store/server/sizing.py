@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from block_store.header import DATA_ALIGNMENT
+from block_store.arena.header import DATA_ALIGNMENT
 from common.types import KvLayout
 
 DEFAULT_MEMORY_SHARE = 0.5

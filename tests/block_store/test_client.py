@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from block_store import redis_server
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
-from block_store.holder import Holder
-from block_store.ledger import Lane, Ledger
-from block_store.reaper import sweep
-from block_store.redis_server import RedisHandle
+from block_store.ledger.client import Holder
+from block_store.ledger.reaper import sweep
+from block_store.ledger.scripts import Lane, Ledger
+from block_store.redis import redis_server
+from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef
 from testing.ledger.store import TestStore, chain
 
@@ -62,13 +62,13 @@ def test_a_beat_learns_of_the_fence_and_says_so_once(store: TestStore) -> None:
 
 WRITER = """if True:
     import sys, time
-    from block_store.arena import Arena
-    from block_store.held import HeldBlocks
-    from block_store.holder import Holder
-    from block_store.ledger import Ledger
-    from block_store.redis_server import open_client
+    from block_store.arena.arena import Arena
+    from block_store.holder.held_blocks import HeldBlocks
+    from block_store.ledger.client import Holder
+    from block_store.ledger.scripts import Ledger
+    from block_store.redis.redis_server import open_client
     from testing.ledger.store import chain
-    from block_store.codec import SealItem
+    from block_store.ledger.codec import SealItem
     arena = Arena.open(sys.argv[1])
     slot = arena.acquire_writer_slot()
     client = open_client(sys.argv[2], arena.fixed.run_id)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import redis
 
 from block_store.errors import LedgerUnavailable
-from block_store.ledger import Ledger, reading
+from block_store.ledger.scripts import Ledger, reading
 from common.types import BlockRef, Epoch
 
 RECORD = struct.Struct("<BBHIQQ32s")

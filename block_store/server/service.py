@@ -13,14 +13,14 @@ from typing import Any, cast
 
 import xxhash
 
-from block_store.arena import Arena, ref_arrays
+from block_store.arena.arena import Arena, ref_arrays
+from block_store.arena.header import HeaderState, Memory
+from block_store.arena.placement import place_name
 from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder
-from block_store.header import HeaderState, Memory
-from block_store.inspection import BlockView, HolderView, Inspection, inspect
-from block_store.ledger import CHUNK
-from block_store.owner import ArenaOwner
-from block_store.placing import place_name
-from block_store.sizing import CannotSize, WorkerNeeds, granted_floor
+from block_store.ledger.inspection import BlockView, HolderView, Inspection, inspect
+from block_store.ledger.scripts import CHUNK
+from block_store.server.arena_owner import ArenaOwner
+from block_store.server.sizing import CannotSize, WorkerNeeds, granted_floor
 from common import convert
 from common.errors import (
     Aborted,

@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
-from block_store import atomics
-from block_store.arena import Arena
+from block_store.arena import atomics
+from block_store.arena.arena import Arena
+from block_store.arena.header import HeaderState
 from block_store.errors import LedgerUnavailable, StaleDataset
-from block_store.header import HeaderState
-from block_store.inspection import BlockState
-from block_store.ledger import LEASE_S, Ledger, server_run_id, source
+from block_store.ledger.inspection import BlockState
+from block_store.ledger.scripts import LEASE_S, Ledger, server_run_id, source
 
 _LOG = logging.getLogger(__name__)
 _CHUNK = 1024

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from block_store.ledger import Lane, Ledger, Standing, chunks
+from block_store.ledger.scripts import Lane, Ledger, Standing, chunks
 from common.types import BlockRef, Epoch
 
 

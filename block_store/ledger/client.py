@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from block_store.breaker import BUDGET_S, PROBE_S, Breaker
-from block_store.codec import SealItem
 from block_store.errors import (
     Exhausted,
     Fenced,
@@ -28,8 +26,10 @@ from block_store.errors import (
     OutOfOrder,
     StaleDataset,
 )
-from block_store.joining import Joining
-from block_store.ledger import CHUNK, LEASE_S, RELEASE_CHUNK, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
+from block_store.ledger.breaker import BUDGET_S, PROBE_S, Breaker
+from block_store.ledger.codec import SealItem
+from block_store.ledger.joining import Joining
+from block_store.ledger.scripts import CHUNK, LEASE_S, RELEASE_CHUNK, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
 from common.telemetry import Fallbacks
 from common.types import BlockRef, Epoch, TicketId
 

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
-from block_store.codec import SealItem
 from block_store.errors import LedgerError, LedgerUnavailable, NotHolder, Stale
-from block_store.holder import Attempt
-from block_store.ledger import chunks, parts_of
-from block_store.link import LedgerLink, locked
+from block_store.holder.link import LedgerLink, locked
+from block_store.ledger.client import Attempt
+from block_store.ledger.codec import SealItem
+from block_store.ledger.scripts import chunks, parts_of
 from common.types import BlockRef, Epoch, Ticket, TicketId
 
 Tables = Sequence[Sequence[Sequence[BlockRef]]]

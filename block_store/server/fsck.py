@@ -1,4 +1,6 @@
-"""Compares ledger in Redis, header of the arena, and what workers say they hold: `python -m block_store.fsck DIR URL`.
+"""Compares the ledger in Redis, the header of the arena, and what workers say they hold.
+
+`python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
 
 Prints every difference. A running store changes while it is read, piece by piece, so it is looked at again as long as
 something differs (`invariants.lasting`). Repair is a rebuild (`rebuild`): the ledger from the header, then every worker
@@ -16,13 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from block_store import invariants
-from block_store.arena import Arena
+from block_store.arena.arena import Arena
+from block_store.arena.header import HeaderState, Memory
 from block_store.errors import BlockStoreError, LedgerDamaged, StaleDataset
-from block_store.header import HeaderState, Memory
-from block_store.inspection import BlockState, BlockView, Inspection, inspect
-from block_store.ledger import Ledger
-from block_store.redis_server import open_client
+from block_store.ledger import invariants
+from block_store.ledger.inspection import BlockState, BlockView, Inspection, inspect
+from block_store.ledger.scripts import Ledger
+from block_store.redis.redis_server import open_client
 
 REPORT_WAIT_S = 3.0
 """Workers report with a beat, once a second."""
@@ -140,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: nothing found (or repaired), 1: differences, 2: it could not be looked at, 3: no differences, but
     a worker did not report, so that what it believes is not known.
     """
-    parser = argparse.ArgumentParser(prog="block_store.fsck", description="compare Redis, arena header and workers")
+    parser = argparse.ArgumentParser(
+        prog="block_store.server.fsck", description="compare Redis, arena header and workers"
+    )
     parser.add_argument("directory", type=Path, help="of the arena")
     parser.add_argument("redis_url")
     parser.add_argument("--digests", action="store_true", help="compare the bytes of sealed blocks too")

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from block_store.hashing import chain_start, hash_blocks, hash_domain, next_hash, prompt_chain
+from block_store.ledger.prefix_hash import chain_start, hash_blocks, hash_domain, next_hash, prompt_chain
 
 
 def test_only_full_blocks_have_a_hash() -> None:

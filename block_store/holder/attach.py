@@ -19,9 +19,10 @@ from typing import Any, cast
 
 import grpc
 
-from block_store.arena import Arena
-from block_store.breaker import BUDGET_S
-from block_store.cuda import LIBRARY, Cuda
+from block_store.arena.arena import Arena
+from block_store.arena.cuda import LIBRARY, Cuda
+from block_store.arena.header import Memory
+from block_store.arena.placement import open_blocks
 from block_store.errors import (
     ArenaBusy,
     ArenaLost,
@@ -31,13 +32,12 @@ from block_store.errors import (
     LedgerError,
     LedgerUnavailable,
 )
-from block_store.header import Memory
-from block_store.held import HeldBlocks
-from block_store.holder import Holder
-from block_store.ledger import Ledger
-from block_store.placing import open_blocks
-from block_store.redis_server import open_client
-from block_store.registry import WorkerRegistry
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.breaker import BUDGET_S
+from block_store.ledger.client import Holder
+from block_store.ledger.scripts import Ledger
+from block_store.redis.redis_server import open_client
+from block_store.redis.registry import WorkerRegistry
 from common import convert
 from common.errors import StartupError
 from common.rpc import open_blocking_channel

@@ -12,19 +12,19 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from block_store.ahead import MemoryAhead
-from block_store.arena import FILE_NAME, Arena
-from block_store.cuda import Cuda, CudaDevice
+from block_store.arena.arena import FILE_NAME, Arena
+from block_store.arena.cuda import Cuda, CudaDevice
+from block_store.arena.header import Memory
+from block_store.arena.placement import create_on_device, has_live_memory, place_name
+from block_store.arena.prefault import MemoryAhead
 from block_store.errors import ArenaError, LedgerUnavailable
-from block_store.header import Memory
-from block_store.ledger import Ledger
-from block_store.placing import create_on_device, has_live_memory, place_name
-from block_store.reaper import Reaper
-from block_store.rebuild import open_ledger
-from block_store.redis_server import RedisHandle
-from block_store.registry import StoreRecord
+from block_store.ledger.reaper import Reaper
+from block_store.ledger.rebuild import open_ledger
+from block_store.ledger.scripts import Ledger
+from block_store.redis.redis_server import RedisHandle
+from block_store.redis.registry import StoreRecord
+from block_store.server.sizing import Limits, WorkerNeeds, device_limits, node_limits, size_arena
 from block_store.settings import BlockStoreSettings
-from block_store.sizing import Limits, WorkerNeeds, device_limits, node_limits, size_arena
 from common.errors import StartupError
 from common.types import KvLayout
 

@@ -8,13 +8,13 @@ from typing import NoReturn
 
 import pytest
 
-from block_store.breaker import BUDGET_S, PROBE_S
-from block_store.codec import SealItem
 from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerUnavailable, NotHolder, Stale, StaleDataset
-from block_store.held import HeldBlocks
-from block_store.holder import Attempt
-from block_store.ledger import CHUNK
-from block_store.redis_server import RedisHandle
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.breaker import BUDGET_S, PROBE_S
+from block_store.ledger.client import Attempt
+from block_store.ledger.codec import SealItem
+from block_store.ledger.scripts import CHUNK
+from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef, Ticket
 from testing.ledger.store import TestStore, chain, content
 

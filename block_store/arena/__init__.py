@@ -1,0 +1,1 @@
+"""The arena: a device's block memory, its header, the writer slots beside it."""

@@ -1,0 +1,1 @@
+"""Which Redis is used, and the registry of workers and stores in it."""

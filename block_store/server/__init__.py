@@ -1,0 +1,1 @@
+"""The service that owns an arena: sizing, the gRPC service, and fsck."""
