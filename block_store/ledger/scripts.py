@@ -35,7 +35,7 @@ CHUNK = 256
 """Most blocks of one call. A script blocks the server while it runs: none takes 5 ms, however much is held. Who has
 more makes several calls (`holder.Holder`).
 """
-RELEASE_CHUNK = 128
+RELEASE_CHUNK = 96
 """Most blocks of one release: each may evict another, where its tenant has a quota."""
 
 T = TypeVar("T")

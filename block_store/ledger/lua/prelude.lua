@@ -29,8 +29,8 @@ local OWNERS, QUOTAS = TAG .. 'owners', TAG .. 'quotas'
 local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
 local RECORD = 56
 local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
-local MOST = 256 -- blocks that one call frees beside those that it names; ledger.CHUNK of those
-local MOST_LET_GO = 128 -- blocks that one call lets go of; each may evict another. ledger.RELEASE_CHUNK
+local MOST = 256 -- blocks that one call frees beside those that it names; scripts.CHUNK of those
+local MOST_LET_GO = 96 -- blocks that one call lets go of; each may evict another. scripts.RELEASE_CHUNK
 local MOST_HOLDERS = 64 -- holders that one call ends
 local MOST_OWNERS = 65535 -- numbers for owners; blocks of later ones count for nobody
 
