@@ -15,21 +15,15 @@ from common.errors import StartupError
 from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
 from common.trust import trust_of
-from gateway.admission import Admission
-from gateway.assets import load_assets
-from gateway.credentials import Authenticator
-from gateway.discovery import Discovery
-from gateway.front import front_certificates, warn_of_public_bind
-from gateway.gate import Gate
-from gateway.groups import limits_of
-from gateway.grpc_service import InferenceServicer, key_check
-from gateway.http_app import HttpApi
-from gateway.key_ring import KeyRing
-from gateway.metrics import Metrics
-from gateway.public_prefixes import load_public_prefixes
-from gateway.requests import RequestRunner
-from gateway.salts import Salts
-from gateway.server import (
+from gateway.admission.admission import Admission
+from gateway.admission.gate import Gate
+from gateway.admission.tenants import Tenants
+from gateway.api.credentials import Authenticator
+from gateway.api.front import front_certificates, warn_of_public_bind
+from gateway.api.grpc_service import InferenceServicer, key_check
+from gateway.api.http_app import HttpApi
+from gateway.api.key_ring import KeyRing
+from gateway.api.server import (
     HttpServer,
     bind_grpc,
     bind_http,
@@ -40,13 +34,19 @@ from gateway.server import (
     watch_blocks,
     watch_readiness,
 )
-from gateway.sessions import Limits
+from gateway.api.wrong_keys import WrongKeys
+from gateway.fleet.decode_client import Limits
+from gateway.fleet.discovery import Discovery
+from gateway.fleet.workers import Workers
+from gateway.intake.assets import load_assets
+from gateway.intake.group_limits import limits_of
+from gateway.intake.public_prefixes import load_public_prefixes
+from gateway.intake.salts import Salts
+from gateway.intake.tokenizing import TokenizerPool
+from gateway.intake.validate import Validator
+from gateway.metrics import Metrics
+from gateway.request.runner import RequestRunner
 from gateway.settings import GatewaySettings
-from gateway.tenants import Tenants
-from gateway.tokenizing import TokenizerPool
-from gateway.validate import Validator
-from gateway.workers import Workers
-from gateway.wrong_keys import WrongKeys
 from protos.v1 import inference_pb2_grpc
 
 logger = logging.getLogger("gateway")

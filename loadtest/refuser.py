@@ -20,8 +20,8 @@ from starlette.routing import Route
 from common.errors import ResourceExhausted
 from common.rpc import SERVER_OPTIONS
 from common.status import status_of
-from gateway.asgi import error_response
-from gateway.server import HttpServer, bind_http
+from gateway.api.asgi import error_response
+from gateway.api.server import HttpServer, bind_http
 
 ERROR = ResourceExhausted("full", retry_after_s=1.0)
 REFUSAL = rpc_status.to_status(status_of(ERROR))

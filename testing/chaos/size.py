@@ -181,7 +181,7 @@ def _life_of_a_table(ledger: Ledger, timed: Callable[[str, Callable[[], Any]], A
     refs: list[BlockRef] = timed("alloc", lambda: ledger.alloc(lane(one), CHUNK))
     timed("seal", lambda: ledger.seal(lane(one), [SealItem(*pair, quota) for pair in zip(refs, hashes, strict=True)]))
     ticket = timed("hand_over", lambda: ledger.hand_over(lane(one), refs))
-    timed("release", lambda: ledger.release(lane(one), refs[: RELEASE_CHUNK]))
+    timed("release", lambda: ledger.release(lane(one), refs[:RELEASE_CHUNK]))
     timed("claim", lambda: ledger.claim(lane(two), ticket))
     timed("lookup", lambda: ledger.lookup([hashes]))
     timed("acquire", lambda: ledger.acquire(lane(one), [hashes]))

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from common.errors import LooseleafError
 from common.types import Role, WorkerRecord
-from gateway.assets import ModelAssets
+from gateway.intake.assets import ModelAssets
 from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import types_pb2 as pb
 

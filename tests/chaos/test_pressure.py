@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import InvalidArgument
-from gateway.groups import GroupLimits, max_tokens_within
-from gateway.validate import Wanted
+from gateway.intake.group_limits import GroupLimits, max_tokens_within
+from gateway.intake.validate import Wanted
 from testing.chaos.book import Case
 from testing.chaos.pressure import BLOCK_SIZE, REFUSAL, TOO_WIDE, blocks_needed
 from testing.chaos.traffic import _right

@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.loader import DummySource, Target, Weights
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import hf_config, make_checkpoint
-from gateway.assets import load_assets
+from gateway.intake.assets import load_assets
 from testing.oracle import Oracle
 
 IDS = list(range(5, 40))

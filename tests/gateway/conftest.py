@@ -14,19 +14,19 @@ from common import convert
 from common.api_keys import ApiKeys
 from common.trust import Trust
 from common.types import WorkerRecord
-from gateway.admission import Admission
-from gateway.assets import ModelAssets
-from gateway.credentials import Authenticator
-from gateway.gate import Gate
-from gateway.groups import limits_of
+from gateway.admission.admission import Admission
+from gateway.admission.gate import Gate
+from gateway.admission.tenants import Tenants
+from gateway.api.credentials import Authenticator
+from gateway.fleet.decode_client import Limits
+from gateway.fleet.workers import Workers
+from gateway.intake.assets import ModelAssets
+from gateway.intake.group_limits import limits_of
+from gateway.intake.salts import Salts
+from gateway.intake.tokenizing import TokenizerPool
+from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
-from gateway.requests import RequestRunner
-from gateway.salts import Salts
-from gateway.sessions import Limits
-from gateway.tenants import Tenants
-from gateway.tokenizing import TokenizerPool
-from gateway.validate import Validator
-from gateway.workers import Workers
+from gateway.request.runner import RequestRunner
 from testing.gateway.parts import Script, make_assets
 from testing.gateway.scripted_workers import ScriptedWorker
 

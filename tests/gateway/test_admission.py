@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from common.api_keys import TenantLimits
 from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
 from common.types import SamplingParams, StoppingParams
-from gateway.admission import Admission, Entry, Reason
-from gateway.gate import Gate
-from gateway.tenants import Tenants
-from gateway.validate import ResolvedRequest
+from gateway.admission.admission import Admission, Entry, Reason
+from gateway.admission.gate import Gate
+from gateway.admission.tenants import Tenants
+from gateway.intake.validate import ResolvedRequest
 
 
 def request(n: int = 1, tokens: int = 10, priority: int = 0) -> ResolvedRequest:

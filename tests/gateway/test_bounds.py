@@ -16,13 +16,13 @@ import pytest
 from common.errors import ResourceExhausted
 from common.rpc import PUBLIC, Bounds, Protection, RpcServer
 from common.status import error_of
-from gateway.bodies import BodyBudget
-from gateway.credentials import Authenticator
-from gateway.grpc_service import InferenceServicer, key_check
-from gateway.http_app import HttpApi
-from gateway.http_protocol import HttpBounds
-from gateway.server import HttpServer, bind_http
-from gateway.wrong_keys import WrongKeys
+from gateway.api.bodies import BodyBudget
+from gateway.api.credentials import Authenticator
+from gateway.api.grpc_service import InferenceServicer, key_check
+from gateway.api.http_app import HttpApi
+from gateway.api.http_protocol import HttpBounds
+from gateway.api.server import HttpServer, bind_http
+from gateway.api.wrong_keys import WrongKeys
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from testing.gateway.parts import Script

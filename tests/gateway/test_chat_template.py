@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import InvalidArgument, StartupError
-from gateway.assets import load_assets
-from gateway.chat_template import ChatTemplate
+from gateway.intake.assets import load_assets
+from gateway.intake.chat_template import ChatTemplate
 from testing.gateway.parts import CHAT_TEMPLATE, make_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from gateway.detokenize import ByteDetokenizer, Detokenizer, Detokenizers, Detokenizing, TokenTexts
+from gateway.request.detokenize import ByteDetokenizer, Detokenizer, Detokenizers, Detokenizing, TokenTexts
 from testing.gateway.parts import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
 
 BYTE_LEVEL = make_tokenizer()

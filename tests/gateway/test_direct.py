@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gateway import decoding
-from gateway.decoding import FEW_STREAMS, _add_decode_time
-from gateway.direct import Direct
-from gateway.sessions import OutputStream
-from gateway.validate import IdsPrompt, Wanted
+from gateway.fleet.decode_client import OutputStream
+from gateway.intake.validate import IdsPrompt, Wanted
+from gateway.request import decode_half
+from gateway.request.decode_half import FEW_STREAMS, _add_decode_time
+from gateway.request.direct import Direct
 from protos.v1 import decode_pb2 as pb
 from protos.v1.types_pb2 import Timings
 from testing.gateway.parts import Fault, Script, expected_ids
@@ -185,7 +185,7 @@ async def test_with_many_streams_the_tokens_of_several_steps_take_the_short_way_
 async def test_with_many_streams_several_steps_go_out_together_also_by_the_ordinary_way(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "MESSAGE_COST_S", 0.01)
+    monkeypatch.setattr(decode_half, "MESSAGE_COST_S", 0.01)
     rig, clients = await make_rig(Script(step_s=0.002)), [Client() for _ in range(2 * FEW_STREAMS)]
     async with asyncio.timeout(60):
         answers = await asyncio.gather(*(answer(rig, each, max_tokens=60, stop=["no such text"]) for each in clients))

@@ -22,7 +22,7 @@ from block_store.ledger.prefix_hash import chain_start, hash_blocks
 from block_store.redis.redis_server import RedisHandle, connect
 from block_store.redis.registry import StoreRecord, WorkerRegistry
 from common.types import WorkerRecord
-from gateway.discovery import LOOKUP_BUDGET_S, MAX_UNANSWERED, Discovery
+from gateway.fleet.discovery import LOOKUP_BUDGET_S, MAX_UNANSWERED, Discovery
 from testing.gateway.parts import Script, make_record
 from testing.gateway.scripted_workers import ScriptedWorker
 from testing.ledger.store import TestStore

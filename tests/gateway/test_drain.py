@@ -15,9 +15,9 @@ import pytest
 
 from common.rpc import RpcServer
 from common.status import error_of
-from gateway.grpc_service import InferenceServicer
-from gateway.http_app import HttpApi
-from gateway.server import HttpServer, bind_http, drain
+from gateway.api.grpc_service import InferenceServicer
+from gateway.api.http_app import HttpApi
+from gateway.api.server import HttpServer, bind_http, drain
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from protos.v1 import types_pb2 as types_pb

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fair_queue import FairQueue
+from gateway.admission.fair_queue import FairQueue
 
 Item = tuple[str, int, int]
 """(tenant, cost, number of its arrival)."""

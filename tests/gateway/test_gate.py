@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.gate import Gate, Place
-from gateway.queue_wait import Margin, ServiceRate
+from gateway.admission.gate import Gate, Place
+from gateway.admission.queue_wait import Margin, ServiceRate
 
 
 async def enter(gate: Gate, priority: int = 0, tenant: str = "", weight: int = 1, cost: int = 10) -> Place:

@@ -14,8 +14,8 @@ import pytest
 from common.errors import InvalidArgument, ResourceExhausted
 from common.rpc import RpcServer
 from common.status import error_of
-from gateway.direct import Direct
-from gateway.grpc_service import InferenceServicer, key_check
+from gateway.api.grpc_service import InferenceServicer, key_check
+from gateway.request.direct import Direct
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from protos.v1 import types_pb2 as types_pb

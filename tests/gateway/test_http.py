@@ -12,10 +12,10 @@ import httpx
 import openai
 import pytest
 
-from gateway.direct import Direct
-from gateway.http_app import HttpApi
-from gateway.limits import MAX_BODY_BYTES
-from gateway.server import HttpServer, bind_http
+from gateway.api.http_app import HttpApi
+from gateway.api.server import HttpServer, bind_http
+from gateway.intake.limits import MAX_BODY_BYTES
+from gateway.request.direct import Direct
 from protos.v1 import decode_pb2 as pb
 from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.conftest import MakeRig, Rig

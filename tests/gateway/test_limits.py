@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidArgument, NotFound
-from gateway.assets import GenerationDefaults, ModelAssets
-from gateway.groups import GroupLimits
-from gateway.limits import MAX_SALT_BYTES, MIN_PROMPT_BYTES
-from gateway.salts import Salts
-from gateway.tokenizing import TokenizerPool
-from gateway.validate import ChatPrompt, IdsPrompt, ResolvedRequest, TextPrompt, Validator, Wanted
+from gateway.intake.assets import GenerationDefaults, ModelAssets
+from gateway.intake.group_limits import GroupLimits
+from gateway.intake.limits import MAX_SALT_BYTES, MIN_PROMPT_BYTES
+from gateway.intake.salts import Salts
+from gateway.intake.tokenizing import TokenizerPool
+from gateway.intake.validate import ChatPrompt, IdsPrompt, ResolvedRequest, TextPrompt, Validator, Wanted
 from testing.gateway.parts import BOS_ID, EOS_ID, VOCAB_SIZE, make_assets
 
 MAX_LEN = 512
@@ -99,7 +99,7 @@ async def test_the_length_penalty_of_beams_is_limited(validator: Validator) -> N
 
 
 def test_every_range_of_the_table_is_tried_at_its_bounds() -> None:
-    from gateway.limits import RANGES
+    from gateway.intake.limits import RANGES
 
     tried = {"timeout" if row[0] == "timeout_s" else row[0] for row in TABLE} | {"length_penalty"}
     assert set(RANGES) <= tried

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import StartupError
-from gateway.public_prefixes import PublicPrefixes, load_public_prefixes
-from gateway.validate import ChatPrompt, Prompt, TextPrompt, Wanted
+from gateway.intake.public_prefixes import PublicPrefixes, load_public_prefixes
+from gateway.intake.validate import ChatPrompt, Prompt, TextPrompt, Wanted
 from tests.gateway.conftest import MakeRig
 
 

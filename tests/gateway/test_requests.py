@@ -18,10 +18,10 @@ from common.errors import (
     Unavailable,
 )
 from common.types import FinishReason, Ticket
-from gateway.assemble import Piece
-from gateway.sessions import Limits
-from gateway.validate import IdsPrompt, TextPrompt, Wanted
-from gateway.workers import Workers
+from gateway.fleet.decode_client import Limits
+from gateway.fleet.workers import Workers
+from gateway.intake.validate import IdsPrompt, TextPrompt, Wanted
+from gateway.request.sample import Piece
 from protos.v1 import decode_pb2 as pb
 from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.conftest import MakeRig, Rig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from common.types import WorkerLoad
-from gateway.routing import REPORT_S, SUSPECT_S, GroupSize, Router
+from gateway.fleet.routing import REPORT_S, SUSPECT_S, GroupSize, Router
 from testing.gateway.parts import make_record
 
 

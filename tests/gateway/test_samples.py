@@ -9,11 +9,11 @@ import pytest
 
 from common.errors import DeadlineExceeded, Unavailable
 from common.types import FinishReason
-from gateway.assemble import Piece
-from gateway.detokenize import Detokenizers
-from gateway.life import Life
-from gateway.lost import WorkerLost
-from gateway.validate import IdsPrompt, Wanted
+from gateway.fleet.lost import WorkerLost
+from gateway.intake.validate import IdsPrompt, Wanted
+from gateway.request.detokenize import Detokenizers
+from gateway.request.sample import Piece
+from gateway.request.state import Life
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb

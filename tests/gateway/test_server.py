@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import StartupError
 from common.rpc import RpcServer
-from gateway.server import bind_http, watch_blocks
+from gateway.api.server import bind_http, watch_blocks
 from tests.gateway.conftest import MakeRig
 
 

@@ -15,9 +15,9 @@ import pytest
 from common import errors
 from common.rpc import RpcServer
 from common.status import error_of
-from gateway.grpc_service import InferenceServicer, key_check
-from gateway.http_app import HttpApi
-from gateway.server import HttpServer, bind_http
+from gateway.api.grpc_service import InferenceServicer, key_check
+from gateway.api.http_app import HttpApi
+from gateway.api.server import HttpServer, bind_http
 from protos.v1 import decode_pb2, inference_pb2, inference_pb2_grpc, types_pb2
 from testing.gateway.parts import Fault, Script
 from tests.gateway.conftest import MakeRig, Rig

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.stops import StopMatcher
+from gateway.request.stops import StopMatcher
 
 TEXT = st.text(alphabet="abcé\U0001f600", max_size=40)
 STOPS = st.lists(st.text(alphabet="abcé\U0001f600", min_size=1, max_size=4), min_size=1, max_size=4)

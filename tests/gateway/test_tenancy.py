@@ -14,10 +14,10 @@ from common.api_keys import ApiKeys, TenantLimits
 from common.errors import ResourceExhausted
 from common.rpc import RpcServer, open_channel
 from common.status import error_of
-from gateway.gate import RESERVED_RANK
-from gateway.grpc_service import InferenceServicer, key_check
-from gateway.http_app import HttpApi
-from gateway.server import HttpServer, bind_http
+from gateway.admission.gate import RESERVED_RANK
+from gateway.api.grpc_service import InferenceServicer, key_check
+from gateway.api.http_app import HttpApi
+from gateway.api.server import HttpServer, bind_http
 from protos.v1 import inference_pb2_grpc
 from testing.gateway.parts import Script
 from tests.gateway.conftest import MakeRig, Rig

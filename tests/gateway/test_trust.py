@@ -9,7 +9,7 @@ import pytest
 from common.access import Door
 from common.errors import Unavailable
 from common.trust import Trust
-from gateway.sessions import DecodeSession, Limits
+from gateway.fleet.decode_client import DecodeSession, Limits
 from testing.gateway.parts import Script
 from testing.gateway.scripted_workers import ScriptedWorker
 from tests.gateway.conftest import MakeRig

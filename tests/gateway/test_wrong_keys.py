@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ResourceExhausted
-from gateway.wrong_keys import MAX_ADDRESSES, WrongKeys
+from gateway.api.wrong_keys import MAX_ADDRESSES, WrongKeys
 
 HOST, OTHER = "10.0.0.1", "10.0.0.2"
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from common.types import SamplingParams, StoppingParams
 from engine.config import ModelConfig
 from engine.runner import ModelRunner, RunnerSettings
-from gateway.assets import load_assets
-from gateway.chat_template import ChatTemplate
+from gateway.intake.assets import load_assets
+from gateway.intake.chat_template import ChatTemplate
 from testing.oracle import Oracle
 from tools.storyteller import pairs
 

@@ -50,9 +50,10 @@ TARGETS = (
     ),
     Target(
         "gateway retry",
-        _in("gateway", "lost", "life", "decoding", "prefill_client", "groups", "poison"),
-        _in("tests/gateway", "test_poison", "test_groups", "test_prefill_client", "test_requests", "test_samples",
-            "test_direct", "test_grpc"),
+        (*_in("gateway/fleet", "lost", "prefill_client"), *_in("gateway/request", "state", "decode_half", "isolation"),
+         *_in("gateway/intake", "group_limits")),
+        _in("tests/gateway", "test_isolation", "test_group_limits", "test_prefill_client", "test_requests",
+            "test_samples", "test_direct", "test_grpc"),
     ),
     Target(
         "block_store rebuild",

@@ -1,0 +1,213 @@
+"""Which requests are let in, and which are refused at once, with a time after which to come again. No I/O.
+
+Twice: when a request's headers are there (`Admission.enter`: its tenant, the queue, the wait that is predicted for it),
+and when it has been read (`Entry.take`: its samples, priority and tokens). The queue is bounded by tenant: while it is
+full, a tenant is refused what is beyond an even share of it, and nobody else is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
+from gateway.admission.gate import Gate
+from gateway.admission.tenants import Bucket, Tenants
+from gateway.api.open_answers import OpenAnswers
+from gateway.intake.validate import ResolvedRequest
+
+RETRY_AFTER_S = 1.0
+"""Where nothing better is known."""
+
+
+class Reason(StrEnum):
+    """Why a request was not let in."""
+
+    DRAINING = "draining"
+    QUEUE_FULL = "queue_full"
+    QUEUE_WAIT = "queue_wait"
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    PRIORITY = "best_priority"
+
+
+class Admission:
+    """Counts the sequences of all requests from their arrival to their end."""
+
+    def __init__(
+        self,
+        limit: int,
+        max_wait_s: float,
+        gate: Gate,
+        tenants: Tenants,
+        on_refusal: Callable[[Reason], None] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`limit`: sequences; `max_wait_s`: a longer wait for a place is not offered."""
+        self._limit = limit
+        self._max_wait_s = max_wait_s
+        self._gate = gate
+        self._tenants = tenants
+        self._on_refusal = on_refusal
+        self._clock = clock
+        self._sequences: Counter[str] = Counter()
+        """By tenant, of those that have any."""
+        self._coming: Counter[str] = Counter()
+        """Requests by tenant that have not been read, and so are not at the gate yet."""
+        self.current = 0
+        """Sequences of all tenants."""
+        self.num_requests = 0
+        self.draining = False
+        self.answers = OpenAnswers()
+
+    def check(self, tenant: str) -> None:
+        """Raise what `enter` would, and take nothing: for who asks before a message is received."""
+        if self.draining:
+            raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
+        self._check_room(tenant, 1)
+        self._check_wait(tenant, 0)
+        self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)
+
+    def enter(self, tenant: str = "") -> Entry:
+        """A request has come; nothing but its headers is known yet. To be used in a `with`.
+
+        Errors, each with a retry time: ResourceExhausted (queue, wait, quota), Unavailable while draining.
+        """
+        self.check(tenant)
+        self._take(self._tenants.requests(tenant), 1)
+        self._add(tenant, 1)
+        self._coming[tenant] += 1
+        self.num_requests += 1
+        return Entry(self, tenant)
+
+    def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
+        """The predicted wait of a request that comes now; None until a rate has been measured."""
+        return self._gate.wait_s(tenant, priority, self._coming)
+
+    def used(self, tenant: str, num_tokens: int) -> None:
+        """A request has ended, or made way; so many tokens of it were computed or found in the cache."""
+        self._take(self._tenants.tokens(tenant), num_tokens)
+
+    # --- for entries
+
+    def take(self, entry: Entry, requests: Sequence[ResolvedRequest]) -> None:
+        """What `Entry.take` says."""
+        tenant, priority = entry.tenant, min(request.priority for request in requests)
+        more = sum(request.sampling.width for request in requests) - entry.num_sequences
+        cost = sum(request.cost for request in requests)
+        self._check_priority(tenant, priority)
+        self._check_room(tenant, more)
+        if priority > 0:  # a better one has been found to be in time
+            self._check_wait(tenant, priority)
+        self._check_bucket(self._tenants.requests(tenant), len(requests) - 1, Reason.REQUESTS)
+        self._check_bucket(self._tenants.tokens(tenant), cost, Reason.TOKENS)
+        self._take(self._tenants.requests(tenant), len(requests) - 1)
+        self._take(self._tenants.tokens(tenant), cost)
+        self._add(tenant, more)
+        self._has_come(entry)
+        entry.num_sequences += more
+        entry.reserved_tokens = cost
+
+    def leave(self, entry: Entry) -> None:
+        """What `Entry.close` says."""
+        self._add(entry.tenant, -entry.num_sequences)
+        self._has_come(entry)
+        self.num_requests -= 1
+        if entry.reserved_tokens:
+            self.used(entry.tenant, -entry.reserved_tokens)
+
+    # --- inside
+
+    def _check_room(self, tenant: str, count: int) -> None:
+        """While the queue is full: the tenant's share, even between all that have something in it."""
+        present = len(self._sequences) + (tenant not in self._sequences)
+        share = min(self._limit, max(1, self._limit // present))
+        own = self._sequences.get(tenant, 0) + count
+        if count <= 0 or self.current + count <= self._limit or own <= share:
+            return
+        text = f"the queue is full: the limit is {self._limit} sequences at once (max_queue)"
+        if present > 1:
+            text += f", of which {share} are yours while others wait"
+        wait = self.wait_s(tenant)
+        retry = RETRY_AFTER_S if wait is None else max(RETRY_AFTER_S, wait)
+        raise self._refusal(Reason.QUEUE_FULL, ResourceExhausted(text, retry_after_s=retry))
+
+    def _check_wait(self, tenant: str, priority: int) -> None:
+        wait = self.wait_s(tenant, priority)
+        if wait is None or wait <= self._max_wait_s:
+            return
+        text = f"the wait would be {wait:.1f} s, the limit is {self._max_wait_s:g} s (max_queue_wait)"
+        raise self._refusal(Reason.QUEUE_WAIT, ResourceExhausted(text, retry_after_s=wait))
+
+    def _check_bucket(self, bucket: Bucket | None, amount: int, reason: Reason) -> None:
+        """Whether the tenant may have `amount` now."""
+        if bucket is not None and amount > 0 and (wait := bucket.wait_s(amount, self._clock())) > 0:
+            text = f"the limit of your key is {bucket.per_minute} {reason.value.replace('_', ' ')}"
+            raise self._refusal(reason, ResourceExhausted(text, retry_after_s=wait))
+
+    def _take(self, bucket: Bucket | None, amount: int) -> None:
+        if bucket is not None:
+            bucket.take(amount, self._clock())
+
+    def _check_priority(self, tenant: str, priority: int) -> None:
+        best = self._tenants.best_priority(tenant)
+        if best is not None and priority < best:
+            text = f"priority {priority} is better than your key may claim: at least {best}"
+            raise self._refusal(Reason.PRIORITY, PermissionDenied(text))
+
+    def _add(self, tenant: str, count: int) -> None:
+        self.current += count
+        self._sequences[tenant] += count
+        if not self._sequences[tenant]:
+            del self._sequences[tenant]
+
+    def _has_come(self, entry: Entry) -> None:
+        """It goes to the gate now, or never."""
+        if entry.is_coming:
+            entry.is_coming = False
+            self._coming[entry.tenant] -= 1
+            if not self._coming[entry.tenant]:
+                del self._coming[entry.tenant]
+
+    def _refusal(self, reason: Reason, error: LooseleafError) -> LooseleafError:
+        self._on_refusal(reason)
+        return error
+
+
+class Entry:
+    """One request that has been let in, until `close`."""
+
+    def __init__(self, admission: Admission, tenant: str) -> None:
+        self._admission = admission
+        self._closed = False
+        self.tenant = tenant
+        self.num_sequences = 1
+        self.is_coming = True
+        """It has not been read yet."""
+        self.reserved_tokens = 0
+        """Taken from the tenant's tokens until the requests' own counts are known."""
+
+    def take(self, requests: Sequence[ResolvedRequest]) -> None:
+        """The request has been read: places for all its sequences, or none.
+
+        Errors: PermissionDenied (priority), ResourceExhausted with a retry time (queue, wait, quota).
+        """
+        self._admission.take(self, requests)
+
+    def close(self) -> None:
+        """Give everything back; a second time does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._admission.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,261 @@
+"""Who may go to the workers, and when: a request waits here until decode has room for it. No I/O.
+
+By priority, and fairly between tenants: a prompt prefilled too early would hold blocks that running ones need. Says how
+long a request that comes now will wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from gateway.admission.fair_queue import FairQueue
+from gateway.admission.queue_wait import Margin, Mark, ServiceRate, work_before
+from gateway.admission.shares import Shares
+
+QUANTUM = 2048
+"""Tokens that a tenant may spend with each of its turns: most requests cost less, so that a turn is seldom idle."""
+RETURN_POLL_S = 0.05
+"""At least so often a group that was given back asks whether there is room for it: workers report it without a word."""
+BUSY_SHARE = 0.7
+"""Of the places (`Workers.gate_capacity`)."""
+RESERVED_RANK = -(1 << 32)
+"""Added to the priority of who has a reserved place: it goes before every priority that there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A request's place with the workers, as wide as the sequences that it runs at once."""
+
+    priority: int
+    tenant: str
+    weight: int
+    """Sequences."""
+    cost: int
+    """Tokens."""
+    arrival: int
+    """The number of its request in the order in which requests came to the gate."""
+    reserved: bool = False
+    predicted_s: float | None = 0.0
+    """How long it would wait, when it came; None: not known."""
+    began: Mark | None = None
+    """When it got its place; None before."""
+
+    @property
+    def rank(self) -> int:
+        """Its priority with the workers."""
+        return self.priority + (RESERVED_RANK if self.reserved else 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request without a place."""
+
+    wanted: Place
+    future: asyncio.Future[Place]
+
+
+@dataclass(slots=True, eq=False)
+class _Returning:
+    """A group given back, which has kept its place."""
+
+    place: Place
+    fits: Callable[[], bool]
+    future: asyncio.Future[None]
+
+
+class Gate:
+    """Lets requests through to workers while there are places; a place is one sequence.
+
+    Lowest priority number first, within a priority deficit round robin between tenants, within a tenant by arrival.
+    Whose turn it is waits until it fits: nothing smaller overtakes it but by priority, or by a place that is reserved
+    for a tenant which has less than its share (`Shares`). Groups given back go first.
+    """
+
+    def __init__(
+        self, capacity: Callable[[], int], quantum: int = QUANTUM, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._capacity = capacity
+        self._quantum = quantum
+        self._clock = clock
+        self._queues: dict[int, FairQueue[_Waiter]] = {}
+        self._returning: list[_Returning] = []
+        self._shares = Shares()
+        self._rate = ServiceRate()
+        self._margin = Margin()
+        self._arrivals = 0
+        self._num_places = 0
+        self.inside = 0
+        """Sequences of the requests that have a place."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait: for a place, or for blocks after they were given back."""
+        return sum(map(len, self._queues.values())) + len(self._returning)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a place and do not wait."""
+        return self._num_places - len(self._returning)
+
+    def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
+        """How long a request that comes now will wait at most, most likely; None until a rate has been measured.
+        `coming`: requests by tenant that have been admitted and are not here yet."""
+        predicted = self._predict(tenant, priority, coming)
+        return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
+
+    def waited(self, place: Place, seconds: float) -> None:
+        """A request's prefill has begun, so long after it came here."""
+        if place.predicted_s is not None:
+            self._margin.learn(place.predicted_s, seconds)
+
+    def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
+        """As `wait_s`, the mean. 0 for a place that is there."""
+        self._note_time()
+        rate, capacity = self._rate.per_second, self._capacity()
+        if rate is None:
+            return None
+        if self._shares.may_reserve(tenant, priority, 1, capacity):
+            return 0.0
+        each = self._rate.mean_cost
+        work = Counter({name: count * each for name, count in coming.items()})
+        for other, queue in self._queues.items():
+            if other <= priority:
+                work.update(queue.costs())
+        before = work_before(tenant, work, self._quantum) + each - (capacity - self.inside) * each
+        return max(0.0, before) / rate
+
+    async def enter(self, priority: int, tenant: str, weight: int, cost: int) -> Place:
+        """Wait for places for `weight` sequences; `cost` is in tokens. The place must be given to `leave`."""
+        self._arrivals += 1
+        self._rate.note_cost(cost, weight)
+        wanted = Place(priority, tenant, weight, cost, self._arrivals)
+        if not self._queues and not self._returning and self._fits(weight):
+            return self._take(wanted, reserved=self._may_reserve(wanted))
+        wanted = replace(wanted, predicted_s=self._predict(tenant, priority, {}))
+        waiter = _Waiter(wanted, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(priority, FairQueue(self._quantum)).push(tenant, cost, waiter)
+        self._shares.wait(tenant, weight)
+        self.wake()
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            if waiter.future.cancelled():
+                self._drop(waiter)
+            else:  # let in and cancelled at the same moment
+                self.leave(waiter.future.result())
+            raise
+
+    def leave(self, place: Place) -> None:
+        self.inside -= place.weight
+        self._num_places -= 1
+        self._shares.leave(place.tenant, place.weight, reserved=place.reserved)
+        self._note_time()
+        if place.began is not None:
+            self._rate.done(place.cost, place.began)
+        self.wake()
+
+    async def come_back(self, place: Place, fits: Callable[[], bool]) -> None:
+        """Wait until a group that was given back may be prefilled again; it keeps its place, also if this is cancelled.
+
+        `fits` (must not raise) is asked of the first one only, by rank and arrival, and a `wake` that lets one go
+        lets nobody else go: by the next one `fits` may know of the blocks that this one takes. Meanwhile no new request
+        of the same or a lower rank enters.
+        """
+        group = _Returning(place, fits, asyncio.get_running_loop().create_future())
+        bisect.insort(self._returning, group, key=lambda g: (g.place.rank, g.place.arrival))
+        try:
+            self.wake()
+            while not group.future.done():
+                await asyncio.wait((group.future,), timeout=RETURN_POLL_S)
+                if self._returning and self._returning[0] is group:
+                    self.wake()
+        finally:
+            if group in self._returning:
+                self._returning.remove(group)
+                self.wake()
+
+    def wake(self) -> None:
+        """Let in whoever fits; also called when workers have come or have reported."""
+        self._let_in()
+        self._note_time()
+
+    def _let_in(self) -> None:
+        if self._returning and self._returning[0].fits():
+            back = self._returning.pop(0).future
+            back.set_result(None)
+            back.get_loop().call_later(RETURN_POLL_S, self.wake)
+            return  # whoever is behind it goes later: it is to be with its worker first
+        for waiter in self._with_reserve():
+            self._admit(waiter, reserved=True)
+        while self._queues:
+            priority = min(self._queues)
+            queue = self._queues[priority]
+            if not self._may_enter(priority) or not self._fits(queue.head().wanted.weight):
+                return
+            waiter = queue.pop()
+            self._forget_if_empty(priority)
+            self._admit(waiter, reserved=False)
+
+    def _with_reserve(self) -> Iterator[_Waiter]:
+        """Those who may enter beyond all places, taken out of their queues one after the other."""
+        if self._shares.num_tenants < 2:
+            return
+        for priority in sorted(self._queues):
+            queue = self._queues[priority]
+            for tenant in queue.tenants():
+                while (first := queue.first(tenant)) is not None and self._may_reserve(first.wanted):
+                    queue.take(tenant)
+                    yield first
+            self._forget_if_empty(priority)
+
+    def _admit(self, waiter: _Waiter, *, reserved: bool) -> None:
+        wanted = waiter.wanted
+        if not waiter.future.done():
+            waiter.future.set_result(self._take(wanted, reserved=reserved))
+        self._shares.wait_no_more(wanted.tenant, wanted.weight)
+
+    def _may_reserve(self, wanted: Place) -> bool:
+        capacity = self._capacity()
+        reserve = self._shares.may_reserve(wanted.tenant, wanted.priority, wanted.weight, capacity)
+        return capacity > 0 and reserve and self._may_enter(wanted.priority + RESERVED_RANK)
+
+    def _may_enter(self, rank: int) -> bool:
+        """Not while a group of this rank or a better one waits to come back: it would take its blocks."""
+        return not self._returning or rank < self._returning[0].place.rank
+
+    def _fits(self, weight: int) -> bool:
+        """Alone even what is wider than all places: it would never get in else."""
+        capacity = self._capacity()
+        return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
+
+    def _take(self, wanted: Place, *, reserved: bool) -> Place:
+        self._note_time()
+        place = replace(wanted, reserved=reserved, began=self._rate.mark())
+        self.inside += place.weight
+        self._num_places += 1
+        self._shares.enter(place.tenant, place.weight, reserved=reserved)
+        self._note_time()
+        return place
+
+    def _drop(self, waiter: _Waiter) -> None:
+        """A request that waits no more; whoever stood behind it may fit."""
+        wanted = waiter.wanted
+        queue = self._queues.get(wanted.priority)
+        if queue is not None and queue.discard(wanted.tenant, waiter):
+            self._shares.wait_no_more(wanted.tenant, wanted.weight)
+            self._forget_if_empty(wanted.priority)
+        self.wake()
+
+    def _forget_if_empty(self, priority: int) -> None:
+        if not self._queues[priority]:
+            del self._queues[priority]
+
+    def _note_time(self) -> None:
+        """Busy while decode's batches are full, which they are before all places are taken."""
+        busy = bool(self._queues) or self.inside >= BUSY_SHARE * self._capacity()
+        self._rate.pass_time(self._clock(), busy=busy)

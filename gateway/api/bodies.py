@@ -1,0 +1,72 @@
+"""Reads request bodies: each within its limit, all together within a budget, large ones parsed beside the event loop.
+
+Parsing holds the interpreter lock for some milliseconds at most (`openai_parse` bounds it), so one thread is enough: it
+lets the loop run in between, and bodies that wait for it wait within the budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from common.errors import ResourceExhausted
+from gateway.api.asgi import read_body
+from gateway.api.openai_parse import max_body_bytes, parse_body
+from gateway.api.openai_request import Body
+from gateway.intake.limits import PromptLimits
+
+M = TypeVar("M", bound=Body)
+INLINE_BYTES = 64 << 10
+"""Larger bodies are parsed in a thread."""
+RETRY_AFTER_S = 1.0
+
+
+class BodyBudget:
+    """Bytes of bodies that were received and are not parsed yet, of all connections together."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.in_flight = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes bytes for one body, until the end. ResourceExhausted when there are none left."""
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if self.in_flight + num_bytes > self._limit:
+                raise ResourceExhausted(
+                    f"too much is sent at once: the limit is {self._limit} bytes of all bodies (body_budget_bytes)",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self.in_flight += num_bytes
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            self.in_flight -= taken
+
+
+class BodyReader:
+    """Bodies of requests, typed. `limits`: what the model can take now."""
+
+    def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget) -> None:
+        self._limits = limits
+        self._budget = budget
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+    async def read(self, request: Request, kind: type[M]) -> M:
+        """Errors: InvalidArgument (413 for its size), Unimplemented, ResourceExhausted, DeadlineExceeded."""
+        limits = self._limits()
+        with self._budget.share() as take:
+            raw = await read_body(request, max_body_bytes(kind, limits), take)
+            if len(raw) <= INLINE_BYTES:
+                return parse_body(kind, raw, limits)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, parse_body, kind, raw, limits)

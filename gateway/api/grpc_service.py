@@ -1,0 +1,240 @@
+"""InferenceService over gRPC. Turns messages into `Wanted` and pieces into messages; policy is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+from common import convert
+from common.errors import InvalidArgument, LooseleafError
+from common.guard import Check, Context
+from common.types import EarlyStopping
+from gateway.admission.admission import Admission
+from gateway.api.credentials import Authenticator
+from gateway.intake.assets import ModelAssets
+from gateway.intake.limits import RANGES
+from gateway.intake.validate import ChatPrompt, IdsPrompt, Prompt, ResolvedRequest, TextPrompt, Validator, Wanted
+from gateway.metrics import Metrics
+from gateway.request.direct import Direct, Write
+from gateway.request.runner import RequestRunner
+from gateway.request.sample import Piece, Summary
+from protos.v1 import inference_pb2 as pb
+from protos.v1 import inference_pb2_grpc, types_pb2
+
+STALLED_CLIENT_S = 5.0
+"""How long after its deadline a request may still wait for a client that does not read."""
+LAST_WORD_S = 5.0
+"""How long its status waits for that."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """What gRPC clients call."""
+
+    def __init__(
+        self,
+        assets: ModelAssets,
+        authenticator: Authenticator,
+        admission: Admission,
+        validator: Validator,
+        runner: RequestRunner,
+        metrics: Metrics,
+    ) -> None:
+        self._assets = assets
+        self._authenticator = authenticator
+        self._admission = admission
+        self._validator = validator
+        self._runner = runner
+        self._metrics = metrics
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        try:
+            tenant = self._authenticator.tenant(_authorization(context))
+            with self._admission.enter(tenant) as entry:
+                wanted = wanted_of(request)
+                wanted.timeout_s = _time_left(context)
+                resolved = await self._validator.resolve(wanted, tenant)
+                entry.take([resolved])
+                await self._stream(resolved, context.write)
+        except LooseleafError as error:
+            self._metrics.failed(error.grpc_code)
+            raise
+
+    async def _stream(self, request: ResolvedRequest, write: Write[pb.GenerateResponse]) -> None:
+        direct = Direct(partial(_token_response, request.request_id), write)
+        scope = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
+        try:
+            async with scope, aclosing(self._runner.generate(request, direct)) as pieces:
+                async for piece in pieces:
+                    await direct.write(response_of(request.request_id, piece))
+        except LooseleafError:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(LAST_WORD_S):
+                    await direct.settle()  # the status goes after the last message
+            raise
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._authenticator.tenant(_authorization(context))
+        self._validator.check_model(request.model)
+        name, prompt = _prompt_of(request, request.WhichOneof("input"))
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        ids = await self._validator.tokenize(prompt, name, add_special_tokens=special)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._validator.checker().max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        self._authenticator.tenant(_authorization(context))
+        self._validator.check_model(request.model)
+        return pb.DetokenizeResponse(text=await self._validator.detokenize(request.token_ids, "token_ids"))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        self._authenticator.tenant(_authorization(context))
+        model = pb.Model(
+            id=self._assets.name,
+            max_model_len=self._validator.checker().max_model_len,
+            vocab_size=self._assets.vocab_size,
+            eos_token_ids=self._assets.eos_token_ids,
+        )
+        return pb.ListModelsResponse(models=[model])
+
+
+def key_check(
+    authenticator: Authenticator,
+    admission: Admission | None = None,
+    failed: Callable[[str], None] = lambda code: None,
+) -> Check:
+    """Asks for the API key, and `admission` whether a request may come now, before a message is received. gRPC's own
+    services, health and reflection, need no key. `failed` counts refusals by their code.
+    """
+
+    def check(method: str, context: Context) -> None:
+        if not method.startswith("/grpc."):
+            tenant = authenticator.tenant(
+                _authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
+            )
+            if admission is not None and method.endswith("/Generate"):
+                try:
+                    admission.check(tenant)
+                except LooseleafError as error:
+                    failed(error.grpc_code)
+                    raise
+
+    return check
+
+
+def _address(context: Context) -> str:
+    """Of the caller, without its port: "ipv4:10.0.0.1:4711", "ipv6:%5B::1%5D:4711"."""
+    _, _, host = str(context.peer()).rpartition(":")[0].partition(":")
+    return unquote(host).strip("[]")
+
+
+def _authorization(context: Context) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return None
+
+
+def _time_left(context: Context) -> float | None:
+    """Seconds until the client's deadline, None without one (grpc.aio then gives none, or a time beyond any limit)."""
+    left = context.time_remaining()
+    return None if left is None or left > RANGES["timeout"].high else left
+
+
+def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
+    """(field name, prompt) of a message with the oneof `which` of text, token_ids and chat."""
+    if which == "text":
+        return "text", TextPrompt(message.text)
+    if which == "token_ids":
+        return "token_ids", IdsPrompt(message.token_ids.ids)
+    if which == "chat":
+        return "chat.messages", ChatPrompt([{"role": m.role, "content": m.content} for m in message.chat.messages])
+    return "prompt", None
+
+
+def wanted_of(request: pb.GenerateRequest) -> Wanted:
+    """A message as a request without checks; absent fields stay None."""
+    sampling, stopping = request.sampling, request.stopping
+    wanted = Wanted(
+        logit_bias=list(sampling.logit_bias.items()),
+        stop=list(stopping.stop),
+        stop_token_ids=list(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        include_stop_str_in_output=stopping.include_stop_str_in_output,
+    )
+    wanted.prompt_field, wanted.prompt = _prompt_of(request, request.WhichOneof("prompt"))
+    for message, names in (
+        (request, ("request_id", "model", "priority")),
+        (sampling, _SAMPLING),
+        (stopping, _STOPPING),
+    ):
+        for name in names:
+            if message.HasField(name):  # type: ignore[attr-defined]
+                setattr(wanted, name, getattr(message, name))
+    if sampling.HasField("num_sequences"):
+        wanted.n = sampling.num_sequences
+    if sampling.HasField("early_stopping"):
+        wanted.early_stopping = _early_stopping(sampling.early_stopping)
+    if request.cache.HasField("cache_salt"):
+        wanted.cache_salt = request.cache.cache_salt
+    return wanted
+
+
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "logprobs", "prompt_logprobs", "beam_width", "length_penalty",
+)  # fmt: skip
+_STOPPING = ("max_tokens", "min_tokens")
+_BEAM_STOPPING: dict[int, EarlyStopping] = {
+    types_pb2.BEAM_STOPPING_UNSPECIFIED: False,
+    types_pb2.BEAM_STOPPING_EARLY: True,
+    types_pb2.BEAM_STOPPING_HEURISTIC: False,
+    types_pb2.BEAM_STOPPING_NEVER: "never",
+}
+
+
+def _early_stopping(value: int) -> EarlyStopping:
+    found = _BEAM_STOPPING.get(value)
+    if found is None:
+        raise InvalidArgument.of("early_stopping", f"must be one of BeamStopping's values, got {value}")
+    return found
+
+
+def _token_response(request_id: str, index: int, token_ids: Sequence[int], text: str) -> pb.GenerateResponse:
+    """`response_of` for tokens in the middle of a sample."""
+    return pb.GenerateResponse(request_id=request_id, index=index, text_delta=text, token_ids=token_ids)
+
+
+def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
+    message = pb.GenerateResponse(
+        request_id=request_id,
+        index=piece.index,
+        text_delta=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=piece.logprobs,
+        beam_score=piece.beam_score,
+    )
+    if piece.prompt_logprobs:
+        message.prompt_logprobs.extend(piece.prompt_logprobs)
+    if piece.finish_reason is not None:
+        message.finish_reason = convert.finish_reason_to_pb(piece.finish_reason)
+        if piece.stop_string is not None:
+            message.stop_string = piece.stop_string
+        elif piece.stop_token_id is not None:
+            message.stop_token_id = piece.stop_token_id
+    if piece.summary is not None:
+        message.usage.CopyFrom(_usage(piece.summary))
+        message.timings.CopyFrom(convert.timings_to_pb(piece.summary.timings))
+    return message
+
+
+def _usage(summary: Summary) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=summary.prompt_tokens,
+        completion_tokens=summary.completion_tokens,
+        sources=convert.sources_to_pb(summary.sources),
+        handed_over_tokens=summary.handed_over_tokens,
+    )

@@ -1,0 +1,262 @@
+"""OpenAI's HTTP API over the same requests as gRPC: completions, chat, models; vLLM's /tokenize, /health, /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack, aclosing
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from common.errors import NotFound, Unimplemented
+from gateway.admission.admission import Admission, Entry
+from gateway.api.asgi import (
+    EventStream,
+    error_response,
+    event_message,
+    guarded,
+    while_connected,
+    with_server_send,
+)
+from gateway.api.bodies import BodyBudget, BodyReader
+from gateway.api.credentials import Authenticator
+from gateway.api.openai_reply import ChunkWriter, Envelope, dumps
+from gateway.api.openai_request import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.openai_stream import Answer
+from gateway.intake.assets import ModelAssets
+from gateway.intake.validate import ResolvedRequest, Validator
+from gateway.metrics import Metrics
+from gateway.request.detokenize import TokenTexts
+from gateway.request.direct import Direct
+from gateway.request.runner import RequestRunner
+from gateway.request.sample import Piece
+
+STALLED_CLIENT_S = 5.0
+BODY_BUDGET_BYTES = 32 << 20
+
+
+class HttpApi:
+    """The endpoints. `ready` says whether requests can be served."""
+
+    def __init__(
+        self,
+        assets: ModelAssets,
+        authenticator: Authenticator,
+        admission: Admission,
+        validator: Validator,
+        runner: RequestRunner,
+        metrics: Metrics,
+    ) -> None:
+        self._assets = assets
+        self._authenticator = authenticator
+        self._admission = admission
+        self._validator = validator
+        self._runner = runner
+        self._metrics = metrics
+        self._texts = TokenTexts(assets.tokenizer)
+        self._ready: Callable[[], bool] = lambda: False
+        self._timeout_s = STALLED_CLIENT_S
+
+    def app(
+        self,
+        ready: Callable[[], bool],
+        *,
+        show_metrics: bool,
+        timeout_s: float,
+        body_budget_bytes: int = BODY_BUDGET_BYTES,
+    ) -> ASGIApp:
+        """`body_budget_bytes`: of all bodies that are received and not yet parsed."""
+        self._bodies = BodyReader(self._validator.prompt_limits, BodyBudget(body_budget_bytes))
+        self._ready = ready
+        self._timeout_s = timeout_s + STALLED_CLIENT_S
+        routes = [
+            self._route("/v1/completions", self.completions, "POST"),
+            self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/models", self.models, "GET"),
+            self._route("/v1/models/{model:path}", self.models, "GET"),
+            self._route("/tokenize", self.tokenize, "POST"),
+            self._route("/detokenize", self.detokenize, "POST"),
+            self._route("/health", self.health, "GET"),
+        ]
+        if show_metrics:
+            routes.append(self._route("/metrics", self.show_metrics, "GET"))
+        return with_server_send(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
+
+    def _route(self, path: str, endpoint: Callable[[Request], Any], method: str) -> Route:
+        return Route(path, guarded(endpoint, lambda error: self._metrics.failed(error.grpc_code)), methods=[method])
+
+    def _tenant(self, request: Request) -> str:
+        address = request.client.host if request.client is not None else ""
+        return self._authenticator.tenant(request.headers.get("authorization"), address)
+
+    async def completions(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        with ExitStack() as stack:
+            entry = stack.enter_context(self._admission.enter(tenant))
+            body = await self._bodies.read(request, CompletionBody)
+            envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._assets.name)
+            return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
+
+    async def chat(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        with ExitStack() as stack:
+            entry = stack.enter_context(self._admission.enter(tenant))
+            body = await self._bodies.read(request, ChatBody)
+            envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
+            return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
+
+    async def _answer(self, request: Request, answer: Answer, entry: Entry, stack: ExitStack) -> Response:
+        """`stack` closes the entry; where the answer is a stream, with its end."""
+        if answer.body.stream:
+            writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
+            direct = Direct(partial(_token_event, writer))
+            scope = self._admission.answers.within(self._timeout_s)
+            events = self._events(answer, entry, writer, direct)
+            return EventStream(events, direct, self._count_error, scope, stack.pop_all())
+        content = await while_connected(request.receive, self._whole(answer, entry))
+        return Response(content, media_type="application/json")
+
+    def _count_error(self, error: Any) -> None:
+        self._metrics.failed(error.grpc_code)
+
+    async def _take(self, answer: Answer, entry: Entry) -> None:
+        """Everything that may be wrong with the request is said here."""
+        requests = []
+        for wanted in answer.body.all_wanted():
+            requests.append(await self._validator.resolve(wanted, entry.tenant))
+            await asyncio.sleep(0)  # streams go on between one prompt of a batch and the next
+        answer.take(requests)
+        entry.take(requests)
+
+    async def _whole(self, answer: Answer, entry: Entry) -> bytes:
+        async with self._admission.answers.within(self._timeout_s):
+            await self._take(answer, entry)
+            await _together(
+                _collect(self._runner, resolved, partial(answer.add, number))
+                for number, resolved in enumerate(answer.requests)
+            )
+            return answer.whole()
+
+    async def _events(
+        self, answer: Answer, entry: Entry, writer: ChunkWriter, direct: Direct[Any]
+    ) -> AsyncGenerator[bytes, None]:
+        await self._take(answer, entry)
+        async with aclosing(_merged(self._runner, answer.requests, direct)) as pieces:
+            async for number, piece in pieces:
+                for chunk in answer.chunks(writer, number, piece):
+                    yield chunk
+
+    async def models(self, request: Request) -> Response:
+        self._tenant(request)
+        entry = {
+            "id": self._assets.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "looseleaf",
+            "max_model_len": self._validator.checker().max_model_len,
+        }
+        if (name := request.path_params.get("model")) is not None:
+            self._validator.check_model(name)
+            return _json(entry)
+        return _json({"object": "list", "data": [entry]})
+
+    async def tokenize(self, request: Request) -> Response:
+        self._tenant(request)
+        body = await self._bodies.read(request, TokenizeBody)
+        self._validator.check_model(body.model)
+        name, prompt = body.input()
+        ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
+        return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        self._tenant(request)
+        body = await self._bodies.read(request, DetokenizeBody)
+        self._validator.check_model(body.model)
+        return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
+
+    async def health(self, request: Request) -> Response:
+        ready = self._ready()
+        return _json({"status": "ready" if ready else "waiting for workers"}, 200 if ready else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them at once; the first failure cancels the others and is raised as it is, for its status."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _collect(runner: RequestRunner, request: ResolvedRequest, add: Callable[[Piece], None]) -> None:
+    async with aclosing(runner.generate(request)) as pieces:
+        async for piece in pieces:
+            add(piece)
+
+
+def _token_event(writer: ChunkWriter, index: int, token_ids: Sequence[int], text: str) -> dict[str, Any] | None:
+    """What tokens in the middle of a sample send; the choice's number is the sample's where there is one request."""
+    return event_message(writer.text(index, text)) if text else None
+
+
+async def _merged(
+    runner: RequestRunner, requests: list[ResolvedRequest], direct: Direct[Any]
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """(number of the request, piece) of all requests as they come; `direct` helps one alone."""
+    if len(requests) == 1:
+        async with aclosing(runner.generate(requests[0], direct)) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(4 * len(requests))
+
+    async def feed(number: int, request: ResolvedRequest) -> None:
+        try:
+            async with aclosing(runner.generate(request)) as pieces:
+                async for piece in pieces:
+                    await queue.put((number, piece))
+        except Exception as error:
+            await queue.put((number, error))
+
+    tasks = [asyncio.create_task(feed(number, request)) for number, request in enumerate(requests)]
+    left = len(requests)
+    try:
+        while left:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.summary is not None
+            yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        response = error_response(Unimplemented(f"there is no {asked} here, only {allowed}"))
+        response.headers["allow"] = allowed
+    else:
+        response = error_response(NotFound(f"there is no {asked} here"))
+    response.status_code = error.status_code
+    return response
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(dumps(content), status, media_type="application/json")

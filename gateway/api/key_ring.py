@@ -1,0 +1,40 @@
+"""The keys that a gateway accepts, read again while it runs (SIGHUP)."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from common.api_keys import read_keys
+from common.errors import StartupError
+from gateway.admission.tenants import Tenants
+from gateway.api.credentials import Authenticator
+
+logger = logging.getLogger("keys")
+
+
+class KeyRing:
+    """Where keys come from, and who has to know them."""
+
+    def __init__(
+        self, api_key: str | None, api_key_file: str | None, authenticator: Authenticator, tenants: Tenants
+    ) -> None:
+        self._api_key = api_key
+        self._api_key_file = api_key_file
+        self._authenticator = authenticator
+        self._tenants = tenants
+
+    def reload(self) -> None:
+        """Keys and limits as the file has them now; as they were if there is anything wrong with it. Requests that run
+        are not touched."""
+        if self._api_key_file is None:
+            logger.warning("SIGHUP: there is no --api-key-file to read again")
+            return
+        try:
+            keys = read_keys(self._api_key, self._api_key_file)
+        except StartupError as error:
+            logger.error("the keys stay as they were: %s", error)
+            return
+        self._authenticator.replace(keys.tenants)
+        self._tenants.replace(keys.limits, time.monotonic())
+        logger.info("%s was read again: %d keys of %d tenants", self._api_key_file, len(keys.tenants), len(keys.limits))

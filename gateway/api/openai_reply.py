@@ -1,0 +1,228 @@
+"""Answers in OpenAI's shapes, built as bytes. Streamed chunks are put together from parts made once a request.
+
+Chunks are ASCII: readers that split lines as Unicode does would break a chunk at U+2028. Every answer carries a
+`looseleaf` object besides OpenAI's fields: where the prompt's KV came from and the times.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from common.errors import LooseleafError
+from common.types import FinishReason
+from gateway.intake.validate import ResolvedRequest
+from gateway.request.detokenize import Detokenizer, TokenTexts
+from gateway.request.sample import Piece, Summary
+from protos.v1 import types_pb2 as pb
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error_body(error: LooseleafError) -> dict[str, Any]:
+    """OpenAI's error object; `param` is the first field that is wrong."""
+    param = error.violations[0].field if error.violations else None
+    return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.grpc_code.lower()}}
+
+
+def dumps(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def usage_of(summaries: Sequence[Summary]) -> dict[str, Any]:
+    prompt = sum(s.prompt_tokens for s in summaries)
+    completion = sum(s.completion_tokens for s in summaries)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(s.sources.cached for s in summaries)},
+    }
+
+
+def account_of(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """The `looseleaf` object. Of several prompts: tokens and attempts added up, of each time the longest."""
+    times = {
+        name: round(max(getattr(s.timings, f"{name}_ns") for s in summaries) / 1e6, 3)
+        for name in ("queue", "prefill", "hand_over", "decode")
+    }
+    return {
+        "prompt_tokens_cached": sum(s.sources.cached for s in summaries),
+        "prompt_tokens_computed": sum(s.sources.computed for s in summaries),
+        "prompt_tokens_transferred": sum(s.sources.transferred for s in summaries),
+        "handed_over_tokens": sum(s.handed_over_tokens for s in summaries),
+        "times_ms": times,
+        "attempts": sum(s.attempts for s in summaries),
+    }
+
+
+def finish_name(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value
+
+
+def stop_reason(piece: Piece, eos: frozenset[int]) -> str | int | None:
+    """vLLM's stop_reason: the stop string or id; None for the model's own end."""
+    if piece.stop_string is not None:
+        return piece.stop_string
+    return None if piece.stop_token_id in eos else piece.stop_token_id
+
+
+class LogprobFormat:
+    """Log-probabilities in the shapes of completions, chat and vLLM's prompt_logprobs."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def completion(self, items: Sequence[pb.TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+        """(object, offset after it); offsets are in characters of the text."""
+        tokens, values, tops, offsets = [], [], [], []
+        for item in items:
+            text, raw = self._texts.get(item.token_id)
+            tokens.append(text)
+            values.append(_finite(item.logprob))
+            tops.append(self._top(item))
+            offsets.append(offset)
+            offset += len(raw.decode(errors="ignore"))
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+
+    def echoed(self, request: ResolvedRequest, items: Sequence[pb.TokenLogprob]) -> dict[str, Any]:
+        """The prompt's part of an echoed completion; the first token has no log-probability."""
+        found, _ = self.completion(items, 0)
+        detokenizer, offset, offsets = Detokenizer(self._texts.tokenizer), 0, []
+        for token_id in request.prompt_ids:
+            offsets.append(offset)
+            offset += len(detokenizer.add(token_id))
+        first = self._texts.get(request.prompt_ids[0])[0]
+        return {
+            "tokens": [first, *found["tokens"]],
+            "token_logprobs": [None, *found["token_logprobs"]],
+            "top_logprobs": [None, *found["top_logprobs"]],
+            "text_offset": offsets,
+        }
+
+    def chat(self, items: Sequence[pb.TokenLogprob]) -> dict[str, Any]:
+        content = []
+        for item in items:
+            entry = self._entry(item.token_id, item.logprob)
+            pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
+            entry["top_logprobs"] = [self._entry(token, value) for token, value in pairs]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def prompt(self, items: Sequence[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
+        """vLLM's: per token a map from id to logprob, rank and text; None for the first."""
+        answer: list[dict[str, Any] | None] = [None]
+        for item in items:
+            entries = {
+                str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": self._texts.get(token)[0]}
+                for rank, (token, value) in enumerate(zip(item.top_token_ids, item.top_logprobs, strict=True), 1)
+            }
+            text = self._texts.get(item.token_id)[0]
+            entries[str(item.token_id)] = {"logprob": _finite(item.logprob), "rank": item.rank, "decoded_token": text}
+            answer.append(entries)
+        return answer
+
+    def _top(self, item: pb.TokenLogprob) -> dict[str, float]:
+        """The most likely tokens and, as vLLM does, the chosen one."""
+        pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
+        top = {self._texts.get(token)[0]: _finite(value) for token, value in pairs}
+        top.setdefault(self._texts.get(item.token_id)[0], _finite(item.logprob))
+        return top
+
+    def _entry(self, token_id: int, value: float) -> dict[str, Any]:
+        text, raw = self._texts.get(token_id)
+        return {"token": text, "logprob": _finite(value), "bytes": list(raw)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON knows no infinity; OpenAI writes -9999 for a token that cannot be."""
+    return max(logprob, -9999.0)
+
+
+@dataclass(slots=True)
+class Choice:
+    """The answer of one sample of one prompt as it comes together."""
+
+    index: int
+    """The prompt's number times samples per prompt, plus the sample's."""
+    request: ResolvedRequest
+    text: list[str] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[pb.TokenLogprob] = ()
+    last: Piece | None = None
+    offset: int = 0
+
+    def add(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.logprobs += piece.logprobs
+        if piece.finish_reason is not None:
+            self.last = piece
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all chunks and the whole answer of one HTTP request share."""
+
+    answer_id: str
+    kind: str
+    """`object` of the whole answer; chunks of chat have another."""
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: Sequence[Mapping[str, Any]], summaries: Sequence[Summary]) -> bytes:
+        return dumps(
+            {
+                "id": self.answer_id,
+                "object": self.kind,
+                "created": self.created,
+                "model": self.model,
+                "choices": choices,
+                "usage": usage_of(summaries),
+                "looseleaf": account_of(summaries),
+            }
+        )
+
+    def chunk_head(self) -> str:
+        kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind
+        return (
+            f'data: {{"id":{quoted(self.answer_id)},"object":"{kind}","created":{self.created},'
+            f'"model":{quoted(self.model)},"choices":['
+        )
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream."""
+
+    def __init__(self, envelope: Envelope, *, include_usage: bool) -> None:
+        self._chat = envelope.kind == "chat.completion"
+        self._head = envelope.chunk_head()
+        self._usage = include_usage
+        self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        """After the choices' closing bracket."""
+
+    def role(self, index: int) -> bytes:
+        """The first chunk of a chat."""
+        choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
+        return f"{self._head}{choice}]{self._tail}".encode()
+
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        """A chunk with text; the hot path."""
+        shown = "null" if logprobs is None else json.dumps(logprobs)
+        body = f'"delta":{{"content":{quoted(text)}}}' if self._chat else f'"text":{quoted(text)}'
+        return f'{self._head}{{"index":{index},{body},"logprobs":{shown},"finish_reason":null}}]{self._tail}'.encode()
+
+    def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:
+        """A choice's last chunk: what `ending` says of it; `summaries` with the last choice of the stream."""
+        body = '"delta":{}' if self._chat else '"text":""'
+        choice = f'{{"index":{index},{body},"logprobs":null,{json.dumps(ending)[1:]}]'
+        extra = "" if summaries is None else f',"looseleaf":{json.dumps(account_of(summaries))}'
+        return f"{self._head}{choice}{extra}{self._tail}".encode()
+
+    def usage(self, summaries: Sequence[Summary]) -> bytes:
+        """The chunk that stream_options.include_usage asks for."""
+        account, usage = json.dumps(account_of(summaries)), json.dumps(usage_of(summaries))
+        return f'{self._head}],"looseleaf":{account},"usage":{usage}}}\n\n'.encode()

@@ -1,0 +1,216 @@
+"""Bodies of OpenAI's HTTP API, with vLLM's extras: the schema. `openai_parse` makes them of bytes.
+
+Unknown fields are refused by name. Fields that cannot change the answer (`user`, `store`, ...) are accepted and
+ignored; fields that would change it and are not supported are refused as such, unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from common.errors import InvalidArgument
+from gateway.intake.limits import MAX_CONTENT_PARTS
+from gateway.intake.validate import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
+
+Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Types are strict, as JSON has them: no numbers in strings."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+    """Fields that are known and not supported, each with the value that asks for nothing."""
+
+    model: str | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingBody(Body, kw_only=True):
+    """What completions and chat have in common."""
+
+    ignored = frozenset(
+        (
+            "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_retention", "parallel_tool_calls", "verbosity",
+        )
+    )  # fmt: skip
+    unsupported = {
+        "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
+        "response_format": {"type": "text"}, "suffix": "", "modalities": ["text"], "audio": None, "prediction": None,
+        "web_search_options": None, "reasoning_effort": None,
+    }  # fmt: skip
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | int | float | str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def wanted(self) -> Wanted:
+        """All but the prompt."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgument.of("stream_options", "may only be given together with stream")
+        wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
+        for name in _PLAIN:
+            setattr(wanted, name, getattr(self, name))
+        wanted.logit_bias = _logit_bias(self.logit_bias or {})
+        wanted.stop_token_ids = self.stop_token_ids or ()
+        wanted.use_beam_search = bool(self.use_beam_search)
+        wanted.ignore_eos = bool(self.ignore_eos)
+        wanted.include_stop_str_in_output = bool(self.include_stop_str_in_output)
+        return wanted
+
+
+_PLAIN = (
+    "model", "request_id", "temperature", "top_p", "n", "best_of", "seed", "max_tokens", "presence_penalty",
+    "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "prompt_logprobs", "add_special_tokens",
+    "cache_salt", "priority", "length_penalty", "early_stopping",
+)  # fmt: skip
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Sequence[TextPrompt | IdsPrompt]
+    """Given as a string, strings, ids, or lists of ids."""
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def scores_only(self) -> bool:
+        """`echo` with max_tokens 0: the prompt's log-probabilities and nothing new."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def all_wanted(self) -> list[Wanted]:
+        """One request per prompt."""
+        wanted = [self.wanted() for _ in self.prompt]
+        for index, (item, prompt) in enumerate(zip(wanted, self.prompt, strict=True)):
+            item.prompt = prompt
+            item.prompt_field = "prompt" if len(self.prompt) == 1 else f"prompt[{index}]"
+            item.logprobs = self.logprobs
+            if self.echo and self.logprobs is not None:
+                item.prompt_logprobs = self.logprobs
+            if self.scores_only:
+                item.max_tokens = 1  # a worker always draws one; it is not shown
+        return wanted
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: str
+
+
+class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
+    """One message. What clients copy from an answer (`refusal: null`, ...) is accepted while it says nothing."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    annotations: Nothing | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+
+    def plain(self) -> dict[str, str]:
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[MessageBody]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def all_wanted(self) -> list[Wanted]:
+        wanted = self.wanted()
+        wanted.prompt, wanted.prompt_field = chat_prompt(self.messages), "messages"
+        if self.max_completion_tokens is not None:
+            if self.max_tokens is not None:
+                raise InvalidArgument.of("max_completion_tokens", "and max_tokens are the same; give one of them")
+            wanted.max_tokens = self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidArgument.of("top_logprobs", "needs logprobs to be true")
+        wanted.logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return [wanted]
+
+
+class TokenizeBody(Body, kw_only=True):
+    """POST /tokenize."""
+
+    prompt: str | None = None
+    messages: list[MessageBody] | None = None
+    add_special_tokens: bool | None = None
+
+    def input(self) -> tuple[str, Prompt | None]:
+        if self.messages is not None and self.prompt is not None:
+            raise InvalidArgument.of("messages", "and prompt exclude each other")
+        if self.messages is not None:
+            return "messages", chat_prompt(self.messages)
+        return "prompt", None if self.prompt is None else TextPrompt(self.prompt)
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
+def chat_prompt(messages: Sequence[MessageBody]) -> ChatPrompt:
+    if sum(len(message.content) for message in messages if isinstance(message.content, list)) > MAX_CONTENT_PARTS:
+        raise InvalidArgument.of("messages", f"must hold at most {MAX_CONTENT_PARTS} parts of content")
+    for index, message in enumerate(messages):
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type != "text":
+                raise InvalidArgument.of(
+                    f"messages[{index}].content[{number}].type", "must be text; nothing else is supported"
+                )
+    return ChatPrompt([message.plain() for message in messages])
+
+
+def _logit_bias(given: dict[str, float]) -> list[tuple[int, float]]:
+    bias = []
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise InvalidArgument.of("logit_bias", f"must have token ids as keys, got {key[:20]!r}")
+        bias.append((int(key), float(value)))
+    return bias

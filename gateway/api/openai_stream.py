@@ -1,0 +1,158 @@
+"""One HTTP answer as it comes together: choices, echoes, log-probabilities; whole or in chunks. No I/O.
+
+Each prompt has as many choices as samples (`n`), or as beams that are returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gateway.api.openai_reply import Choice, ChunkWriter, Envelope, LogprobFormat, finish_name, stop_reason
+from gateway.api.openai_request import ChatBody, CompletionBody
+from gateway.intake.assets import ModelAssets
+from gateway.intake.validate import ResolvedRequest
+from gateway.request.detokenize import TokenTexts
+from gateway.request.sample import Piece, Summary
+from protos.v1 import types_pb2 as pb
+
+
+class Answer:
+    """The answer to one completion or chat body."""
+
+    def __init__(
+        self, assets: ModelAssets, body: CompletionBody | ChatBody, envelope: Envelope, texts: TokenTexts
+    ) -> None:
+        self._tokenizer = assets.tokenizer
+        self._eos = frozenset(assets.eos_token_ids)
+        self._format = LogprobFormat(texts)
+        self._chat = isinstance(body, ChatBody)
+        self._echo = isinstance(body, CompletionBody) and bool(body.echo)
+        self._scores_only = isinstance(body, CompletionBody) and body.scores_only
+        self._with_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._summaries: list[Summary] = []
+        self.body = body
+        self.envelope = envelope
+        self.requests: list[ResolvedRequest] = []
+        self.choices: list[Choice] = []
+        self._samples = 1
+
+    def take(self, requests: list[ResolvedRequest]) -> None:
+        """One choice per sample of each request; all have equally many."""
+        self.requests = requests
+        self._samples = requests[0].sampling.num_sequences
+        self.choices = [
+            Choice(index, requests[index // self._samples]) for index in range(self._samples * len(requests))
+        ]
+
+    def _choice_of(self, number: int, piece: Piece) -> Choice:
+        """Whose piece of request `number` this is. The request's first piece brings what all its choices show."""
+        first = number * self._samples
+        if piece.prompt_logprobs:
+            for choice in self.choices[first : first + self._samples]:
+                choice.prompt_logprobs = piece.prompt_logprobs
+        return self.choices[first + piece.index]
+
+    # --- whole
+
+    def add(self, number: int, piece: Piece) -> None:
+        """Take a piece of request `number` for the whole answer."""
+        self._choice_of(number, piece).add(piece)
+
+    def whole(self) -> bytes:
+        summaries = [
+            self._summary(c.last.summary) for c in self.choices if c.last is not None and c.last.summary is not None
+        ]
+        return self.envelope.whole([self._choice(choice) for choice in self.choices], summaries)
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        last = choice.last or Piece()
+        answer: dict[str, Any] = {"index": choice.index}
+        text = "" if self._scores_only else "".join(choice.text)
+        if self._chat:
+            answer["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            answer["text"] = self._prompt_text(choice) + text
+        answer["logprobs"] = self._logprobs(choice)
+        answer.update(self._ending(last))
+        if self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs)
+        return answer
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        if self._chat:
+            return self._format.chat(choice.logprobs)
+        head = self._format.echoed(choice.request, choice.prompt_logprobs) if self._echo else None
+        if self._scores_only:
+            return head
+        tail, _ = self._format.completion(choice.logprobs, len(self._prompt_text(choice)))
+        return tail if head is None else {name: [*head[name], *tail[name]] for name in tail}
+
+    # --- in chunks
+
+    def chunks(self, writer: ChunkWriter, number: int, piece: Piece) -> Iterator[bytes]:
+        """The chunks for a piece of request `number`; the stream's last piece brings usage and account too."""
+        choice = self._choice_of(number, piece)
+        if not choice.text:
+            yield from self._opening(writer, choice, piece)
+        choice.text.append("")  # opened
+        choice.logprobs += piece.logprobs
+        if not self._scores_only and (piece.text or (choice.logprobs and self._with_logprobs)):
+            yield writer.text(choice.index, piece.text, self._chunk_logprobs(choice))
+        if piece.finish_reason is None:
+            return
+        self._summaries += [] if piece.summary is None else [self._summary(piece.summary)]
+        done = piece.summary is not None and len(self._summaries) == len(self.requests)
+        account = self._summaries if done and not self.body.include_usage else None
+        yield writer.finish(choice.index, self._ending(piece), account)
+        if done and self.body.include_usage:
+            yield writer.usage(self._summaries)
+
+    def _opening(self, writer: ChunkWriter, choice: Choice, piece: Piece) -> Iterator[bytes]:
+        if self._chat:
+            yield writer.role(choice.index)
+        elif self._echo:
+            text = self._prompt_text(choice)
+            choice.offset = len(text)
+            logprobs = self._format.echoed(choice.request, choice.prompt_logprobs) if self._with_logprobs else None
+            yield writer.text(choice.index, text, logprobs)
+
+    def _chunk_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        items: list[pb.TokenLogprob] = choice.logprobs
+        choice.logprobs = []
+        if self._chat:
+            return self._format.chat(items)
+        found, choice.offset = self._format.completion(items, choice.offset)
+        return found
+
+    # --- common
+
+    def _ending(self, last: Piece) -> dict[str, Any]:
+        """What a choice's last piece says of its end."""
+        if self._scores_only:
+            return {"finish_reason": "length", "stop_reason": None}
+        ending: dict[str, Any] = {
+            "finish_reason": finish_name(last.finish_reason),
+            "stop_reason": stop_reason(last, self._eos),
+        }
+        if last.beam_score is not None:
+            ending["beam_score"] = last.beam_score
+        return ending
+
+    def _prompt_text(self, choice: Choice) -> str:
+        if not self._echo:
+            return ""
+        if choice.request.prompt_text is not None:
+            return choice.request.prompt_text
+        return str(self._tokenizer.decode(choice.request.prompt_ids, skip_special_tokens=True))
+
+    def _summary(self, summary: Summary) -> Summary:
+        """The token that a worker always draws does not count where none was asked for."""
+        if not self._scores_only:
+            return summary
+        return replace(summary, completion_tokens=0)

@@ -1,0 +1,208 @@
+"""gRPC and HTTP on one event loop: sockets, readiness, the pollers, and the drain at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import grpc.aio
+import uvicorn
+from starlette.types import ASGIApp
+
+from common.certificates import CertificateFiles, front_context_watch
+from common.errors import StartupError
+from common.rpc import PUBLIC, Bounds, RpcServer, open_channel
+from common.telemetry import fallback_counts
+from common.trust import NO_TRUST, Trust
+from gateway.api.http_protocol import DEFAULT_BOUNDS, BoundedHttp, HttpBounds
+from gateway.api.open_answers import OpenAnswers
+from gateway.fleet.workers import Workers
+from gateway.metrics import Metrics
+from gateway.settings import GatewaySettings
+from protos.v1 import block_store_pb2, block_store_pb2_grpc
+
+logger = logging.getLogger("gateway")
+READY_POLL_S = 0.1
+INSPECT_POLL_S = 1.0
+CERTIFICATE_POLL_S = 1.0
+BACKLOG = 2048
+OTHER_FILES = 512
+LAST_WORDS_S = 2.0
+"""What answers get that were told that it is over, to be written."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers, on a socket that we have bound."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        bounds: HttpBounds = DEFAULT_BOUNDS,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        """`certificates`: for HTTPS; those of the moment are shown to each new connection. A caller's address is that
+        of its connection, whatever X-Forwarded-For says: wrong keys are counted by it.
+        """
+        protocol: Any = partial(BoundedHttp, bounds)
+        files: Any = (
+            {} if certificates is None else {"ssl_certfile": certificates.cert, "ssl_keyfile": certificates.key}
+        )
+        super().__init__(
+            uvicorn.Config(
+                app, loop="none", http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,
+                server_header=False, backlog=BACKLOG, proxy_headers=False,
+                timeout_keep_alive=bounds.keep_alive_s, **files,
+            )
+        )  # fmt: skip
+        self._certificates = certificates
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every client that sends no HTTP
+        self._sock = sock
+        self._task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self.serve(sockets=[self._sock]), name="http")
+        while not self.started and not self._task.done():
+            await asyncio.sleep(0.01)
+
+    async def watch_certificates(self) -> None:
+        """Load those that have changed; returns only where there are none."""
+        if self._certificates is None or self.config.ssl is None:
+            return
+        look = front_context_watch(self._certificates, self.config.ssl)
+        while True:
+            await asyncio.sleep(CERTIFICATE_POLL_S)
+            await asyncio.to_thread(look)
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the port, let answers that run finish for `grace_s` seconds."""
+        if self._task is None:
+            return
+        self.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._task), grace_s)
+        self.force_exit = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
+    """Refuse what is new, let answers that run finish for `seconds`, tell the others that it is over, then close."""
+    timer = asyncio.get_running_loop().call_later(seconds, answers.end)
+    await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in (grpc_server, http_server)))
+    timer.cancel()
+
+
+def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A bound socket, with `reuse_port` beside others that do so too. StartupError when the port is occupied or the
+    address is not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it each keep-alive answer waits 40 ms
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == 98:  # EADDRINUSE
+            raise StartupError(f"port {port} is occupied; give another --port") from None
+        raise StartupError(f"cannot listen on {host}:{port} (--host, --port): {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def bind_grpc(server: RpcServer, port: int) -> None:
+    try:
+        server.bind()
+    except StartupError:
+        raise StartupError(f"port {port} is occupied or the address is not ours; give another --grpc-port") from None
+
+
+def raise_file_limit() -> int:
+    """A connection is a file; take as many as the system allows this process, and say how many these are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def most_connections(settings: GatewaySettings, max_files: int) -> int:
+    """Of HTTP, and of gRPC: both together leave files for everything else."""
+    return max(1, min(settings.max_connections, (max_files - OTHER_FILES) // 2))
+
+
+def http_bounds(settings: GatewaySettings, max_files: int) -> HttpBounds:
+    connections = most_connections(settings, max_files)
+    return HttpBounds(connections, settings.max_header_bytes, settings.header_timeout_s, settings.keep_alive_s)
+
+
+def grpc_bounds(settings: GatewaySettings, max_files: int) -> Bounds:
+    return replace(PUBLIC, rpcs=settings.max_concurrent_rpcs, connections=most_connections(settings, max_files))
+
+
+async def watch_readiness(
+    workers: Workers, server: RpcServer, wake: Callable[[], None], on_ready: Callable[[], None]
+) -> None:
+    """Keep the gRPC health service true; `on_ready` once, `wake` whenever there may be more room."""
+    was_ready = told = False
+    while True:
+        ready = workers.ready
+        if ready != was_ready:
+            logger.info("ready" if ready else "no pair of prefill and decode workers is ready")
+            await server.set_ready(ready)
+            was_ready = ready
+        if ready and not told:
+            told = True
+            on_ready()
+        wake()
+        await asyncio.sleep(READY_POLL_S)
+
+
+async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
+    """Keep the gauges of blocks, workers and fallbacks fresh for /metrics."""
+    channel: grpc.aio.Channel | None = None
+    try:
+        while True:
+            metrics.set_workers(
+                (s.record.worker_id, s.record.role, s.load.num_running, s.load.num_waiting)
+                for s in workers.states.values()
+            )
+            by_address = {s.record.address: s.record.fallbacks for s in workers.states.values()}
+            metrics.set_fallbacks({"gateway": fallback_counts(), **by_address})
+            if address is not None:
+                channel = channel or open_channel(address, trust)
+                if not await _inspect(channel, metrics, trust):
+                    await channel.close()  # the next one shows the certificates of then
+                    channel = None
+            await asyncio.sleep(INSPECT_POLL_S)
+    finally:
+        if channel is not None:
+            await channel.close()
+
+
+async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) -> bool:
+    """Whether the store answered; else the gauges keep their last values."""
+    stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+    try:
+        reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S, metadata=trust.metadata)
+    except grpc.aio.AioRpcError:
+        return False
+    names = ("free", "reserved", "sealed", "cached", "quarantine")
+    metrics.set_blocks({name: getattr(reply, name) for name in names})
+    return True

@@ -1,0 +1,142 @@
+"""Calls to prefill workers: one server stream per prompt, a channel per worker. Knows nothing of what comes after."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from common import convert
+from common.certificates import Stamp
+from common.errors import DeadlineExceeded
+from common.rpc import open_channel
+from common.status import error_of
+from common.trust import NO_TRUST, Trust
+from common.types import WorkerLoad, WorkerRecord
+from gateway.fleet.liveness import Silence
+from gateway.fleet.lost import WorkerLost, incarnation, internal, is_death, queue_full
+from protos.v1 import prefill_pb2 as pb
+from protos.v1 import prefill_pb2_grpc
+
+logger = logging.getLogger("prefill_client")
+OnLoad = Callable[[str, WorkerLoad], None]
+OnUnread = Callable[[pb.PrefillResponse], None]
+_Call: TypeAlias = "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillResponse]"
+_LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
+
+
+@dataclass(slots=True)
+class _Peer:
+    channel: grpc.aio.Channel
+    stub: prefill_pb2_grpc.PrefillServiceStub
+    stamp: Stamp
+    """Of the certificates it shows."""
+    num_calls: int = 0
+
+
+class PrefillClient:
+    """Channels to prefill workers by address. `on_load(worker_id, load)` gets their reports; a worker that sends
+    nothing for `silence_s`, not even progress, is lost.
+    """
+
+    def __init__(
+        self, on_load: OnLoad, silence_s: float, trust: Trust = NO_TRUST, on_unread: OnUnread = lambda _: None
+    ) -> None:
+        """`on_unread` gets a response that had come when its reader was cancelled."""
+        self._on_load = on_load
+        self._on_unread = on_unread
+        self._silence_s = silence_s
+        self._trust = trust
+        self._peers: dict[str, _Peer] = {}
+
+    async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
+        """Prefill a prompt; cancelling cancels the call. Errors: WorkerLost, DeadlineExceeded, what the worker says."""
+        peer = self._peer(worker.address)
+        peer.num_calls += 1
+        call, accepted = peer.stub.Prefill(request, timeout=timeout_s, metadata=self._trust.metadata), False
+        try:
+            async with aclosing(_unless_silent(call, self._silence_s, self._on_unread)) as responses:
+                async for response in responses:
+                    accepted = True
+                    if response.HasField("done"):
+                        self._on_load(worker.worker_id, convert.load_from_pb(response.done.load))
+                        done: pb.PrefillDone = response.done
+                        return done
+                    if response.HasField("queued"):
+                        self._on_load(worker.worker_id, convert.load_from_pb(response.queued.load))
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error, accepted, worker) from None
+        finally:
+            call.cancel()
+            peer.num_calls -= 1
+        raise WorkerLost("prefill_ended")
+
+    async def keep(self, addresses: Iterable[str]) -> None:
+        """Close channels to workers that are gone and owe us nothing, and those that show old certificates."""
+        wanted, stamp = set(addresses), self._trust.stamp
+        idle = [(address, peer) for address, peer in self._peers.items() if not peer.num_calls]
+        for address in [a for a, peer in idle if a not in wanted or (stamp and peer.stamp != stamp)]:
+            await self._peers.pop(address).channel.close()
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            await peer.channel.close()
+        self._peers.clear()
+
+    def _peer(self, address: str) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            stamp = self._trust.stamp
+            channel = open_channel(address, self._trust)
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
+            peer = self._peers[address] = _Peer(channel, stub, stamp)
+        return peer
+
+
+async def _unless_silent(call: _Call, limit_s: float, on_unread: OnUnread) -> AsyncGenerator[pb.PrefillResponse, None]:
+    """The responses of a call; WorkerLost when `limit_s` pass without one."""
+    silence = Silence(limit_s)
+    watch = asyncio.create_task(silence.lasts())
+    read: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            read = asyncio.create_task(call.read())
+            await asyncio.wait({read, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                raise WorkerLost("prefill_silent")
+            response, read = read.result(), None
+            if response is grpc.aio.EOF:
+                return
+            silence.heard()
+            yield response
+    finally:
+        watch.cancel()
+        unread = read is not None and not read.cancel() and not read.exception() and read.result()
+        if unread and unread is not grpc.aio.EOF:
+            on_unread(unread)
+
+
+def _translated(error: grpc.aio.AioRpcError, accepted: bool, worker: WorkerRecord) -> Exception:
+    code = error.code()
+    if code is grpc.StatusCode.UNAVAILABLE and not accepted:
+        return WorkerLost("prefill_unreachable", counted=False, unreachable=True)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return WorkerLost("prefill_unavailable", death=incarnation(worker) if is_death(error) else None)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        logger.error("prefill worker %s refuses this gateway: %s", worker.worker_id, error.details())
+        return WorkerLost("prefill_refuses_us")
+    if code in _LOST:
+        return WorkerLost(f"prefill_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return queue_full("prefill")
+    if code is grpc.StatusCode.INTERNAL:
+        return internal("prefill")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the request's time was over during prefill")
+    return error_of(error)

@@ -1,0 +1,202 @@
+"""All workers as one thing: who is ready, who gets a request, and the connections to them.
+
+Joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted here, at dispatch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from common import convert
+from common.trust import NO_TRUST, Trust
+from common.types import Ticket, WorkerLoad, WorkerRecord
+from gateway.admission.gate import Place
+from gateway.fleet.decode_client import DecodeSession, Limits, SessionPool
+from gateway.fleet.lost import WorkerLost
+from gateway.fleet.prefill_client import PrefillClient
+from gateway.fleet.routing import GroupSize, Router, WorkerState
+from gateway.intake.validate import ResolvedRequest
+from protos.v1 import prefill_pb2
+from protos.v1 import types_pb2 as types_pb
+
+Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes, int], Awaitable[dict[str, int]]]
+EndTicket = Callable[[Ticket], Coroutine[Any, Any, None]]
+GATE_FACTOR = 1.25
+GATE_EXTRA = 8
+"""Sequences with the workers beyond what decode can batch: those in prefill."""
+ROOM_PER_SEQUENCE = 2
+"""Free blocks for each sequence of a group that comes back, besides those it had: else it would soon be given back."""
+
+
+class DecodePlace:
+    """A group's place on a decode worker, counted until `release`."""
+
+    __slots__ = ("_num_sequences", "_router", "_state", "session")
+
+    def __init__(self, session: DecodeSession, state: WorkerState, router: Router, num_sequences: int) -> None:
+        self.session = session
+        self._state = state
+        self._router = router
+        self._num_sequences = num_sequences
+        state.dispatched_sequences += num_sequences
+
+    def release(self) -> None:
+        self._state.dispatched_sequences -= self._num_sequences
+
+    def suspect(self) -> None:
+        self._router.suspect(self._state.record.worker_id, time.monotonic())
+
+
+class Workers:
+    """The workers that the registry names, and the way to them."""
+
+    def __init__(self, limits: Limits, trust: Trust = NO_TRUST) -> None:
+        self._router = Router()
+        self._sessions = SessionPool(self._on_load, limits, trust)
+        self._usable = self._sessions.usable
+        self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
+        self._ready_at = -math.inf
+        self._lookup: Lookup | None = None
+        self._end_ticket: EndTicket | None = None
+        self._promised: dict[Place, int] = {}
+        """Blocks promised to groups that come back, until decode has them and reports what is left."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
+        """How to find cached prefixes, and how to end tickets: `Discovery.cached_tokens`, `Discovery.end_ticket`."""
+        self._lookup = lookup
+        self._end_ticket = end_ticket
+
+    def on_records(self, records: list[WorkerRecord]) -> None:
+        """The registry's list, as often as it is polled."""
+        self._router.update(records, time.monotonic())
+        self._sessions.sync(records)
+        self.missing_for()
+        addresses = [r.address for r in records if r.role == "prefill"]
+        self._keep(asyncio.create_task(self._prefills.keep(addresses)))
+
+    @property
+    def ready(self) -> bool:
+        """Whether some prefill worker has a decode partner whose session is open."""
+        return self._router.ready(self._usable)
+
+    def missing_for(self) -> float:
+        """Seconds since there was a ready pair; infinite if there never was."""
+        now = time.monotonic()
+        if self.ready:
+            self._ready_at = now
+        return now - self._ready_at
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self._router.max_model_len()
+
+    @property
+    def states(self) -> Mapping[str, WorkerState]:
+        return self._router.workers
+
+    def gate_capacity(self) -> int:
+        """How many sequences may be with workers at a time."""
+        return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
+
+    def holds(self, size: GroupSize) -> bool:
+        """Whether some decode worker is large enough for the group."""
+        return any(s.record.role == "decode" and size.fits(s.record) for s in self._router.workers.values())
+
+    async def pick_prefill(self, request: ResolvedRequest, size: GroupSize) -> WorkerRecord | None:
+        """The worker to prefill on, None if no pair is ready whose decode worker holds the group. The prefix index is
+        asked only if there is a choice.
+        """
+        records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
+        cached: dict[str, int] = {}
+        if len(records) > 1 and self._lookup is not None:
+            cached = await self._lookup(records, request.prompt_ids, request.salt, request.public_tokens)
+        state = self._router.pick_prefill(len(request.prompt_ids), cached, time.monotonic(), self._usable_for(size))
+        if state is None:
+            return None
+        return state.record
+
+    def failed(self, worker: WorkerRecord) -> bool:
+        """Whether a worker that was picked has gone since then, or has failed others."""
+        return self._router.failed(worker, time.monotonic())
+
+    async def prefill(
+        self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float
+    ) -> prefill_pb2.PrefillDone:
+        """Errors as `PrefillClient.prefill`; a worker that failed is passed over for a while."""
+        state = self._router.workers.get(worker.worker_id)
+        num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
+        if state is not None:
+            state.dispatched_tokens += num_tokens
+        try:
+            return await self._prefills.prefill(worker, request, timeout_s)
+        except WorkerLost as lost:
+            if lost.unreachable:
+                self._router.unreachable(worker.worker_id, time.monotonic())
+            elif lost.suspect:
+                self._router.suspect(worker.worker_id, time.monotonic())
+            raise
+        finally:
+            if state is not None:
+                state.dispatched_tokens -= num_tokens
+
+    def give_up(self, ticket: types_pb.Ticket) -> None:
+        """No decode worker will be sent this ticket: its blocks need not wait for the end of its lease."""
+        if self._end_ticket is not None:
+            self._keep(asyncio.create_task(self._end_ticket(convert.ticket_from_pb(ticket))))
+
+    def _on_unread(self, response: prefill_pb2.PrefillResponse) -> None:
+        if response.HasField("done") and response.done.HasField("ticket"):
+            self.give_up(response.done.ticket)
+
+    def pick_decode(self, prefill: WorkerRecord, size: GroupSize) -> DecodePlace | None:
+        """A place on a decode worker that takes this prefill worker's tickets and holds the group."""
+        state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(size))
+        session = None if state is None else self._sessions.get(state.record.worker_id)
+        if state is None or session is None:
+            return None
+        return DecodePlace(session, state, self._router, size.width)
+
+    def promise(self, place: Place, num_blocks: Callable[[int], int]) -> bool:
+        """Promise a group that comes back its blocks, if some decode worker reports so many free, or if nothing else of
+        this gateway is with workers. `num_blocks` takes a block size. A promise counts until `keep_promise`.
+
+        Also True, but without a promise, when no decode worker is there: that wait is bounded elsewhere.
+        """
+        usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
+        for state in usable:
+            needed, load = num_blocks(state.record.block_size), state.load
+            room = ROOM_PER_SEQUENCE * place.weight + load.num_running  # else it is soon given back again
+            free = load.free_blocks - sum(self._promised.values()) - room
+            if not load.total_blocks or free >= needed or self._nothing_there:
+                self._promised[place] = needed
+                return True
+        return not usable
+
+    def keep_promise(self, place: Place) -> None:
+        """The group has its blocks, or wants them no more."""
+        self._promised.pop(place, None)
+
+    async def close(self) -> None:
+        self._sessions.close()
+        await self._prefills.close()
+
+    @property
+    def _nothing_there(self) -> bool:
+        """Whether no sequence of this gateway is with workers, or on its way to them."""
+        states = self._router.workers.values()
+        return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
+
+    def _usable_for(self, size: GroupSize) -> Callable[[WorkerRecord], bool]:
+        return lambda record: self._usable(record) and size.fits(record)
+
+    def _on_load(self, worker_id: str, load: WorkerLoad) -> None:
+        self._router.report(worker_id, load, time.monotonic())
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

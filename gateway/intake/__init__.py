@@ -1,0 +1,1 @@
+"""From what a client sent to a request that can be run: limits, templates, tokens."""

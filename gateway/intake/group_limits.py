@@ -1,0 +1,134 @@
+"""How many sequences a request runs, and whether workers take so many: n, best_of and beam searches.
+
+The fronts spell a beam search in two ways. gRPC: `beam_width` beams, of which n are returned, all if n is absent. HTTP:
+`use_beam_search` with `best_of` beams (absent: n), of which n are returned (absent: 1), as in vLLM. A width of 1 is a
+beam search too. Samples are never ranked, so `best_of` without a beam search has to equal n. Knows no protobuf or JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from common.blocks import group_blocks
+from common.errors import InvalidArgument
+from common.types import WorkerRecord
+from gateway.intake.limits import RANGES, Checker
+
+if TYPE_CHECKING:
+    from gateway.intake.validate import Wanted
+
+_NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
+"""A beam search draws nothing: what shapes drawing may only be given with values that change nothing."""
+
+
+class GroupLimits(NamedTuple):
+    """The largest sequence group that one decode worker takes."""
+
+    max_sequences: int
+    max_blocks: int
+    """0: not known."""
+    block_size: int
+
+    def room(self, prompt_len: int, width: int) -> int:
+        """The most tokens that each of `width` sequences may produce within max_blocks, by `group_blocks`."""
+        shared = prompt_len // self.block_size
+        own = (self.max_blocks - shared) // width - 1
+        return (shared + own) * self.block_size - prompt_len
+
+
+def limits_of(records: Iterable[WorkerRecord]) -> set[GroupLimits]:
+    """What the decode workers that take requests can hold, equal ones once."""
+    return {
+        GroupLimits(r.max_num_seqs, r.max_group_blocks, r.block_size)
+        for r in records
+        if r.role == "decode" and not r.draining
+    }
+
+
+def is_beam_search(wanted: Wanted) -> bool:
+    return wanted.use_beam_search or wanted.beam_width is not None
+
+
+def width_of(wanted: Wanted) -> tuple[str, int]:
+    """How many sequences run at once, after the name of the field that says it."""
+    if wanted.beam_width is not None:
+        return "beam_width", wanted.beam_width
+    if wanted.use_beam_search and wanted.best_of is not None:
+        return "best_of", wanted.best_of
+    return "n", num_sequences(wanted)
+
+
+def num_sequences(wanted: Wanted) -> int:
+    """How many are returned."""
+    if wanted.n is not None:
+        return wanted.n
+    return 1 if wanted.beam_width is None else wanted.beam_width
+
+
+def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupLimits]) -> None:
+    """All that can be said before the prompt's length is known. Without `limits` (no workers) any width passes."""
+    checker.number("n", wanted.n)
+    checker.number("length_penalty", wanted.length_penalty)
+    stopping = wanted.early_stopping
+    if stopping is not None and not isinstance(stopping, bool) and stopping != "never":
+        checker.refuse("early_stopping", 'must be true, false or "never"')
+    if is_beam_search(wanted):
+        _check_beams(checker, wanted)
+    else:
+        _check_samples(checker, wanted)
+    name, width = width_of(wanted)
+    most = max((limit.max_sequences for limit in limits), default=width)
+    if width > most:
+        checker.refuse(name, f"must be at most {most}, the sequences that a decode worker runs at once, got {width}")
+
+
+def _check_samples(checker: Checker, wanted: Wanted) -> None:
+    count = num_sequences(wanted)
+    if wanted.best_of is not None and wanted.best_of != count:
+        checker.refuse(
+            "best_of", f"must equal n ({count}) without a beam search (samples are not ranked), got {wanted.best_of}"
+        )
+    if wanted.length_penalty not in (None, 1.0):
+        checker.refuse("length_penalty", "may only be given with a beam search")
+    if wanted.early_stopping:
+        checker.refuse("early_stopping", "may only be given with a beam search")
+
+
+def _check_beams(checker: Checker, wanted: Wanted) -> None:
+    name, width = width_of(wanted)
+    checker.number(name, width, RANGES["beam_width"])
+    if num_sequences(wanted) > width:
+        checker.refuse("n", f"must be at most {width} ({name}), got {num_sequences(wanted)}")
+    for field, neutral in _NEUTRAL.items():
+        value = getattr(wanted, field)
+        if value is not None and value not in neutral:
+            allowed = " or ".join(map(str, neutral))
+            checker.refuse(field, f"must be {allowed} with a beam search, which draws nothing")
+    if wanted.stop:
+        checker.refuse("stop", "may not be given with a beam search, whose text is known only at its end")
+
+
+def max_tokens_within(
+    wanted: Wanted, prompt_len: int, limits: Collection[GroupLimits], max_tokens: int, *, clip: bool
+) -> int:
+    """`max_tokens`, or what some decode worker has blocks for if that is less and `clip`.
+
+    InvalidArgument: no decode worker could ever hold the group.
+    """
+    name, width = width_of(wanted)
+    takers = [limit for limit in limits if limit.max_sequences >= width]
+    if not all(limit.max_blocks for limit in takers):
+        return max_tokens
+    limit = max(takers, key=lambda limit: limit.room(prompt_len, width), default=None)
+    if limit is None or max_tokens <= (room := limit.room(prompt_len, width)):
+        return max_tokens
+    if clip and room >= 1:
+        return room
+    blocks = group_blocks(prompt_len, max_tokens, width, limit.block_size)
+    which, first = ("max_tokens", "of") if name == "n" and width == 1 else (name, f"of {width}, max_tokens")
+    raise InvalidArgument.of(
+        which,
+        f"{first} {max_tokens} and a prompt of {prompt_len} tokens need {blocks} blocks of KV, "
+        f"the limit of a decode worker is {limit.max_blocks}",
+    )

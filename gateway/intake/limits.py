@@ -1,0 +1,192 @@
+"""The one table of every limit of a request, used by gRPC and HTTP alike.
+
+Every violation names the field and the limit. Knows nothing of protobuf or JSON; values come in as Python numbers and
+strings. temperature ends at 2 as OpenAI's does (vLLM's has no end); top_k takes -1 for "off" besides 0, as vLLM's does.
+n ends at 128 as OpenAI's does; beam_width (over HTTP best_of, or n, with use_beam_search) at 32, since each beam is a
+row of every step and nothing is sent before the end; a length_penalty beyond 5 could overflow fp32 in a score. What
+fits workers may be less: their max_num_seqs, and the blocks of a group (`gateway.intake.group_limits`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+
+from common.errors import FieldViolation, InvalidArgument
+
+Number = int | float
+MAX_PROMPT_BYTES = 4 << 20
+MIN_PROMPT_BYTES = 64 << 10
+"""The limit on a prompt's bytes is max_model_len times the longest token, but within these two."""
+MAX_BODY_BYTES = 16 << 20
+"""The limit on a body's bytes follows from that on its prompts' and ends here."""
+BODY_SLACK_BYTES = 256 << 10
+"""Of a body, for all that is no prompt."""
+MAX_FIELD_BYTES = 64 << 10
+"""Of a field that is no prompt, as JSON."""
+MAX_BATCH_PROMPTS = 64
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 4 * MAX_MESSAGES
+MAX_VIOLATIONS = 16
+"""More are not looked for: a client mends the first ones first."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 300
+MAX_SALT_BYTES = 256
+MAX_NAME_BYTES = 256
+MAX_TEMPLATE_CPU_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval of finite numbers, its ends included but for the low one if `above_low`."""
+
+    low: Number
+    high: Number
+    above_low: bool = False
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above_low else 'at least'} {self.low} and at most {self.high}"
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+            return False
+        return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+
+
+RANGES: Mapping[str, Range] = {
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, above_low=True),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 10, above_low=True),
+    "logit_bias": Range(-100, 100),
+    "seed": Range(-(2**63), 2**63 - 1),
+    "logprobs": Range(0, 20),
+    "prompt_logprobs": Range(0, 20),
+    "priority": Range(-(2**31), 2**31 - 1),
+    "timeout": Range(0, 86_400, above_low=True),
+    "n": Range(1, 128),
+    "beam_width": Range(1, 32),
+    "length_penalty": Range(-5, 5),
+}
+"""Limits that do not depend on the model; those that do are in `Checker`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What the served model can take."""
+
+    text_bytes: int
+    """Of one prompt, before it is known how many tokens it has."""
+    fitting_bytes: int
+    """Of the longest text that could fit."""
+    max_model_len: int
+    """Of a prompt and its output, in tokens."""
+
+
+@dataclass(slots=True)
+class Checker:
+    """Collects what is wrong with one request, up to a bound; `finish` raises it all as one InvalidArgument."""
+
+    vocab_size: int
+    max_model_len: int
+    violations: list[FieldViolation] = field(default_factory=list)
+
+    def refuse(self, name: str, description: str) -> None:
+        if len(self.violations) < MAX_VIOLATIONS:
+            self.violations.append(FieldViolation(name, description))
+
+    def finish(self) -> None:
+        """Raise InvalidArgument if anything was refused. Its message is the first violation."""
+        if self.violations:
+            first = self.violations[0]
+            raise InvalidArgument(f"{first.field} {first.description}", violations=tuple(self.violations))
+
+    def number(self, name: str, value: Number | None, limit: Range | None = None) -> None:
+        """A number within its range of the table; None is "not given" and fine. NaN and infinity never are."""
+        limit = RANGES[name] if limit is None else limit
+        if value is not None and value not in limit:
+            self.refuse(name, f"must be {limit}, got {_shown(value)}")
+
+    def top_k(self, value: int | None) -> None:
+        self.number("top_k", value, Range(-1, self.vocab_size))
+
+    def max_tokens(self, value: int | None) -> None:
+        self.number("max_tokens", value, Range(1, self.max_model_len))
+
+    def min_tokens(self, value: int | None, max_tokens: int | None) -> None:
+        self.number("min_tokens", value, Range(0, self.max_model_len if max_tokens is None else max_tokens))
+
+    def stop(self, strings: Sequence[str]) -> None:
+        self._count("stop", strings, MAX_STOP_STRINGS, "strings")
+        for index, text in enumerate(strings[:MAX_STOP_STRINGS]):
+            name = f"stop[{index}]"
+            if not text:
+                self.refuse(name, "must not be empty")
+            elif self.encodable(name, text):
+                self._bytes(name, text, MAX_STOP_BYTES)
+
+    def token_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Ids within the vocabulary; finds the first that is not."""
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            index = next(i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size)
+            self.refuse(
+                f"{name}[{index}]",
+                f"must be at least 0 and below the vocabulary size {self.vocab_size}, got {ids[index]}",
+            )
+
+    def stop_token_ids(self, ids: Sequence[int]) -> None:
+        self._count("stop_token_ids", ids, MAX_STOP_TOKEN_IDS, "ids")
+        self.token_ids("stop_token_ids", ids)
+
+    def logit_bias(self, bias: Iterable[tuple[int, float]]) -> None:
+        items = list(bias)
+        self._count("logit_bias", items, MAX_LOGIT_BIAS, "entries")
+        for token, value in items[:MAX_LOGIT_BIAS]:
+            if not 0 <= token < self.vocab_size:
+                self.refuse("logit_bias", f"must name ids below the vocabulary size {self.vocab_size}, got {token}")
+            self.number(f"logit_bias[{token}]", value, RANGES["logit_bias"])
+
+    def text(self, name: str, text: str, limit: int = MAX_PROMPT_BYTES) -> None:
+        """A text that may be tokenized: UTF-8 and bounded before any work is done on it."""
+        if not self.encodable(name, text):
+            return
+        self._bytes(name, text, limit)
+
+    def prompt_len(self, name: str, num_tokens: int) -> None:
+        if num_tokens == 0:
+            self.refuse(name, "must hold at least one token")
+        elif num_tokens >= self.max_model_len:
+            limit = self.max_model_len - 1
+            self.refuse(
+                name, f"is {num_tokens} tokens long, the limit is {limit} (max_model_len {self.max_model_len} less one)"
+            )
+
+    def encodable(self, name: str, text: str) -> bool:
+        """Whether the text is Unicode; a lone surrogate (JSON can spell one) is not."""
+        if text.isascii():
+            return True
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.refuse(name, "must be valid Unicode, it holds a lone surrogate")
+            return False
+        return True
+
+    def _count(self, name: str, items: Sized, limit: int, unit: str) -> None:
+        if len(items) > limit:
+            self.refuse(name, f"must hold at most {limit} {unit}, got {len(items)}")
+
+    def _bytes(self, name: str, text: str, limit: int) -> None:
+        num_bytes = len(text) if text.isascii() else len(text.encode())
+        if num_bytes > limit:
+            self.refuse(name, f"must be at most {limit} bytes, got {num_bytes}")
+
+
+def _shown(value: Number) -> str:
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**20 else "a larger integer"
+    return text[:40]

@@ -1,0 +1,71 @@
+"""Text to token ids and back, off the event loop where it takes long. Knows nothing of requests.
+
+`tokenizers` lets go of the interpreter lock while it works, so a thread is enough. Short texts are done in place:
+handing them to a thread costs more than the work (about 0.3 ms per 1,000 characters here).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tokenizers import Tokenizer
+
+from common.errors import InvalidArgument
+from gateway.intake.assets import ModelAssets
+from gateway.intake.chat_template import ChatTemplate
+
+T = TypeVar("T")
+INLINE_CHARS = 512
+INLINE_IDS = 256
+
+
+class TokenizerPool:
+    """The model's tokenizer and chat template, with a few threads for long inputs."""
+
+    def __init__(self, assets: ModelAssets, num_threads: int) -> None:
+        self._tokenizer: Tokenizer = assets.tokenizer
+        self._template = (
+            None if assets.chat_template is None else ChatTemplate(assets.chat_template, assets.special_tokens)
+        )
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text whose length has been checked."""
+        if len(text) <= INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await self.in_thread(lambda: self._encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_special_tokens: bool
+    ) -> tuple[str, list[int]]:
+        """Prompt text and token ids of a conversation. InvalidArgument without a template or if it refuses."""
+        template = self._template
+        if template is None:
+            raise InvalidArgument.of("messages", "cannot be used: this model has no chat template; use a completion")
+
+        def work() -> tuple[str, list[int]]:
+            text = template.render(messages)
+            return text, self._encode(text, add_special_tokens)
+
+        return await self.in_thread(work)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids that are in the vocabulary, special tokens left out."""
+        if len(ids) <= INLINE_IDS:
+            return self._decode(ids)
+        return await self.in_thread(lambda: self._decode(ids))
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -1,0 +1,324 @@
+"""What a client asked for, made into what workers are told: every limit checked, every default filled in.
+
+Knows nothing of protobuf or JSON: both fronts fill a `Wanted`. Defaults come from the model's generation config.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.errors import InvalidArgument, NotFound
+from common.types import CacheQuota, EarlyStopping, SamplingParams, StoppingParams
+from gateway.intake.assets import GenerationDefaults, ModelAssets
+from gateway.intake.group_limits import (
+    GroupLimits,
+    check_group,
+    is_beam_search,
+    max_tokens_within,
+    num_sequences,
+    width_of,
+)
+from gateway.intake.limits import (
+    MAX_MESSAGES,
+    MAX_NAME_BYTES,
+    MAX_PROMPT_BYTES,
+    MAX_SALT_BYTES,
+    MIN_PROMPT_BYTES,
+    Checker,
+    PromptLimits,
+)
+from gateway.intake.salts import Salts
+from gateway.intake.tokenizing import TokenizerPool
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class IdsPrompt:
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[Mapping[str, str]]
+    """Each with role and content."""
+
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A request as a client put it; None is "not given". Nothing has been checked but types."""
+
+    prompt: Prompt | None = None
+    prompt_field: str = "prompt"
+    request_id: str | None = None
+    model: str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    use_beam_search: bool = False
+    """Beam search as HTTP spells it, with best_of or n beams; gRPC gives a beam_width instead."""
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request that is within every limit, with every default filled in."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stopping: StoppingParams
+    """stop_token_ids include the model's end tokens unless ignore_eos."""
+    timeout_s: float
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    salt: bytes = b""
+    priority: int = 0
+    prompt_text: str | None = None
+    """The prompt as given, if it was text."""
+    tenant: str = ""
+    public_tokens: int = 0
+    """Leading tokens of the prompt whose full blocks all tenants share."""
+    cache_quota: CacheQuota | None = None
+    """The tenant's, if it has one."""
+
+    @property
+    def cost(self) -> int:
+        """The most tokens that the request can take, for fair shares: the prompt, and outputs of all its sequences."""
+        return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens
+
+
+class Validator:
+    """Checks and resolves requests for one model."""
+
+    def __init__(
+        self,
+        assets: ModelAssets,
+        pool: TokenizerPool,
+        salts: Salts,
+        *,
+        timeout_s: float,
+        max_model_len: Callable[[], int],
+        group_limits: Callable[[], Collection[GroupLimits]],
+    ) -> None:
+        """`group_limits`: what decode workers take, empty while there are none."""
+        self._assets = assets
+        self._pool = pool
+        self._salts = salts
+        self._timeout_s = timeout_s
+        self._max_model_len = max_model_len
+        self._group_limits = group_limits
+        self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
+        self._cache_percent: Callable[[str], int | None] = lambda tenant: None
+
+    def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
+        """How many leading tokens of a prompt are public: `PublicPrefixes.common_tokens`."""
+        self._public_tokens = public_tokens
+
+    def use_quotas(self, cache_percent: Callable[[str], int | None]) -> None:
+        """What of a tenant may stay cached: `Tenants.cache_percent`."""
+        self._cache_percent = cache_percent
+
+    async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
+        """Errors: NotFound (model), InvalidArgument with every violation."""
+        self.check_model(wanted.model)
+        checker = self.checker()
+        _check_numbers(checker, wanted)
+        _check_rest(checker, wanted)
+        check_group(checker, wanted, self._group_limits())
+        self._check_prompt(checker, wanted)
+        if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would make a prompt of it
+            checker.refuse(wanted.prompt_field, "must not be empty")
+        checker.finish()
+        text, ids = await self._prompt_ids(wanted)
+        checker.prompt_len(wanted.prompt_field, len(ids))
+        checker.token_ids(wanted.prompt_field, ids)
+        checker.finish()
+        return self._resolved(wanted, tenant, text, ids)
+
+    def check_model(self, name: str | None) -> None:
+        """NotFound for any name but the served one; none given is fine."""
+        if name and name != self._assets.name:
+            raise NotFound(f"model {name[:100]!r} is not served here; served is {self._assets.name!r}")
+
+    def prompt_limits(self) -> PromptLimits:
+        fitting = self._max_model_len() * self._assets.longest_token
+        return PromptLimits(self._max_text_bytes(), min(MAX_PROMPT_BYTES, fitting), self._max_model_len())
+
+    def checker(self) -> Checker:
+        return Checker(self._assets.vocab_size, self._max_model_len())
+
+    async def tokenize(self, prompt: Prompt | None, prompt_field: str, *, add_special_tokens: bool | None) -> list[int]:
+        """Token ids of a text or conversation, of any length up to the byte limit."""
+        wanted = Wanted(prompt=prompt, prompt_field=prompt_field, add_special_tokens=add_special_tokens)
+        checker = self.checker()
+        self._check_prompt(checker, wanted)
+        checker.finish()
+        return (await self._prompt_ids(wanted))[1]
+
+    async def detokenize(self, ids: Sequence[int], name: str) -> str:
+        limit = self._max_text_bytes()
+        if len(ids) > limit:  # more than any text that is taken has
+            raise InvalidArgument.of(name, f"must hold at most {limit} ids, got {len(ids)}")
+        checker = self.checker()
+        checker.token_ids(name, ids)
+        checker.finish()
+        return await self._pool.decode(ids)
+
+    def _check_prompt(self, checker: Checker, wanted: Wanted) -> None:
+        """Before any work on it: length in bytes, Unicode, number of ids."""
+        name, prompt = wanted.prompt_field, wanted.prompt
+        if prompt is None:
+            checker.refuse(name, "must be given")
+        elif isinstance(prompt, TextPrompt):
+            checker.text(name, prompt.text, self._max_text_bytes())
+        elif isinstance(prompt, IdsPrompt):
+            checker.prompt_len(name, len(prompt.ids))
+        elif not 1 <= len(prompt.messages) <= MAX_MESSAGES:
+            checker.refuse(
+                name, f"must hold at least 1 and at most {MAX_MESSAGES} messages, got {len(prompt.messages)}"
+            )
+        else:
+            for index, message in enumerate(prompt.messages):
+                checker.text(f"{name}[{index}].role", message["role"], MAX_NAME_BYTES)
+                checker.text(f"{name}[{index}].content", message["content"], self._max_text_bytes())
+                if not message["role"]:
+                    checker.refuse(f"{name}[{index}].role", "must not be empty")
+
+    def _max_text_bytes(self) -> int:
+        """No longer text is tokenized: it cannot fit. Rounded up, as normalizing may shorten a text."""
+        return min(MAX_PROMPT_BYTES, max(MIN_PROMPT_BYTES, self._max_model_len() * self._assets.longest_token))
+
+    async def _prompt_ids(self, wanted: Wanted) -> tuple[str | None, list[int]]:
+        prompt, special = wanted.prompt, wanted.add_special_tokens
+        if isinstance(prompt, TextPrompt):
+            return prompt.text, await self._pool.encode(prompt.text, add_special_tokens=special is not False)
+        if isinstance(prompt, ChatPrompt):
+            return await self._pool.encode_chat(prompt.messages, add_special_tokens=special is True)
+        assert isinstance(prompt, IdsPrompt)
+        return None, list(prompt.ids)
+
+    def _resolved(self, wanted: Wanted, tenant: str, text: str | None, ids: list[int]) -> ResolvedRequest:
+        timeout_s = self._timeout_s if wanted.timeout_s is None else min(wanted.timeout_s, self._timeout_s)
+        return ResolvedRequest(
+            request_id=wanted.request_id or "gen-" + secrets.token_hex(12),
+            prompt_ids=ids,
+            sampling=self._sampling(wanted),
+            stopping=self._stopping(wanted, len(ids)),
+            timeout_s=timeout_s,
+            stop=tuple(wanted.stop),
+            include_stop=wanted.include_stop_str_in_output,
+            salt=self._salts.derive(tenant, wanted.cache_salt),
+            priority=wanted.priority or 0,
+            prompt_text=text,
+            tenant=tenant,
+            public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
+            cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),
+        )
+
+    def _sampling(self, wanted: Wanted) -> SamplingParams:
+        """A beam search draws nothing: the model's defaults for drawing do not reach it."""
+        defaults, beams = self._assets.defaults, is_beam_search(wanted)
+        shape = GenerationDefaults() if beams else defaults
+        top_k = _or(wanted.top_k, shape.top_k)
+        return SamplingParams(
+            temperature=1.0 if beams else float(_or(wanted.temperature, shape.temperature)),
+            top_k=0 if top_k == -1 else int(top_k),
+            top_p=float(_or(wanted.top_p, shape.top_p)),
+            min_p=float(_or(wanted.min_p, shape.min_p)),
+            presence_penalty=wanted.presence_penalty or 0.0,
+            frequency_penalty=wanted.frequency_penalty or 0.0,
+            repetition_penalty=float(_or(wanted.repetition_penalty, defaults.repetition_penalty)),
+            logit_bias=tuple(sorted(wanted.logit_bias)),
+            seed=secrets.randbits(63) if wanted.seed is None else wanted.seed,
+            logprobs=wanted.logprobs,
+            prompt_logprobs=wanted.prompt_logprobs,
+            num_sequences=num_sequences(wanted),
+            beam_width=width_of(wanted)[1] if beams else None,
+            length_penalty=float(_or(wanted.length_penalty, 1.0)),
+            early_stopping=wanted.early_stopping or False,
+        )
+
+    def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
+        """max_tokens is clipped to the context, and to the blocks that a group may hold, where it is a default; what is
+        asked for and does not fit is refused.
+        """
+        room = self._max_model_len() - prompt_len
+        if wanted.max_tokens is None:
+            chat = isinstance(wanted.prompt, ChatPrompt)
+            max_tokens = room if chat else min(DEFAULT_MAX_TOKENS, room)
+        elif wanted.max_tokens > room:
+            whole = self._max_model_len()
+            raise InvalidArgument.of(
+                "max_tokens", f"of {wanted.max_tokens} and a prompt of {prompt_len} tokens exceed max_model_len {whole}"
+            )
+        else:
+            max_tokens = wanted.max_tokens
+        max_tokens = max_tokens_within(
+            wanted, prompt_len, self._group_limits(), max_tokens, clip=wanted.max_tokens is None
+        )
+        if (wanted.min_tokens or 0) > max_tokens:
+            raise InvalidArgument.of(
+                "min_tokens", f"must be at least 0 and at most {max_tokens} (max_tokens), got {wanted.min_tokens}"
+            )
+        eos = () if wanted.ignore_eos else self._assets.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*wanted.stop_token_ids, *eos)))
+        return StoppingParams(max_tokens, wanted.min_tokens or 0, stop_ids)
+
+
+def _check_numbers(checker: Checker, wanted: Wanted) -> None:
+    for name in (
+        "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+        "logprobs", "prompt_logprobs", "priority",
+    ):  # fmt: skip
+        checker.number(name, getattr(wanted, name))
+    checker.number("timeout", wanted.timeout_s)
+    checker.top_k(wanted.top_k)
+    checker.max_tokens(wanted.max_tokens)
+    checker.min_tokens(wanted.min_tokens, wanted.max_tokens)
+
+
+def _check_rest(checker: Checker, wanted: Wanted) -> None:
+    checker.stop(wanted.stop)
+    checker.stop_token_ids(wanted.stop_token_ids)
+    checker.logit_bias(wanted.logit_bias)
+    if wanted.request_id is not None:
+        checker.text("request_id", wanted.request_id, MAX_NAME_BYTES)
+    if wanted.cache_salt is not None:
+        checker.text("cache_salt", wanted.cache_salt, MAX_SALT_BYTES)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
