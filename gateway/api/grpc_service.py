@@ -18,7 +18,8 @@ from gateway.admission.admission import Admission
 from gateway.api.credentials import Authenticator
 from gateway.intake.assets import ModelAssets
 from gateway.intake.limits import RANGES
-from gateway.intake.validate import ChatPrompt, IdsPrompt, Prompt, ResolvedRequest, TextPrompt, Validator, Wanted
+from gateway.intake.validate import ResolvedRequest, Validator
+from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 from gateway.metrics import Metrics
 from gateway.request.direct import Direct, Write
 from gateway.request.runner import RequestRunner

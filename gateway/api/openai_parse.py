@@ -26,7 +26,7 @@ from gateway.intake.limits import (
     Checker,
     PromptLimits,
 )
-from gateway.intake.validate import IdsPrompt, TextPrompt
+from gateway.intake.wanted import IdsPrompt, TextPrompt
 
 M = TypeVar("M", bound=Body)
 JSON_BYTES = 6

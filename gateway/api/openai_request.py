@@ -13,7 +13,7 @@ import msgspec
 
 from common.errors import InvalidArgument
 from gateway.intake.limits import MAX_CONTENT_PARTS
-from gateway.intake.validate import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
+from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 
 Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
 

@@ -8,15 +8,13 @@ beam search too. Samples are never ranked, so `best_of` without a beam search ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from common.blocks import group_blocks
 from common.errors import InvalidArgument
 from common.types import WorkerRecord
 from gateway.intake.limits import RANGES, Checker
-
-if TYPE_CHECKING:
-    from gateway.intake.validate import Wanted
+from gateway.intake.wanted import Wanted
 
 _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
 """A beam search draws nothing: what shapes drawing may only be given with values that change nothing."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import InvalidArgument, StartupError
-from gateway.intake.validate import ChatPrompt, Prompt, TextPrompt
+from gateway.intake.wanted import ChatPrompt, Prompt, TextPrompt
 
 Tokenize = Callable[[Prompt, str], Awaitable[list[int]]]
 

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import InvalidArgument
 from gateway.intake.group_limits import GroupLimits, max_tokens_within
-from gateway.intake.validate import Wanted
+from gateway.intake.wanted import Wanted
 from testing.chaos.book import Case
 from testing.chaos.pressure import BLOCK_SIZE, REFUSAL, TOO_WIDE, blocks_needed
 from testing.chaos.traffic import _right

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.decode_client import OutputStream
-from gateway.intake.validate import IdsPrompt, Wanted
+from gateway.intake.wanted import IdsPrompt, Wanted
 from gateway.request import decode_half
 from gateway.request.decode_half import FEW_STREAMS, _add_decode_time
 from gateway.request.direct import Direct

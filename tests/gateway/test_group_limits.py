@@ -19,7 +19,8 @@ from gateway.intake.group_limits import GroupLimits, limits_of
 from gateway.intake.limits import PromptLimits
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
-from gateway.intake.validate import ChatPrompt, IdsPrompt, ResolvedRequest, Validator, Wanted
+from gateway.intake.validate import ResolvedRequest, Validator
+from gateway.intake.wanted import ChatPrompt, IdsPrompt, Wanted
 from testing.gateway.parts import make_assets, make_record
 
 MAX_LEN = 512

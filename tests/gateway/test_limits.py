@@ -14,7 +14,8 @@ from gateway.intake.group_limits import GroupLimits
 from gateway.intake.limits import MAX_SALT_BYTES, MIN_PROMPT_BYTES
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
-from gateway.intake.validate import ChatPrompt, IdsPrompt, ResolvedRequest, TextPrompt, Validator, Wanted
+from gateway.intake.validate import ResolvedRequest, Validator
+from gateway.intake.wanted import ChatPrompt, IdsPrompt, TextPrompt, Wanted
 from testing.gateway.parts import BOS_ID, EOS_ID, VOCAB_SIZE, make_assets
 
 MAX_LEN = 512

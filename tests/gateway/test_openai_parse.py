@@ -14,7 +14,7 @@ from common.errors import InvalidArgument, LooseleafError, Unimplemented
 from gateway.api.openai_parse import max_body_bytes, parse_body
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.intake.limits import MAX_BATCH_PROMPTS, MAX_BODY_BYTES, MAX_FIELD_BYTES, PromptLimits
-from gateway.intake.validate import IdsPrompt, TextPrompt
+from gateway.intake.wanted import IdsPrompt, TextPrompt
 
 SMALL = PromptLimits(text_bytes=64 << 10, fitting_bytes=20 << 10, max_model_len=1024)
 LARGE = PromptLimits(text_bytes=4 << 20, fitting_bytes=4 << 20, max_model_len=131_072)

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import StartupError
 from gateway.intake.public_prefixes import PublicPrefixes, load_public_prefixes
-from gateway.intake.validate import ChatPrompt, Prompt, TextPrompt, Wanted
+from gateway.intake.wanted import ChatPrompt, Prompt, TextPrompt, Wanted
 from tests.gateway.conftest import MakeRig
 
 

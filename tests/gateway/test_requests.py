@@ -20,7 +20,7 @@ from common.errors import (
 from common.types import FinishReason, Ticket
 from gateway.fleet.decode_client import Limits
 from gateway.fleet.workers import Workers
-from gateway.intake.validate import IdsPrompt, TextPrompt, Wanted
+from gateway.intake.wanted import IdsPrompt, TextPrompt, Wanted
 from gateway.request.sample import Piece
 from protos.v1 import decode_pb2 as pb
 from testing.gateway.parts import Fault, Script, expected_ids

@@ -10,7 +10,7 @@ import pytest
 from common.errors import DeadlineExceeded, Unavailable
 from common.types import FinishReason
 from gateway.fleet.lost import WorkerLost
-from gateway.intake.validate import IdsPrompt, Wanted
+from gateway.intake.wanted import IdsPrompt, Wanted
 from gateway.request.detokenize import Detokenizers
 from gateway.request.sample import Piece
 from gateway.request.state import Life

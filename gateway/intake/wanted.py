@@ -1,0 +1,65 @@
+"""A request as a client put it, before anything has been checked but types: what both fronts fill in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from common.types import EarlyStopping
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class IdsPrompt:
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[Mapping[str, str]]
+    """Each with role and content."""
+
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A request as a client put it; None is "not given". Nothing has been checked but types."""
+
+    prompt: Prompt | None = None
+    prompt_field: str = "prompt"
+    request_id: str | None = None
+    model: str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    use_beam_search: bool = False
+    """Beam search as HTTP spells it, with best_of or n beams; gRPC gives a beam_width instead."""
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
