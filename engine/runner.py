@@ -36,7 +36,8 @@ from engine.numerics import numerics
 from engine.step import StepInput
 from kernels import cpu
 from kernels.copy_blocks import copy_blocks
-from kernels.cpu.loader import count_fallback, fallbacks, on_triton
+from kernels.cpu.loader import on_triton
+from kernels.cpu.selection import count_fallback, fallbacks
 from kernels.providers.base import (
     SPLIT_QUERIES,
     AttentionBatch,

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from kernels.cpu import amx
 from kernels.cpu import linear as simd
-from kernels.cpu.loader import Isa, count_fallback, current, on_triton
+from kernels.cpu.loader import current, on_triton
+from kernels.cpu.selection import Isa, count_fallback
 
 _LOG = logging.getLogger("looseleaf.kernels")
 Provider = Literal["amx", "onednn", "simd", "torch"]

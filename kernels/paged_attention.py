@@ -7,30 +7,10 @@ a fixed order and pieces merge in ascending order, so a row's bits depend on its
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kernels.cpu.attention import attention
 from kernels.cpu.loader import on_triton
-
-
-def paged_attention_reference(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
-    *,
-    softmax_scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Same contract as `paged_attention`, one sequence at a time, in the accumulation type fp32."""
-    from kernels.paged_prefill import paged_prefill_reference
-
-    cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    return paged_prefill_reference(
-        q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale=softmax_scale, window=window
-    )
 
 
 def paged_attention(

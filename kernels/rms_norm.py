@@ -7,7 +7,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current, on_triton
+from kernels.cpu.loader import current, on_triton
+from kernels.cpu.selection import count_fallback
 
 
 def rms_norm_reference(

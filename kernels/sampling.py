@@ -7,16 +7,14 @@ number picks by inverse CDF in token-id order over the kept set. Ties break by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current, on_triton
+from kernels.cpu.loader import current, on_triton
+from kernels.cpu.selection import count_fallback
+from kernels.sampling_types import Numbers, TopLogprobs, column_of
 
 _MASK = 0xFFFFFFFF
-Numbers = Sequence[float] | Sequence[int] | Tensor
 
 
 def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -81,15 +79,6 @@ def _tolist(column: Numbers) -> list[float]:
     return column.tolist() if isinstance(column, Tensor) else list(column)
 
 
-def _column(values: Numbers, dtype: torch.dtype, length: int) -> Tensor:
-    if dtype == torch.int64 and not isinstance(values, Tensor):  # seeds are unsigned 64-bit: keep the bits
-        values = [v - (1 << 64) if v >= 1 << 63 else v for v in map(int, values)]
-    column = torch.as_tensor(values, dtype=dtype).contiguous()
-    if column.shape != (length,):
-        raise ValueError(f"expected [{length}], got {tuple(column.shape)}")
-    return column
-
-
 def sample(
     logits: Tensor,
     temperature: Numbers,
@@ -115,9 +104,9 @@ def sample(
         from kernels.gpu import sampling as gpu
 
         # Two copies to the device instead of seven.
-        columns = [_column(c, torch.float32, batch) for c in (temperature, top_p, min_p)]
+        columns = [column_of(c, torch.float32, batch) for c in (temperature, top_p, min_p)]
         heat, p, floor = torch.stack(columns).to(logits.device, non_blocking=True)
-        columns = [_column(c, torch.int64, batch) for c in (top_k, seeds, sample_indices, positions)]
+        columns = [column_of(c, torch.int64, batch) for c in (top_k, seeds, sample_indices, positions)]
         ints = torch.stack(columns).to(logits.device, non_blocking=True)
         return gpu.sample(logits, heat, ints[0], p, floor, *ints[1:])
     library = current()
@@ -125,21 +114,11 @@ def sample(
         if library.isa != "reference":
             count_fallback("sampling", f"no fast path on {logits.device.type}")
         return sample_reference(logits, temperature, top_k, top_p, min_p, seeds, sample_indices, positions)
-    floats = [_column(c, torch.float32, batch) for c in (temperature, top_p, min_p)]
-    ints = [_column(c, torch.int64, batch) for c in (top_k, seeds, sample_indices, positions)]
+    floats = [column_of(c, torch.float32, batch) for c in (temperature, top_p, min_p)]
+    ints = [column_of(c, torch.int64, batch) for c in (top_k, seeds, sample_indices, positions)]
     out = torch.empty(batch, dtype=torch.int64)
     torch.ops.looseleaf.sample(out, logits if logits.stride(1) == 1 else logits.contiguous(), *floats, *ints)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class TopLogprobs:
-    """Log-probabilities of one batch of rows. `rank` counts from 1; equal logits share a rank."""
-
-    chosen: Tensor  # fp32 [B]
-    rank: Tensor  # int64 [B]
-    top_ids: Tensor  # int64 [B, k], likeliest first, ties by id
-    top: Tensor  # fp32 [B, k]
 
 
 def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:

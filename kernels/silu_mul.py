@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current, on_triton
+from kernels.cpu.loader import current, on_triton
+from kernels.cpu.selection import count_fallback
 
 
 def silu_mul_reference(x: Tensor) -> Tensor:

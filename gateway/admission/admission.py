@@ -16,8 +16,8 @@ from typing import Self
 
 from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
 from gateway.admission.gate import Gate
+from gateway.admission.open_answers import OpenAnswers
 from gateway.admission.tenants import Bucket, Tenants
-from gateway.api.open_answers import OpenAnswers
 from gateway.intake.validate import ResolvedRequest
 
 RETRY_AFTER_S = 1.0

@@ -21,8 +21,8 @@ from common.errors import StartupError
 from common.rpc import PUBLIC, Bounds, RpcServer, open_channel
 from common.telemetry import fallback_counts
 from common.trust import NO_TRUST, Trust
+from gateway.admission.open_answers import OpenAnswers
 from gateway.api.http_protocol import DEFAULT_BOUNDS, BoundedHttp, HttpBounds
-from gateway.api.open_answers import OpenAnswers
 from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings

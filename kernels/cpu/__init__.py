@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kernels.cpu.loader import ISAS, CpuLibrary, Isa, best_isa, current, fallbacks, load, supported_isas, using
+from kernels.cpu.loader import ISAS, best_isa, current, load, supported_isas, using
+from kernels.cpu.selection import CpuLibrary, Isa, fallbacks
 
 __all__ = [
     "ISAS",

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import CpuLibrary, amx_library, current
+from kernels.cpu.loader import amx_library, current
+from kernels.cpu.selection import CpuLibrary
 
 DEPTH = 32
 """The number of inputs must be a multiple of this."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import count_fallback, current
+from kernels.attention_reference import paged_attention_reference, paged_prefill_reference
+from kernels.cpu.loader import current
+from kernels.cpu.selection import count_fallback
 
 
 def _check(ok: bool, message: str) -> None:
@@ -73,8 +75,6 @@ def _reference(
     window: int | None,
     out: Tensor,
 ) -> Tensor:
-    from kernels.paged_attention import paged_attention_reference
-    from kernels.paged_prefill import paged_prefill_reference
 
     where = (q, key_cache, value_cache, block_table, context_lens)
     if cu_seqlens_q is None:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import CpuLibrary
-from kernels.cpu.ops import _raise
+from kernels.cpu.ops import raise_for
+from kernels.cpu.selection import CpuLibrary
 
 I64, F32, PTR = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 ALIGNMENT = 64
@@ -69,7 +69,7 @@ def entry(library: CpuLibrary) -> Entry | None:
     function.argtypes, function.restype = [PTR, PTR], ctypes.c_int
 
     def run(model: Model, step: Pass) -> None:
-        _raise(function(ctypes.addressof(model), ctypes.addressof(step)))
+        raise_for(function(ctypes.addressof(model), ctypes.addressof(step)))
 
     return run
 

@@ -1,7 +1,4 @@
-"""Finds, loads and selects a build of the C++ kernels; counts what had to run on the torch reference instead.
-
-Knows nothing of what the kernels compute.
-"""
+"""Finds, loads and selects a build of the C++ kernels. Knows nothing of what the kernels compute."""
 
 from __future__ import annotations
 
@@ -10,18 +7,16 @@ import ctypes
 import functools
 import logging
 import platform
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from kernels.cpu.selection import CpuLibrary, Isa, count_fallback, selection
 
 if TYPE_CHECKING:
     import torch
 
-Isa = Literal["avx512", "avx2", "portable", "reference", "triton"]
-ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best first; "reference" is plain torch
-# "triton" is the GPU's kernels under triton's interpreter: a rehearsal, some thousand times slower, never chosen.
+ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best first
 
 # What each build was compiled for, in the names of /proc/cpuinfo.
 _NEEDS: dict[str, frozenset[str]] = {
@@ -31,28 +26,6 @@ _NEEDS: dict[str, frozenset[str]] = {
 }
 _AMX_NEEDS = _NEEDS["avx512"] | {"amx_tile", "amx_bf16"}
 _LOG = logging.getLogger("looseleaf.kernels")
-
-
-@dataclass(frozen=True, slots=True)
-class CpuLibrary:
-    """One loaded build. `handle` is None when the torch reference (or the rehearsal) stands in; `why` says why."""
-
-    isa: Isa
-    handle: ctypes.CDLL | None
-    why: str
-
-
-@dataclass(slots=True)
-class _Selection:
-    """The process's choice and the counts of what did not take the fast path."""
-
-    library: CpuLibrary | None = None
-    fallbacks: Counter[str] = field(default_factory=Counter)
-
-
-@functools.cache
-def _selection() -> _Selection:
-    return _Selection()
 
 
 @functools.cache
@@ -102,7 +75,7 @@ def load(isa: Isa | None = None) -> CpuLibrary:
     Errors: ValueError when a forced `isa` cannot run here. Without one, a library that cannot be loaded is replaced
     by the torch reference, which is logged and counted under "library".
     """
-    from kernels.cpu.ops import register
+    from kernels.cpu.ops import register  # it needs torch; to ask what this CPU has does not
 
     wanted = isa or best_isa()
     try:
@@ -116,13 +89,13 @@ def load(isa: Isa | None = None) -> CpuLibrary:
         count_fallback("library", str(error))
     register()
     _LOG.info("kernels: %s (%s)", library.isa, library.why)
-    _selection().library = library
+    selection().library = library
     return library
 
 
 def current() -> CpuLibrary:
     """The library in use, loading the best one on first use."""
-    return _selection().library or load()
+    return selection().library or load()
 
 
 @contextlib.contextmanager
@@ -132,22 +105,9 @@ def using(isa: Isa) -> Iterator[CpuLibrary]:
     try:
         yield load(isa)
     finally:
-        _selection().library = before
+        selection().library = before
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
     """Whether the Triton kernels take this tensor: it lies on a GPU, or the process rehearses them on the CPU."""
     return tensor.is_cuda or current().isa == "triton"
-
-
-def count_fallback(what: str, why: str, instead: str = "on the torch reference") -> None:
-    """Counts one use of something slower in place of a fast path and logs the first one of each kind."""
-    counts = _selection().fallbacks
-    counts[what] += 1
-    if counts[what] == 1:
-        _LOG.warning("kernels: %s runs %s: %s", what, instead, why)
-
-
-def fallbacks() -> dict[str, int]:
-    """How often each kernel took a slower path though nobody asked for it."""
-    return dict(_selection().fallbacks)

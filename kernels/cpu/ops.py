@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.loader import current
+from kernels.cpu.selection import CpuLibrary, selection
 
 I64, F32, PTR = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -25,14 +25,16 @@ _ERRORS = {
 }
 
 
-def _raise(code: int) -> None:
+def raise_for(code: int) -> None:
     if code:
         raise ValueError(_ERRORS.get(code, f"kernel error {code}"))
 
 
 def _call(name: str, *arguments: int | float | None) -> None:
     """Calls one entry point: floats as float, everything else as 64-bit integer or pointer (same size and class)."""
-    _raise(_entry(current().isa, name)(*arguments))
+    library = selection().library
+    assert library is not None, "operators are registered by what selects a library"
+    raise_for(_entry(library, name)(*arguments))
 
 
 _SIGNATURES: dict[str, list[type]] = {
@@ -47,10 +49,9 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 @functools.cache
-def _entry(isa: str, name: str) -> Callable[..., int]:
-    handle = current().handle
-    assert handle is not None
-    function = handle[name]
+def _entry(library: CpuLibrary, name: str) -> Callable[..., int]:
+    assert library.handle is not None
+    function = library.handle[name]
     function.argtypes, function.restype = _SIGNATURES[name], ctypes.c_int
     return function  # type: ignore[no-any-return]
 

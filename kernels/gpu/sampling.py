@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import power_of_2
 from kernels.gpu.sampling_kernels import best_kernel, draw_kernel, filter_kernel, log_softmax_top_kernel, weigh_kernel
-from kernels.sampling import Numbers, TopLogprobs, _column
+from kernels.sampling_types import Numbers, TopLogprobs, column_of
 
 _TILE = 4096  # tokens; sums within one run as a tree, tiles in ascending order
 OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
@@ -44,8 +44,8 @@ def sample(
     """As `kernels.sampling.sample`. Columns that are not tensors on the logits' device are copied there first."""
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device
-    floats = [_column(c, torch.float32, batch).to(device) for c in (temperature, top_p, min_p)]
-    ints = [_column(c, torch.int64, batch).to(device) for c in (top_k, seeds, sample_indices, positions)]
+    floats = [column_of(c, torch.float32, batch).to(device) for c in (temperature, top_p, min_p)]
+    ints = [column_of(c, torch.int64, batch).to(device) for c in (top_k, seeds, sample_indices, positions)]
     heat, (k, seed, index, position) = floats[0], ints
     tile = tile_for(vocab)
     tiles = triton.cdiv(vocab, tile)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.paged_prefill import paged_prefill_reference
+from kernels.attention_reference import paged_prefill_reference
 from kernels.providers.base import AttentionBatch, AttentionSpec, HostBatch
 
 HOPPER = AttentionSpec(

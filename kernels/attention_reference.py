@@ -1,0 +1,73 @@
+"""Attention over block tables in plain torch, written to be read: what every kernel of attention is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
+    """[num_blocks, kv_heads, block_size, head_dim] -> fp32 [kv_heads, context_len, head_dim] of one sequence."""
+    rows = cache[block_ids.long()].transpose(0, 1).flatten(1, 2)
+    return rows[:, :context_len].float()
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax_scale: float) -> Tensor:
+    """q [q_len, heads, d], keys and values [kv_heads, ctx, d], visible [q_len, ctx] -> [q_len, heads, d] fp32."""
+    q_len, num_heads, head_dim = q.shape
+    grouped = q.float().view(q_len, keys.shape[0], -1, head_dim)
+    scores = torch.einsum("qhgd,hkd->hgqk", grouped, keys) * softmax_scale
+    probabilities = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    return torch.einsum("hgqk,hkd->qhgd", probabilities, values).reshape(q_len, num_heads, head_dim)
+
+
+def paged_prefill_reference(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Same contract as `paged_prefill`, one sequence at a time: gather, mask, softmax in fp32."""
+    out = torch.zeros_like(q)
+    block_size = key_cache.shape[2]
+    starts = cu_seqlens_q.tolist()
+    for i, context_len in enumerate(context_lens.tolist()):
+        begin, end = starts[i], starts[i + 1]
+        if context_len == 0 or begin == end:
+            continue
+        positions = torch.arange(context_len - (end - begin), context_len, device=q.device)
+        first = 0 if window is None else max(0, int(positions[0]) - window + 1) // block_size
+        blocks = block_table[i, first : -(-context_len // block_size)]
+        key_positions = torch.arange(first * block_size, context_len, device=q.device)
+        visible = key_positions[None, :] <= positions[:, None]
+        if window is not None:
+            visible &= key_positions[None, :] > positions[:, None] - window
+        num_keys = context_len - first * block_size
+        # Slots outside every row's window may hold anything, NaN too; 0 * NaN would leak.
+        unseen = ~visible.any(0)[None, :, None]
+        keys = _gather(key_cache, blocks, num_keys).masked_fill(unseen, 0.0)
+        values = _gather(value_cache, blocks, num_keys).masked_fill(unseen, 0.0)
+        out[begin:end] = _attend(q[begin:end], keys, values, visible, softmax_scale).to(q.dtype)
+    return out
+
+
+def paged_attention_reference(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Same contract as `paged_attention`, one sequence at a time, in the accumulation type fp32."""
+    cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return paged_prefill_reference(
+        q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale=softmax_scale, window=window
+    )

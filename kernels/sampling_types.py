@@ -1,0 +1,30 @@
+"""What the samplers of the CPU and of the GPU have in common: the columns of numbers they take, what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Numbers = Sequence[float] | Sequence[int] | Tensor
+
+
+def column_of(values: Numbers, dtype: torch.dtype, length: int) -> Tensor:
+    if dtype == torch.int64 and not isinstance(values, Tensor):  # seeds are unsigned 64-bit: keep the bits
+        values = [v - (1 << 64) if v >= 1 << 63 else v for v in map(int, values)]
+    column = torch.as_tensor(values, dtype=dtype).contiguous()
+    if column.shape != (length,):
+        raise ValueError(f"expected [{length}], got {tuple(column.shape)}")
+    return column
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log-probabilities of one batch of rows. `rank` counts from 1; equal logits share a rank."""
+
+    chosen: Tensor  # fp32 [B]
+    rank: Tensor  # int64 [B]
+    top_ids: Tensor  # int64 [B, k], likeliest first, ties by id
+    top: Tensor  # fp32 [B, k]
