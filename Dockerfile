@@ -53,7 +53,7 @@ RUN apt-get update \
     && install -d -o 10001 -g 10001 /var/cache/looseleaf
 USER 10001:10001
 ENV TRITON_CACHE_DIR=/var/cache/looseleaf/triton CUDA_CACHE_PATH=/var/cache/looseleaf/cuda
-CMD ["python", "-m", "looseleaf.worker", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]
+CMD ["python", "-m", "looseleaf.both_roles", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]
 
 FROM base AS gateway
 COPY --from=build /wheels /wheels

@@ -21,7 +21,7 @@ RUN_TIME ?= 60s
 
 PROTOS := $(wildcard protos/v1/*.proto)
 # Tests that do not mind what runs beside them: two at a time, the others one by one.
-TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality gateway kernels models prefill_svc)
+TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
 .PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants

@@ -1,15 +1,13 @@
-"""The decode role, built for the process that hosts it: `python -m decode_svc`, or `looseleaf.worker` with prefill."""
+"""The decode role as a process hosts it: `python -m decode_svc` alone, `looseleaf.both_roles` beside prefill."""
 
 from __future__ import annotations
 
 import asyncio
 
 from block_store.holder.attach import Attached, Needs, attach
-from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle, worker_name
 from common.trust import trust_of
-from common.turns import AnyTurns, SharedTurns
 from decode_svc.outputs import Rejection
 from decode_svc.preemption import Preemption
 from decode_svc.scheduler import DecodeScheduler
@@ -19,6 +17,8 @@ from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
+from worker.role import Member, domain_of, longest_group, record_of
+from worker.turns import AnyTurns, SharedTurns
 
 
 def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:

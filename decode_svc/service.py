@@ -10,7 +10,6 @@ from common import convert
 from common.errors import LooseleafError
 from common.guard import Context
 from common.rpc import HEARTBEAT_S
-from common.step_thread import StepThread
 from common.types import WorkerLoad
 from decode_svc.outputs import AnyOutput, Output, PlainToken, Rejection
 from decode_svc.outputs import Session as WorkerSession
@@ -18,6 +17,7 @@ from decode_svc.submits import read_submit
 from decode_svc.worker import DecodeWorker
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
+from worker.step_thread import StepThread
 
 Step = tuple[list[AnyOutput], WorkerLoad]
 """What a session hears of a step."""

@@ -22,10 +22,10 @@ from pydantic import ValidationError
 from common.api_keys import read_keys
 from common.errors import ResourceExhausted, StartupError
 from looseleaf.client import Client
-from looseleaf.launcher import CHECK_S, Launcher
 from looseleaf.options import GenerateOptions, Message, Prompt, check_names
 from looseleaf.results import Completion
-from looseleaf.settings import ServeSettings
+from looseleaf.serve.launcher import CHECK_S, Launcher
+from looseleaf.serve.settings import ServeSettings
 
 _MAX_IN_FLIGHT = 64
 """Sequences sent at once; below the gateway's queue limit, above what one step takes on a small machine."""

@@ -1,20 +1,20 @@
-"""The prefill role, built for the process that hosts it: `python -m prefill_svc`, or `looseleaf.worker` with decode."""
+"""The prefill role as a process hosts it: `python -m prefill_svc` alone, `looseleaf.both_roles` beside decode."""
 
 from __future__ import annotations
 
 from block_store.holder.attach import Attached, Needs, attach
-from block_store.member import Member, domain_of, longest_group, record_of
 from common.rpc import RpcServer
 from common.service_main import wait_idle, worker_name
 from common.settings import WorkerSettings
 from common.trust import trust_of
-from common.turns import AnyTurns, SharedTurns
 from engine.runner import ModelRunner
 from prefill_svc.requests import Limits
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2_grpc
+from worker.role import Member, domain_of, longest_group, record_of
+from worker.turns import AnyTurns, SharedTurns
 
 
 def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:

@@ -9,11 +9,11 @@ from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
 from common.rpc import HEARTBEAT_S
-from common.step_thread import StepThread
 from prefill_svc.requests import Limits, job_of
 from prefill_svc.worker import Done, Event, FirstToken, PrefillWorker, Progress
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc, types_pb2
+from worker.step_thread import StepThread
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):

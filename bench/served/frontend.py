@@ -31,7 +31,7 @@ from pydantic import Field
 from block_store.redis.redis_server import connect
 from common.errors import StartupError
 from common.settings import Settings, settings_config
-from looseleaf.model_source import resolve
+from looseleaf.serve.model_source import resolve
 
 KINDS = ("grpc", "http")
 START_S = 120.0
@@ -131,7 +131,7 @@ def gateway_command(model: str, redis_url: str, ready: Path) -> list[str]:
     ports = ["--host", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
     patience = ["--silence-s", "60", "--stall-s", "600", "--drain-s", "1", "--max-queue", "2048"]
     files = ["--model", model, "--redis-url", redis_url, "--ready-file", str(ready)]
-    return [sys.executable, "-m", "looseleaf.child", str(os.getpid()), "gateway", *files, *ports, *patience]
+    return [sys.executable, "-m", "looseleaf.serve.child", str(os.getpid()), "gateway", *files, *ports, *patience]
 
 
 def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:

@@ -22,12 +22,12 @@ from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from common.blocks import blocks_of
 from common.rpc import RpcServer, wait_for_signal
-from common.step_thread import StepThread
 from common.types import Role, WorkerLoad, WorkerRecord
 from decode_svc.outputs import AnyOutput, PlainToken, Session
 from decode_svc.scheduler import Group
 from decode_svc.service import DecodeServicer
 from protos.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from worker.step_thread import StepThread
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 1024

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from looseleaf.model_source import REPOSITORY
+from looseleaf.serve.model_source import REPOSITORY
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "cpu"
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")

@@ -22,8 +22,8 @@ from pydantic import Field
 from bench.served.machine import provenance
 from common.settings import Settings, settings_config
 from looseleaf.client import AsyncClient
-from looseleaf.launcher import Addresses, Launcher
 from looseleaf.llm import Supervisor, serve_settings
+from looseleaf.serve.launcher import Addresses, Launcher
 from testing.system import assert_nothing_held, wait_for
 
 PROMPT_LEN = 64

@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.served.steps import VARIABLE, StepRecord, read
-from looseleaf.children import Child
 from looseleaf.client import AsyncClient
-from looseleaf.launcher import Addresses, Launcher
 from looseleaf.llm import serve_settings
 from looseleaf.options import GenerateOptions
 from looseleaf.results import Completion
+from looseleaf.serve.children import Child
+from looseleaf.serve.launcher import Addresses, Launcher
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 STORY_LEN = 448

@@ -22,10 +22,10 @@ from common.errors import StartupError
 from common.rpc import open_blocking_channel
 from common.settings import Settings, settings_config
 from looseleaf.commands.health import state_of
-from looseleaf.device import torch_cuda, why_no_gpu
-from looseleaf.launcher import check_port_free
-from looseleaf.model_source import BUILT_IN
-from looseleaf.shm import ROOT, SharedDirectory
+from looseleaf.serve.device import torch_cuda, why_no_gpu
+from looseleaf.serve.launcher import check_port_free
+from looseleaf.serve.model_source import BUILT_IN
+from looseleaf.serve.shm import ROOT, SharedDirectory
 
 _LEAST_SHARED_BYTES = 256 << 20
 

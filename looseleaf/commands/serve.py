@@ -11,8 +11,8 @@ from types import FrameType
 
 from common.api_keys import read_keys
 from common.errors import StartupError
-from looseleaf.launcher import CHECK_S, Addresses, Launcher, echo_to_stderr
-from looseleaf.settings import ServeSettings
+from looseleaf.serve.launcher import CHECK_S, Addresses, Launcher, echo_to_stderr
+from looseleaf.serve.settings import ServeSettings
 
 _SAMPLE_PROMPT = "Once upon a time"
 _SAMPLE_TOKENS = 24

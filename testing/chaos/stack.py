@@ -25,9 +25,9 @@ from block_store.arena.arena import Arena
 from block_store.ledger.inspection import HolderView, Inspection, inspect
 from block_store.ledger.scripts import Ledger
 from common.types import Epoch
-from looseleaf.children import Child, ServiceSpec, wait_ready
-from looseleaf.launcher import Addresses, Launcher
 from looseleaf.llm import serve_settings
+from looseleaf.serve.children import Child, ServiceSpec, wait_ready
+from looseleaf.serve.launcher import Addresses, Launcher
 from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 

@@ -11,7 +11,7 @@ from bench.served import cpu, machine
 from bench.served.cpu_served import llama_bytes
 from bench.served.startup import mappings
 from common.errors import StartupError
-from looseleaf.model_source import REPOSITORY
+from looseleaf.serve.model_source import REPOSITORY
 
 CASE = {"name": "rms_norm", "threads": 2, "best_ms": 0.5, "rate": 9.0, "unit": "GB/s", "share": 0.5}
 WAITS = {"out_tok_s": 1.0, "ttft_p50_ms": 2.0, "ttft_p99_ms": 3.0, "itl_p50_ms": 4.0, "itl_p99_ms": 5.0}

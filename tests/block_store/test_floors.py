@@ -10,7 +10,6 @@ import pytest
 
 from block_store.errors import Exhausted
 from block_store.holder.attach import Needs, attach
-from block_store.member import record_of
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import WorkerRegistry
 from block_store.server.sizing import granted_floor
@@ -18,6 +17,7 @@ from common.settings import WorkerSettings
 from common.telemetry import Fallbacks
 from common.types import WorkerLoad
 from testing.ledger.store import LAYOUT, StoreProcess, wait_until
+from worker.role import record_of
 
 NUM_BLOCKS = 64
 

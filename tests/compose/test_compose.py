@@ -22,7 +22,7 @@ import yaml
 from block_store.settings import BlockStoreSettings
 from common.errors import LooseleafError
 from looseleaf import Client, Completion
-from looseleaf.worker.settings import BothSettings
+from looseleaf.both_roles.settings import BothSettings
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import pytest
 from bench.served.server import Request, WatchedServer, send_all
 from engine.runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
-from looseleaf.model_source import BUILT_IN
 from looseleaf.results import Completion, Piece, join
+from looseleaf.serve.model_source import BUILT_IN
 from testing.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
 from testing.oracle import Oracle
 from testing.system import assert_nothing_held

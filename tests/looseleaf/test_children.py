@@ -16,8 +16,8 @@ import pytest
 
 from common.errors import StartupError
 from common.rpc import write_ready_file
-from looseleaf.child import later
-from looseleaf.children import Child, ChildDied, Restarts, ServiceSpec, end, wait_ready
+from looseleaf.serve.child import later
+from looseleaf.serve.children import Child, ChildDied, Restarts, ServiceSpec, end, wait_ready
 from testing.system import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +142,7 @@ def test_a_service_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     parent_source = f"""
 import os, time
 from pathlib import Path
-from looseleaf.children import Child, ServiceSpec, wait_ready
+from looseleaf.serve.children import Child, ServiceSpec, wait_ready
 with open(os.devnull) as null:
     spec = ServiceSpec("svc", "a_service", ("--flag",), os.environ, null.fileno())
     child = Child(spec, Path({str(tmp_path)!r}), print)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.errors import StartupError
-from looseleaf import device
+from looseleaf.serve import device
 
 STAND_IN = Path(__file__).parents[1] / "block_store" / "stand_in_cuda.c"
 

@@ -10,10 +10,12 @@ from block_store.settings import BlockStoreSettings
 from common.settings import Settings
 from decode_svc.settings import DecodeSettings
 from gateway.settings import GatewaySettings
-from looseleaf import device
-from looseleaf.model_source import ModelSource
-from looseleaf.placement import settled
-from looseleaf.service_flags import (
+from looseleaf.both_roles.settings import BothSettings
+from looseleaf.both_roles.spare import SpareSettings
+from looseleaf.serve import device
+from looseleaf.serve.model_source import ModelSource
+from looseleaf.serve.placement import settled
+from looseleaf.serve.service_flags import (
     decode_flags,
     flags_of,
     gateway_flags,
@@ -22,9 +24,7 @@ from looseleaf.service_flags import (
     store_secrets,
     worker_flags,
 )
-from looseleaf.settings import ServeSettings
-from looseleaf.worker.settings import BothSettings
-from looseleaf.worker.spare import SpareSettings
+from looseleaf.serve.settings import ServeSettings
 from prefill_svc.settings import PrefillSettings
 
 SOURCE = ModelSource(Path("/models/m"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import StartupError
-from looseleaf import model_source
-from looseleaf.model_source import resolve, tiny_checkpoint
+from looseleaf.serve import model_source
+from looseleaf.serve.model_source import resolve, tiny_checkpoint
 
 
 def test_a_directory_that_is_missing_or_no_model(tmp_path: Path) -> None:

@@ -7,9 +7,16 @@ import os
 import pytest
 
 from common.errors import StartupError
-from looseleaf import device
-from looseleaf.placement import by_turns, child_environment, describe, settled, threads_per_worker, worker_processes
-from looseleaf.settings import ServeSettings
+from looseleaf.serve import device
+from looseleaf.serve.placement import (
+    by_turns,
+    child_environment,
+    describe,
+    settled,
+    threads_per_worker,
+    worker_processes,
+)
+from looseleaf.serve.settings import ServeSettings
 
 
 @pytest.fixture
@@ -52,7 +59,7 @@ def test_processes_and_threads_on_the_cpu(
 
 
 def test_one_process_hosts_both_roles_on_a_gpu_unless_the_counts_differ(gpu: None) -> None:
-    assert worker_processes(settled(ServeSettings())) == [("worker", "looseleaf.worker")]
+    assert worker_processes(settled(ServeSettings())) == [("worker", "looseleaf.both_roles")]
     assert len(worker_processes(settled(ServeSettings(roles="split")))) == 2
     assert len(worker_processes(settled(ServeSettings(prefill=1, decode=2)))) == 3
 

@@ -22,19 +22,19 @@ import pytest
 
 from common.errors import Unauthenticated, Unavailable
 from looseleaf.client import Client
-from looseleaf.device import why_no_gpu
-from looseleaf.model_source import cache_directory, tiny_checkpoint
-from looseleaf.placement import settled, worker_processes
 from looseleaf.results import Completion
-from looseleaf.settings import ServeSettings
-from looseleaf.shm import ROOT as SHM
-from looseleaf.shm import sweep
+from looseleaf.serve.device import why_no_gpu
+from looseleaf.serve.model_source import cache_directory, tiny_checkpoint
+from looseleaf.serve.placement import settled, worker_processes
+from looseleaf.serve.settings import ServeSettings
+from looseleaf.serve.shm import ROOT as SHM
+from looseleaf.serve.shm import sweep
 from protos.v1.block_store_pb2 import InspectResponse
 from testing.system import assert_nothing_held, inspect, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_LEN = 80
-SPARE = "looseleaf.worker.spare"
+SPARE = "looseleaf.both_roles.spare"
 FREE_PORTS = ["--port", "0", "--grpc-port", "0", "--num-blocks", "512"]
 
 
@@ -127,8 +127,8 @@ def services_of(parent: int) -> dict[str, int]:
             words = (entry / "cmdline").read_text().split("\0")
         except OSError:
             continue
-        if "looseleaf.child" in words and words[words.index("looseleaf.child") + 1] == str(parent):
-            found[words[words.index("looseleaf.child") + 2]] = int(entry.name)
+        if "looseleaf.serve.child" in words and words[words.index("looseleaf.serve.child") + 1] == str(parent):
+            found[words[words.index("looseleaf.serve.child") + 2]] = int(entry.name)
     return found
 
 

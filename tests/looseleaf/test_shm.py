@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import StartupError
-from looseleaf.shm import SharedDirectory, sweep
+from looseleaf.serve.shm import SharedDirectory, sweep
 from testing.system import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def test_a_killed_launch_is_swept_after_its_last_service(tmp_path: Path) -> None
     source = f"""
 import os, subprocess, sys
 from pathlib import Path
-from looseleaf.shm import SharedDirectory
+from looseleaf.serve.shm import SharedDirectory
 shared = SharedDirectory(Path({str(tmp_path)!r}))
 quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 heir = subprocess.Popen(["sleep", "60"], pass_fds=(shared.lock_fd,), **quiet)

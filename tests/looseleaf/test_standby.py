@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from looseleaf.client import Client
-from looseleaf.launcher import Launcher
 from looseleaf.llm import Supervisor, serve_settings
-from looseleaf.placement import settled
-from looseleaf.settings import ServeSettings
-from looseleaf.standby import wanted
+from looseleaf.serve.launcher import Launcher
+from looseleaf.serve.placement import settled
+from looseleaf.serve.settings import ServeSettings
+from looseleaf.serve.standby import wanted
 from testing.system import assert_nothing_held, wait_for
 
 GIB = 1 << 30

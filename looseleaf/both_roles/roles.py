@@ -11,13 +11,13 @@ from block_store.holder.attach import attach
 from common.service_main import Role, internal_server, serve_roles, worker_name
 from common.settings import WorkerSettings
 from common.trust import trust_of
-from common.turns import Turns
 from decode_svc import role as decode
 from decode_svc.settings import DecodeSettings
 from engine.runner import ModelRunner, RunnerSettings
-from looseleaf.worker.settings import BothSettings
+from looseleaf.both_roles.settings import BothSettings
 from prefill_svc import role as prefill
 from prefill_svc.settings import PrefillSettings
+from worker.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from common.step_thread import StepThread
-from common.turns import Turns
+from worker.step_thread import StepThread
+from worker.turns import Turns
 
 
 @pytest.mark.parametrize("by_turns", [True, False])

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from common.turns import AnyTurns
+from worker.turns import AnyTurns
 
 Command = Callable[[], None]
 logger = logging.getLogger("step")

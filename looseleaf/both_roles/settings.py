@@ -11,9 +11,9 @@ from decode_svc.settings import DecodeSettings
 
 
 class BothSettings(DecodeSettings):
-    """Flags of `python -m looseleaf.worker`; LOOSELEAF_WORKER_* in the environment. Both roles go by the same ones."""
+    """Flags of `python -m looseleaf.both_roles`, for both roles; LOOSELEAF_WORKER_* in the environment."""
 
-    model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.worker")
+    model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles")
     steps: Literal["auto", "turns", "free"] = Field(
         "auto", description="turns: one role steps at a time, with all threads; free: both at once; auto: by device"
     )

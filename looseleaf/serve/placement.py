@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from common.cores import usable_cores
 from common.errors import StartupError
-from looseleaf.device import resolve_device
-from looseleaf.model_source import REPOSITORY
-from looseleaf.settings import ServeSettings
+from looseleaf.serve.device import resolve_device
+from looseleaf.serve.model_source import REPOSITORY
+from looseleaf.serve.settings import ServeSettings
 
 SPLIT_FROM_CORES = 8
 """From so many cores on prefill and decode have processes, and halves of the cores, of their own. On two cores one
@@ -66,7 +66,7 @@ def describe(asked: ServeSettings, settings: ServeSettings) -> str:
 def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
     """(name, package) of every worker process of settled `settings`."""
     if settings.roles == "both":
-        return [(name, "looseleaf.worker") for name in numbered("worker", settings.prefill)]
+        return [(name, "looseleaf.both_roles") for name in numbered("worker", settings.prefill)]
     counts = {"prefill": settings.prefill, "decode": settings.decode}
     return [(name, f"{role}_svc") for role, count in counts.items() for name in numbered(role, count)]
 

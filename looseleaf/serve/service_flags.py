@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from looseleaf.model_source import ModelSource
-from looseleaf.placement import threads_per_worker
-from looseleaf.settings import ServeSettings
+from looseleaf.serve.model_source import ModelSource
+from looseleaf.serve.placement import threads_per_worker
+from looseleaf.serve.settings import ServeSettings
 
 _WORKER_SETTINGS = (
     "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed", "device",
@@ -49,7 +49,7 @@ def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -
 
 
 def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Flags of `python -m prefill_svc`, `python -m decode_svc` and `python -m looseleaf.worker`."""
+    """Flags of `python -m prefill_svc`, `python -m decode_svc` and `python -m looseleaf.both_roles`."""
     return flags_of(
         {
             "model": source.directory,

@@ -1,4 +1,4 @@
-"""`python -m looseleaf.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
+"""`python -m looseleaf.serve.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
 
 A flag `@ready:FILE:LINE` stands for that line of another service's ready file. What the service imports is imported
 before the file is waited for, so that services start beside each other though one needs another's address; and with

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import StartupError
-from looseleaf.child import later
+from looseleaf.serve.child import later
 
 _POLL_S = 0.05
 _TAIL_LINES = 20
@@ -73,7 +73,7 @@ class Child:
         self.name = spec.name
         self._ready_file = _ready_file(directory, spec)
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        command = [sys.executable, "-m", "looseleaf.child", str(os.getpid()), spec.package, *spec.flags]
+        command = [sys.executable, "-m", "looseleaf.serve.child", str(os.getpid()), spec.package, *spec.flags]
         self._process = subprocess.Popen(
             [*command, "--ready-file", str(self._ready_file)],
             stdin=subprocess.PIPE if spec.takes_orders else subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""`python -m looseleaf.worker.spare`: a worker that has loaded its model and waits to take a dead one's place.
+"""`python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to take a dead one's place.
 
 Until then it is no holder and nobody's worker: the block store, Redis and gateways do not know of it. Its launcher
 tells it whose place it takes, in one line on stdin: package and flags, as of the process that it replaces. Then it
@@ -25,19 +25,19 @@ from common.errors import StartupError
 from common.rpc import write_ready_file
 from common.service_main import run_service
 from common.settings import settings_config
-from looseleaf.child import filled
-from looseleaf.worker.settings import BothSettings
+from looseleaf.both_roles.settings import BothSettings
+from looseleaf.serve.child import filled
 
 if TYPE_CHECKING:
-    from looseleaf.worker.roles import Loaded
+    from looseleaf.both_roles.roles import Loaded
 
 _LOWEST = 19
 
 
 class SpareSettings(BothSettings):
-    """Flags of `python -m looseleaf.worker.spare`: those of the workers whose place it may take."""
+    """Flags of `python -m looseleaf.both_roles.spare`: those of the workers whose place it may take."""
 
-    model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.worker.spare")
+    model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles.spare")
     place: Literal["both", "split"] = Field("split", description="of workers that host both roles, or of either role")
 
 
@@ -45,7 +45,7 @@ def load(settings: SpareSettings) -> Loaded:
     """Import what a worker imports, load the model and measure it. By one thread: the kernels' others, once they have
     begun, stay, with the priority of who has begun them.
     """
-    from looseleaf.worker.roles import Loaded  # here: torch is imported with the priority of this thread
+    from looseleaf.both_roles.roles import Loaded  # here: torch is imported with the priority of this thread
 
     alone = settings.model_copy(update={"num_threads": 1})
     loaded = Loaded.of(alone, both=settings.place == "both")
@@ -92,10 +92,10 @@ async def main(settings: SpareSettings) -> None:
     loaded = await asyncio.wrap_future(behind_others(settings))
     write_ready_file(settings.ready_file, [settings.place])
     package, flags = await order()
-    from looseleaf.worker.roles import stand_in  # by now
+    from looseleaf.both_roles.roles import stand_in  # by now
 
     await stand_in(loaded, package, flags)
 
 
 if __name__ == "__main__":
-    run_service("looseleaf.worker.spare", SpareSettings, main)
+    run_service("looseleaf.both_roles.spare", SpareSettings, main)

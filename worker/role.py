@@ -13,9 +13,9 @@ from typing import Protocol, cast
 from block_store.holder.attach import Attached, Needs
 from block_store.ledger.prefix_hash import hash_domain
 from common.settings import WorkerSettings
-from common.step_thread import StepThread
-from common.turns import AnyTurns
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
+from worker.step_thread import StepThread
+from worker.turns import AnyTurns
 
 
 class Model(Protocol):

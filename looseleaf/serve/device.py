@@ -11,7 +11,7 @@ from typing import Literal
 
 from block_store.arena.cuda import Cuda, CudaUnavailable
 from common.errors import StartupError
-from looseleaf.model_source import REPOSITORY
+from looseleaf.serve.model_source import REPOSITORY
 
 Device = Literal["cpu", "cuda"]
 
@@ -37,7 +37,7 @@ def why_no_gpu() -> str | None:
         return "the torch that is installed here was not built for CUDA"
     # In a process of its own: one that has called the driver cannot fork others that use it, and `LLM` has no say in
     # what else its process does.
-    command = [sys.executable, "-m", "looseleaf.device"]
+    command = [sys.executable, "-m", "looseleaf.serve.device"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return f"the CUDA driver could not be asked: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common.turns import SharedTurns, Turns
 from testing.system import wait_for
+from worker.turns import SharedTurns, Turns
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +77,7 @@ def test_an_error_gives_the_turn_back() -> None:
 STEPPING = """
 import sys, time
 from pathlib import Path
-from common.turns import SharedTurns
+from worker.turns import SharedTurns
 turns = SharedTurns(Path(sys.argv[1]))
 while True:
     with turns:

@@ -1,7 +1,7 @@
 """Runs every service on this machine: Redis, block store, workers, gateway, as child processes that end together.
 
 Knows in which order they start and stop, and that one which ends is started again: what it must not forget is in the
-arena, in Redis, or the launcher's. `looseleaf.children` knows how a process is kept, `service_flags` what it is told.
+arena, in Redis, or the launcher's. `children` knows how a process is kept, `service_flags` what it is told.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from block_store.errors import RedisUnusable
 from block_store.redis.private_redis import PrivateServer
 from common.errors import StartupError
 from common.secret_files import write_secret
-from looseleaf.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, wait_ready
-from looseleaf.model_source import resolve
-from looseleaf.placement import by_turns, child_environment, describe, settled, threads_per_worker, worker_processes
-from looseleaf.service_flags import (
+from looseleaf.serve.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, wait_ready
+from looseleaf.serve.model_source import resolve
+from looseleaf.serve.placement import (
+    by_turns,
+    child_environment,
+    describe,
+    settled,
+    threads_per_worker,
+    worker_processes,
+)
+from looseleaf.serve.service_flags import (
     decode_flags,
     flags_of,
     gateway_flags,
@@ -36,9 +43,9 @@ from looseleaf.service_flags import (
     with_ports,
     worker_flags,
 )
-from looseleaf.settings import ServeSettings
-from looseleaf.shm import ROOT, SharedDirectory
-from looseleaf.standby import NAME, PACKAGE, Standby, wanted
+from looseleaf.serve.settings import ServeSettings
+from looseleaf.serve.shm import ROOT, SharedDirectory
+from looseleaf.serve.standby import NAME, PACKAGE, Standby, wanted
 
 _FAILED_GRACE_S = 3.0
 _ENDING_S = 5.0

@@ -1,18 +1,18 @@
 """The spare worker of a launch: whether there is one, its process, and whose place it takes.
 
-Knows nothing of models; `looseleaf.worker.spare` is the process.
+Knows nothing of models; `looseleaf.both_roles.spare` is the process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from looseleaf.children import Child, ChildDied, Echo, ServiceSpec
-from looseleaf.settings import ServeSettings
+from looseleaf.serve.children import Child, ChildDied, Echo, ServiceSpec
+from looseleaf.serve.settings import ServeSettings
 
 NAME = "spare"
-PACKAGE = "looseleaf.worker.spare"
-WORKERS = ("prefill_svc", "decode_svc", "looseleaf.worker")
+PACKAGE = "looseleaf.both_roles.spare"
+WORKERS = ("prefill_svc", "decode_svc", "looseleaf.both_roles")
 """Packages whose places it can take."""
 FREE_WEIGHTS = 4
 """So many times the weights must be free for a spare worker that nobody has asked for."""

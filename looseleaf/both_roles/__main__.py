@@ -1,4 +1,4 @@
-"""Starts both roles in one process: `python -m looseleaf.worker --model DIR --block-store HOST:PORT`.
+"""Starts both roles in one process: `python -m looseleaf.both_roles --model DIR --block-store HOST:PORT`.
 
 One model, its weights once; for each role a runner, a step thread and an attachment; one gRPC server. To everybody else
 they are a prefill and a decode worker at one address.
@@ -10,8 +10,8 @@ OpenMP pools at once get less done (docs/log.md).
 from __future__ import annotations
 
 from common.service_main import run_service
-from looseleaf.worker.roles import Loaded, join_both, serve
-from looseleaf.worker.settings import BothSettings
+from looseleaf.both_roles.roles import Loaded, join_both, serve
+from looseleaf.both_roles.settings import BothSettings
 
 
 async def main(settings: BothSettings) -> None:
@@ -19,4 +19,4 @@ async def main(settings: BothSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_service("looseleaf.worker", BothSettings, main)
+    run_service("looseleaf.both_roles", BothSettings, main)

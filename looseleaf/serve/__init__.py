@@ -1,0 +1,1 @@
+"""`looseleaf serve`: every service on one machine, started, watched and replaced."""

@@ -1,0 +1,1 @@
+"""What a prefill worker and a decode worker share: the step thread, turns between processes, the life of a role."""
