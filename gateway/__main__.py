@@ -39,7 +39,6 @@ from gateway.fleet.decode_client import Limits
 from gateway.fleet.discovery import Discovery
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import load_assets
-from gateway.intake.group_limits import limits_of
 from gateway.intake.public_prefixes import load_public_prefixes
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
@@ -99,7 +98,7 @@ async def main(settings: GatewaySettings) -> None:
         salts,
         timeout_s=settings.request_timeout_s,
         max_model_len=max_model_len,
-        group_limits=lambda: limits_of(state.record for state in workers.states.values()),
+        group_limits=lambda: workers.group_limits,
     )
     public = await load_public_prefixes(
         settings.public_prefix_file, lambda prompt, name: validator.tokenize(prompt, name, add_special_tokens=None)

@@ -19,6 +19,7 @@ from gateway.fleet.decode_client import DecodeSession, Limits, SessionPool
 from gateway.fleet.lost import WorkerLost
 from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.routing import GroupSize, Router, WorkerState
+from gateway.intake.group_limits import GroupLimits, limits_of
 from gateway.intake.validate import ResolvedRequest
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
@@ -60,6 +61,9 @@ class Workers:
         self._usable = self._sessions.usable
         self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
         self._ready_at = -math.inf
+        self.group_limits: set[GroupLimits] = set()
+        """What the decode workers take; while there are none, what the last ones took: a request too large for them
+        is better refused than let in to wait for them."""
         self._lookup: Lookup | None = None
         self._end_ticket: EndTicket | None = None
         self._promised: dict[Place, int] = {}
@@ -74,6 +78,7 @@ class Workers:
     def on_records(self, records: list[WorkerRecord]) -> None:
         """The registry's list, as often as it is polled."""
         self._router.update(records, time.monotonic())
+        self.group_limits = limits_of(records) or self.group_limits
         self._sessions.sync(records)
         self.missing_for()
         addresses = [r.address for r in records if r.role == "prefill"]

@@ -36,6 +36,7 @@ from protos.v1 import prefill_pb2
 
 logger = logging.getLogger("requests")
 WAIT_FOR_WORKERS_S = 0.05
+NO_PAIR = "no pair of prefill and decode workers is ready"
 PROBATION_S = 0.5
 """Others wait no longer for the first step of decode with a request that a worker's death has struck."""
 
@@ -104,7 +105,7 @@ class RequestRunner:
         than a successor takes to come."""
         self._poison.check(life.digest)
         if self._workers.missing_for() > self._recover_s:
-            raise Unavailable("no pair of prefill and decode workers is ready", retry_after_s=1.0)
+            raise Unavailable(NO_PAIR, retry_after_s=1.0)
         request = life.request
         try:
             async with asyncio.timeout(life.remaining_s()):
@@ -217,7 +218,8 @@ class RequestRunner:
             too_small = self._workers.ready and not self._workers.holds(size)
             waited_s = time.monotonic() - began if too_small else self._workers.missing_for()
             if waited_s > self._recover_s:
-                raise Unavailable("no pair of prefill and decode workers is ready", retry_after_s=1.0)
+                why = "no decode worker holds a group of this size" if too_small else NO_PAIR
+                raise Unavailable(why, retry_after_s=1.0)
             await asyncio.sleep(min(WAIT_FOR_WORKERS_S, life.remaining_s()))
 
     async def _prefill(self, life: Life, worker: WorkerRecord) -> prefill_pb2.PrefillDone:

@@ -21,7 +21,6 @@ from gateway.api.credentials import Authenticator
 from gateway.fleet.decode_client import Limits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import ModelAssets
-from gateway.intake.group_limits import limits_of
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.validate import Validator
@@ -98,7 +97,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             Salts(b"secret"),
             timeout_s=options.pop("timeout_s", 20.0),
             max_model_len=lambda: 512,
-            group_limits=lambda: limits_of(records),
+            group_limits=lambda: workers.group_limits,
         )
         keys = ApiKeys({} if api_key is None else {api_key: "default"}) if keys is None else keys
         tenants = Tenants(keys.limits, time.monotonic())

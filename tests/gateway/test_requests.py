@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,6 +288,24 @@ async def test_without_workers_for_long_a_request_is_refused_at_once(make_rig: M
     never = Workers(Limits())
     assert never.missing_for() == float("inf")
     await never.close()
+
+
+async def test_while_workers_are_away_a_group_too_large_for_the_last_ones_is_refused(make_rig: MakeRig) -> None:
+    rig = await make_rig(floors=[4], recover_s=0.3)
+    no_workers(rig)
+    with pytest.raises(InvalidArgument, match="the limit of a decode worker is 4"):
+        await run(rig, max_tokens=200)
+
+
+async def test_a_request_that_smaller_successors_cannot_hold_is_told_so(make_rig: MakeRig) -> None:
+    rig = await make_rig(recover_s=0.3)
+    request = await rig.validator.resolve(Wanted(prompt=IdsPrompt(PROMPT), max_tokens=200))
+    rig.records[1:] = [replace(record, max_group_blocks=4) for record in rig.records[1:]]
+    await until(lambda: {limit.max_blocks for limit in rig.workers.group_limits} == {4})
+    with pytest.raises(Unavailable, match="no decode worker holds a group of this size"):
+        async for _ in rig.runner.generate(request):
+            raise AssertionError("it cannot have begun")
+    assert rig.gate.inside == 0
 
 
 async def test_a_new_request_waits_for_the_successors_of_workers_that_were_lost(make_rig: MakeRig) -> None:
