@@ -46,13 +46,14 @@ def sweep(root: Path) -> int:
     """Remove what killed launches of this user left below `root`; how many directories that were."""
     if not root.is_dir():
         return 0
-    stale = [path for path in root.glob(f"{_PREFIX}*") if _is_stale(path)]
+    stale = [path for path in root.glob(f"{_PREFIX}*") if is_stale(path)]
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
     return len(stale)
 
 
-def _is_stale(path: Path) -> bool:
+def is_stale(path: Path) -> bool:
+    """Whether a launch of this user left the directory, and none of its processes lives."""
     try:
         if path.stat().st_uid != os.getuid():
             return False

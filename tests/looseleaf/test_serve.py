@@ -28,7 +28,7 @@ from looseleaf.serve.model_source import cache_directory, tiny_checkpoint
 from looseleaf.serve.placement import settled, worker_processes
 from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.shm import ROOT as SHM
-from looseleaf.serve.shm import sweep
+from looseleaf.serve.shm import is_stale, sweep
 from protos.v1.block_store_pb2 import InspectResponse
 from testing.system import assert_nothing_held, inspect, wait_for
 
@@ -136,13 +136,13 @@ def alive(pids: Iterator[int] | list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def launches() -> set[str]:
-    """The launchers' directories in shared memory."""
-    return {path.name for path in SHM.glob("looseleaf-run-*")}
+def left_behind() -> set[Path]:
+    """Launchers' directories in shared memory that no living process has, of this launch or another."""
+    return set(filter(is_stale, SHM.glob("looseleaf-run-*")))
 
 
 def test_a_line_of_text_then_an_orderly_end() -> None:
-    before = launches()
+    before = left_behind()
     served = Served()
     out = "".join(served.lines)
     assert re.search(r"  says  Once upon a time\S", out), out
@@ -160,7 +160,7 @@ def test_a_line_of_text_then_an_orderly_end() -> None:
     assert re.match(r"looseleaf: an? spare worker|looseleaf: no spare worker", told) and "GiB" in told
     assert told.startswith("looseleaf: no") or SPARE in served.services
     assert alive(list(served.services.values())) == []
-    assert launches() <= before
+    assert left_behind() <= before
 
 
 def test_complete_and_health_from_the_command_line() -> None:
@@ -185,7 +185,7 @@ def test_complete_and_health_from_the_command_line() -> None:
 
 def test_what_dies_is_started_again_at_its_address_and_nothing_is_forgotten() -> None:
     """Block store, private Redis, gateway, one after the other."""
-    before = launches()
+    before = left_behind()
     served = Served("--roles", "both", "--spare", "0")
     try:
         arena, first = inspect(served.store).arena_id, served.generate()
@@ -200,7 +200,7 @@ def test_what_dies_is_started_again_at_its_address_and_nothing_is_forgotten() ->
         assert_nothing_held(served.store)
     finally:
         status, errors = served.end(signal.SIGTERM)
-    assert status == 0 and launches() <= before, "also what a store found, not made, is removed"
+    assert status == 0 and left_behind() <= before, "also what a store found, not made, is removed"
     for what in ("block_store was killed", "redis-server ended", "gateway was killed"):
         assert len(re.findall(f"^looseleaf: .*{what}", errors, re.MULTILINE)) == 1, errors
 
@@ -220,7 +220,6 @@ def test_what_keeps_dying_ends_the_launch_and_is_named() -> None:
 
 
 def test_a_killed_launcher_leaves_nothing_running() -> None:
-    before = launches()
     served = Served()
     served.process.kill()
     served.process.communicate(timeout=60)
@@ -228,10 +227,8 @@ def test_a_killed_launcher_leaves_nothing_running() -> None:
     while alive(list(served.services.values())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(list(served.services.values())) == []
-    while not launches() <= before and time.monotonic() < deadline:  # the lock goes with the last file of a process
-        sweep(SHM)
-        time.sleep(0.1)
-    assert launches() <= before
+    sweep(SHM)
+    assert not left_behind()
 
 
 @pytest.fixture
@@ -242,12 +239,12 @@ def occupied() -> Iterator[int]:
 
 def refused(*flags: str) -> str:
     """stderr of a `serve` that must not start."""
-    before = launches()
+    before = left_behind()
     command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode not in (0, None), done.stdout
     assert "says" not in done.stdout
-    assert launches() <= before
+    assert left_behind() <= before
     assert "Traceback" not in done.stderr
     return done.stderr
 
