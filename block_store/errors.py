@@ -1,6 +1,4 @@
-"""What the block store refuses, one class per refusal of DESIGN section 5. Knows nothing of gRPC or of how the errors
-are answered.
-"""
+"""Errors of the block store, one class per refusal of the ledger (docs/design.md, Ledger). Independent of gRPC."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What the bits of K and V depend on beside model and layout, as one string: workers whose strings differ share no
-blocks (DESIGN section 5, hash domain)."""
+blocks (docs/design.md, Blocks and the arena: hash domain)."""
 
 from __future__ import annotations
 

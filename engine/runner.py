@@ -66,7 +66,7 @@ class RunnerSettings:
     model: str | Path
     """Hugging Face model directory."""
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
-    """auto: bfloat16, whose row results do not depend on the batch (DESIGN section 7)."""
+    """auto: bfloat16, whose row results do not depend on the batch (docs/design.md, Numbers)."""
     load_format: LoadFormat = "auto"
     block_size: int = 16
     max_model_len: int | None = None

@@ -1,5 +1,5 @@
 /* Atomic access to the generations in an arena's header. The file is shared by processes, so plain numpy stores would
- * not do: the writer rule (DESIGN section 5) raises a generation only from a lower value, and of two writers one fails.
+ * not do: the writer rule (docs/design.md, Ledger) raises a generation only from a lower value, and of two writers one fails.
  * Plain C without Python, called through ctypes. */
 #include <stdint.h>
 

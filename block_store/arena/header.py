@@ -42,7 +42,7 @@ class Memory(IntEnum):
     HOST = 1
     """In the file: they outlive every process."""
     STORE_DEVICE = 2
-    """In device memory of the block store: they outlive workers (DESIGN promise 4), not the store."""
+    """In device memory of the block store: they outlive workers (docs/design.md, promise 4), not the store."""
     WORKER_DEVICE = 3
     """In device memory of the one compute process, for want of CUDA IPC: they die with it. Promise 4 is off."""
 

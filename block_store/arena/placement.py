@@ -1,7 +1,8 @@
-"""Where an arena's blocks come to lie on a GPU: in memory of the store, opened by workers through CUDA IPC; or, where
-IPC is not to be had, in memory of the one compute process, and then its end loses all KV (DESIGN promise 4 is off).
+"""Decides which process owns the device memory of an arena's blocks on a GPU.
 
-The owner of the memory holds a writer slot, so that everybody can see whether it lives. Knows no sizes and no RPC.
+It is the block store, whose memory workers open through CUDA IPC. Where IPC is unavailable it is the one compute
+process, and its end loses all KV (promise 4 of docs/design.md does not hold). The owner holds a writer slot, so that
+every process can see whether it lives.
 """
 
 from __future__ import annotations

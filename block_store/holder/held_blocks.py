@@ -7,7 +7,7 @@ call.
 One thread at a time; beside it the holder's beat thread calls `rejoin`. Knows nothing of sequences or tensors. Once
 fenced every method raises Fenced: abort the sequences, close the writer slot, register anew.
 
-While the ledger does not answer (DESIGN section 5, "Without Redis"): blocks come from the reserve, then
+While the ledger does not answer (docs/design.md, Ledger: without Redis): blocks come from the reserve, then
 LedgerUnavailable says to wait; no prefix is found; seals and releases reach the ledger later; hand-overs and claims
 wait (LedgerUnavailable: nothing has changed, try again).
 """

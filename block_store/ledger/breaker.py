@@ -1,5 +1,5 @@
-"""Whether Redis may be asked: a circuit breaker, and the budget of a worker's ledger call (DESIGN section 5, "Without
-Redis").
+"""Whether Redis may be asked: a circuit breaker, and the budget of a worker's ledger call (docs/design.md,
+Ledger: without Redis).
 
 One call that got no answer within its budget opens it; from then on calls fail at once, so that a step never waits,
 until a beat got through again (`holder.Holder`'s thread probes). Knows nothing of what is called.
@@ -16,7 +16,7 @@ from common.telemetry import LOG_EVERY_S
 _LOG = logging.getLogger(__name__)
 BUDGET_S = 0.25
 """Most of what a step may wait for Redis, once; then the breaker is open. A call takes a millisecond, but on two cores
-that all services and a load generator share, Redis itself waits for a core: with 50 ms (DESIGN) the breaker opened six
+that all services and a load generator share, Redis itself waits for a core: with 50 ms the breaker opened six
 times in a minute of 32 users, for up to 2.3 s, and requests waited for it."""
 PROBE_S = 0.1
 """How often an open breaker is tried."""

@@ -1,4 +1,4 @@
-"""The ledger's invariants (DESIGN section 5), checked over one moment, or over two moments of one ledger.
+"""The ledger's invariants (docs/design.md, Invariants), checked over one moment, or over two moments of one ledger.
 
 `check` is for tests after every step, and for a check of a running store. Each finding begins with the invariant's
 name. I7, I8 and I10 speak of operations and bytes, not of one moment; the tests hold them. I2 needs no check: a

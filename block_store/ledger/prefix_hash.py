@@ -27,8 +27,8 @@ def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
 
 
 def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes, numerics: str) -> bytes:
-    """Domain of the hashes of one KV group: other model, layout or numerics, other bits, other blocks (DESIGN section
-    5).
+    """Domain of the hashes of one KV group: other model, layout or numerics, other bits, other blocks
+    (docs/design.md, Blocks and the arena: hash domain).
     """
     return _digest(b"domain", (model_fingerprint, group.to_bytes(4, "little"), layout_fingerprint, numerics.encode()))
 

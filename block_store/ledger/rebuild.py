@@ -1,8 +1,8 @@
-"""Builds the ledger of an arena in Redis from the arena's header: the first one, and every one after Redis has lost it.
+"""Builds the ledger of an arena in Redis from the arena's header: the first one, and every one after Redis has lost it
+(docs/design.md, Ledger: rebuild).
 
-DESIGN section 5, "Rebuild". Sealed full blocks are indexed again; what a living process may be writing waits for its
-writer slot; the rest is free. Workers then register again and assert what they hold (`held.HeldBlocks.rejoin`), so
-that their requests go on.
+Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; the rest
+is free. Workers then register again and assert what they hold (`HeldBlocks.rejoin`), so that their requests go on.
 
 Why nothing is handed out twice and nobody writes into another's block. A writer enters the header (generation, slot,
 state), then reads the rebuild count, and writes into the block only if it is still that of its ledger. Here the count

@@ -1,7 +1,7 @@
-"""The ledger of references: each operation of DESIGN section 5 as one call of one Lua script over up to CHUNK blocks.
+"""The ledger's operations (docs/design.md, Ledger), each one call of one Lua script over up to CHUNK blocks.
 
-Stateless: who calls, and with which running number, comes with every call (`Lane`); `holder.Holder` keeps them. Knows
-nothing of the arena's header but its id, nor of what the blocks contain.
+Stateless: the caller and its running number come with every call (`Lane`); `client.Holder` keeps them. Of the arena's
+header only the id is used.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class AttentionSpec:
     """A query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
     max_model_len: int
     deterministic: bool
-    """A row's bits may depend on its own query, keys and values only (DESIGN section 7)."""
+    """A row's bits may depend on its own query, keys and values only (docs/design.md, Numbers)."""
 
 
 @dataclass(frozen=True, slots=True)

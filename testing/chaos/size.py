@@ -80,6 +80,8 @@ def within(report: Report, size: Size, slack: float) -> Report:
     """The same on a machine on which everything may take `slack` times as long."""
     with _store(size.num_references + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
+        used: int = store.redis.client.info("memory")["used_memory"]
+        report.told("Redis' memory", f"{used / size.num_references:.0f} bytes a reference")
         _scripts(report, store, slack)
         _outage(report, store, size, slack)
         for worker in workers:

@@ -2,7 +2,7 @@
 them anywhere, let others go on, and wake it.
 
 What Redis alone cannot show is seen here: headers raised, bytes stored and read, comparisons made. `Rules` are the
-writer and reader rules of DESIGN section 5; each can be broken for the search to find.
+writer and reader rules of docs/design.md, Ledger; each can be broken for the search to find.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Row invariance (DESIGN section 7), one property over every public kernel: a row has the same bits alone, in a batch,
-in any chunking, at 1 and 2 threads. What else a kernel's bits must not depend on stands in its own tests.
+"""Row invariance (docs/design.md, Numbers), one property over every public kernel.
+
+A row has the same bits alone, in a batch, in any chunking, at 1 and 2 threads. What else a kernel's bits must not
+depend on is in its own tests.
 """
 
 from __future__ import annotations

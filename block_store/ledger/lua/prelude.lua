@@ -176,7 +176,7 @@ end
 -- `n` numbers of the one clock that orders evictions and references; returns the one before the first.
 local function ticks(n) return call('HINCRBY', META, 'tick', n) - n end
 
--- What others may still claim of their floors (DESIGN section 5, Floors).
+-- What others may still claim of their floors (docs/design.md, Ledger: floors).
 local function floors_of_others(epoch)
   local sum, floors = 0, call('HGETALL', FLOORS)
   for i = 1, #floors, 2 do

@@ -1,0 +1,21 @@
+"""Streams a completion, then says where its prompt's KV came from: `python examples/complete.py [GRPC_ADDRESS]`."""
+
+from __future__ import annotations
+
+import sys
+
+from looseleaf import Client
+
+
+def main(address: str = "127.0.0.1:50051") -> None:
+    with Client(address) as client:
+        usage = None
+        for piece in client.generate("Once upon a time", max_tokens=48, temperature=0.8, seed=7, stream=True):
+            print(piece.text, end="", flush=True)
+            usage = piece.usage or usage
+    assert usage is not None
+    print(f"\n\n{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached; run it again to see more")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

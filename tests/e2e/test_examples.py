@@ -1,0 +1,52 @@
+"""Every script of `examples/` runs as its first line says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from looseleaf import LLM
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TALKERS = {
+    "complete": ("grpc", r"prompt tokens, \d+ of them cached"),
+    "chat": ("http", r"(?s)> Tell me a story.*> Tell me another one.*\[\d+ prompt tokens, [1-9]\d* cached\]"),
+    "samples_and_beams": ("grpc", r"(?s)sample 3: .*beam -?\d+\.\d+: .*beam -?\d+\.\d+: "),
+    "plain_grpc": ("grpc", r"32 tokens in \d+ ms"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM() as llm:
+        yield llm
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", TALKERS)
+def test_an_example_talks_to_a_running_server(llm: LLM, name: str) -> None:
+    kind, expected = TALKERS[name]
+    said = run(name, llm.addresses.grpc if kind == "grpc" else f"http://{llm.addresses.http}/v1")
+    assert re.search(expected, said), said
+
+
+def test_the_offline_example_starts_what_it_needs() -> None:
+    assert len(re.findall(r"' -> '.+'", run("offline"))) == 3
+
+
+def test_every_example_is_run_here_and_listed() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {*TALKERS, "offline"}
+    assert set(re.findall(r"\]\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())) == names
