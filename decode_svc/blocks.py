@@ -19,6 +19,7 @@ from common.types import BlockRef
 from decode_svc.scheduler import Group
 from engine.runner import ModelRunner
 from engine.sequence import BlockTable, Sequence, Step
+from worker.loop import stale_owners
 
 Plan = list[tuple[Group, Sequence]]
 """Whose next position one step computes; the sequences of a group stand together, in the order of its live ones."""
@@ -73,10 +74,7 @@ class RunningBlocks:
     def stale(self, plan: Plan, step: Step, copying: Seq[Sequence]) -> set[Group]:
         """The reader rule, for tables and for the sources of copies: groups whose blocks live another life now."""
         arena = self._attached.arena
-        found: set[Group] = set()
-        if not arena.check(step.block_table, step.generations):
-            rows = zip(step.block_table, step.generations, strict=True)
-            found |= {group for (group, _), row in zip(plan, rows, strict=True) if not arena.check(*row)}
+        found = stale_owners(arena, (group for group, _ in plan), step)
         if copying and not arena.check_refs([_source(s) for s in copying]):
             lost = [s for s in copying if not arena.check_refs([_source(s)])]
             found |= {group for group, sequence in plan if sequence in lost}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from block_store.errors import ArenaError, Exhausted, Fenced, LedgerError, LedgerUnavailable
+from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
 from common.blocks import blocks_of
@@ -24,12 +24,11 @@ from engine.beam import BeamSearch, Candidates
 from engine.rows import DecodeRows
 from engine.runner import ModelRunner
 from engine.sequence import Sequence, Step
+from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
 """How long running sequences go on while the ledger does not answer: a lease, and a beat until the reserve is full."""
-RETRY_ALLOC_S = 0.005
-"""Pause before blocks that were not to be had are asked for again."""
 
 
 class DecodeWorker:
@@ -91,7 +90,7 @@ class DecodeWorker:
             try:
                 self._claim_all()
             except Fenced:
-                self._start_over("the worker's lease was over")
+                self.start_over("the worker's lease was over")
         self._outbox.flush(self.load)
 
     def _objection(self, group: Group, ticket: Ticket) -> Rejection | None:
@@ -143,29 +142,22 @@ class DecodeWorker:
 
     def step(self) -> float | None:
         """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
-        ran = False
-        try:
-            if self._attached.is_fenced:
-                raise Fenced("while idle, or between two steps")
-            self._claim_all()
-            for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
-                self._reject(group, Rejection.DEADLINE)
-            self._schedule()
-            if plan := self._reserve():
-                ran = True
-                self._run_guarded(plan)
-        except Fenced:
-            self._start_over("the worker's lease was over")
-        except LedgerUnavailable as error:  # nothing is lost; `HeldBlocks` goes on without the ledger as far as it can
-            logger.warning("a step ended early: %s", error)
-        except (LedgerError, ArenaError) as error:
-            logger.error("the ledger refused: %s", error)
-            self._start_over("the ledger refused an operation")
+        ran = guarded_step(self, self._attached, logger)
         self.load = self._load()
         self._outbox.flush(self.load)
         if self._scheduler.idle and not self._claims:
             return None
         return 0.0 if ran else RETRY_ALLOC_S
+
+    def work(self) -> bool:
+        """Claim, schedule, reserve, run: `step` without its guard. Whether anything ran."""
+        self._claim_all()
+        for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
+            self._reject(group, Rejection.DEADLINE)
+        self._schedule()
+        if plan := self._reserve():
+            guarded_run(lambda: self._run(plan), lambda: self._fail(plan), self._runner, logger)
+        return bool(plan)
 
     def _load(self) -> WorkerLoad:
         queues = self._scheduler.load()
@@ -187,19 +179,10 @@ class DecodeWorker:
     def _groups(self) -> list[Group]:
         return [*self._scheduler.groups(), *self._claims]
 
-    def _run_guarded(self, plan: Plan) -> None:
-        """A step that fails for a reason of its own costs its groups; one that fails with its device ends the thread,
-        and the blocks stay ours until our lease and our process are over."""
-        try:
-            self._run(plan)
-        except (LedgerError, ArenaError):
-            raise
-        except Exception as error:
-            self._runner.settle(error)
-            logger.exception("a step failed")
-            for group in {group: None for group, _ in plan}:
-                if group in self._outbox:
-                    self._reject(group, Rejection.INTERNAL)
+    def _fail(self, plan: Plan) -> None:
+        for group in {group: None for group, _ in plan}:
+            if group in self._outbox:
+                self._reject(group, Rejection.INTERNAL)
 
     def _schedule(self) -> None:
         """Who runs: higher priorities in place of lower ones, preempted groups before new ones."""
@@ -310,7 +293,7 @@ class DecodeWorker:
             self._reject(group, rejection)
         self._outbox.flush(self.load)
 
-    def _start_over(self, reason: str) -> None:
+    def start_over(self, reason: str) -> None:
         """Fenced: nothing that we hold is ours any more. Send everything away and register anew."""
         groups = self._groups()
         logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))

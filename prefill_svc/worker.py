@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from block_store.errors import ArenaError, Fenced, LedgerError, LedgerUnavailable, NotHolder, Stale
+from block_store.errors import LedgerUnavailable, NotHolder, Stale
 from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
@@ -23,10 +23,9 @@ from prefill_svc.blocks import GroupBlocks, Plan
 from prefill_svc.first_tokens import draw, take_prompt_logprobs
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
+from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners
 
 logger = logging.getLogger("prefill")
-RETRY_ALLOC_S = 0.005
-"""Pause before the head of the queue asks again for blocks that were not to be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,39 +107,23 @@ class PrefillWorker:
 
     def step(self) -> float | None:
         """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
-        plan: Plan = []
-        try:
-            if self._attached.is_fenced:
-                raise Fenced("while idle, or between two steps")
-            for conclude in list(self._parked.values()):
-                conclude()
-            plan = self._scheduler.plan(self._admit)
-            if plan:
-                self._run_guarded(plan)
-        except Fenced:
-            self._start_over("the worker's lease was over")
-        except LedgerUnavailable as error:  # nothing is lost; `HeldBlocks` goes on without the ledger as far as it can
-            logger.warning("a step ended early: %s", error)
-        except (LedgerError, ArenaError) as error:
-            logger.error("the ledger refused: %s", error)
-            self._start_over("the ledger refused an operation")
+        ran = guarded_step(self, self._attached, logger)
         self.load = self._scheduler.load()
         if self._scheduler.idle and not self._parked:
             return None
-        return 0.0 if plan else RETRY_ALLOC_S
+        return 0.0 if ran else RETRY_ALLOC_S
 
-    def _run_guarded(self, plan: Plan) -> None:
-        """A step that fails for a reason of its own costs its jobs; one that fails with its device ends the thread, and
-        the blocks stay ours until our lease and our process are over."""
-        try:
-            self._run(plan)
-        except (LedgerError, ArenaError):
-            raise
-        except Exception as error:
-            self._runner.settle(error)
-            logger.exception("a step failed")
-            for job, _ in plan:
-                self._fail(job, Internal("the step failed; the worker's log says why"))
+    def work(self) -> bool:
+        """Hand over what is computed, plan, run: `step` without its guard. Whether anything ran."""
+        for conclude in list(self._parked.values()):
+            conclude()
+        if plan := self._scheduler.plan(self._admit):
+            guarded_run(lambda: self._run(plan), lambda: self._fail_all(plan), self._runner, logger)
+        return bool(plan)
+
+    def _fail_all(self, plan: Plan) -> None:
+        for job, _ in plan:
+            self._fail(job, Internal("the step failed; the worker's log says why"))
 
     # --- one step
 
@@ -170,11 +153,9 @@ class PrefillWorker:
 
     def _check(self, plan: Plan, step: Step) -> bool:
         """The reader rule: every block is still the life that the table names. False: the stale jobs were aborted."""
-        arena = self._attached.arena
-        if arena.check(step.block_table, step.generations):
+        stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
+        if not stale:
             return True
-        rows = zip(plan, step.block_table, step.generations, strict=True)
-        stale = dict.fromkeys(job for (job, _), *table in rows if not arena.check(*table))
         logger.warning("reader rule: %d prompts of %d had blocks that live another life now", len(stale), len(plan))
         for job in stale:
             self._fail(job, Aborted("a block of the prompt was reclaimed"))
@@ -239,7 +220,7 @@ class PrefillWorker:
         if (emit := self._emits.pop(job, None)) is not None:
             emit(error)
 
-    def _start_over(self, reason: str) -> None:
+    def start_over(self, reason: str) -> None:
         """Fenced: nothing that we hold is ours any more. Fail everything as retryable and register anew."""
         logger.warning("starting over: %s; %d prompts are sent away", reason, len(self._emits))
         self._scheduler.drop_all()
