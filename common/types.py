@@ -255,7 +255,7 @@ class WorkerRecord:
     max_model_len: int
     max_num_seqs: int
     max_group_blocks: int = 0
-    """The most blocks that a sequence group may need here (`common.blocks.group_blocks`): the worker's floor."""
+    """The most blocks that a sequence group may need here (`common.group_need.GroupNeed`): the worker's floor."""
     epoch: int = 0
     draining: bool = False
     load: WorkerLoad = field(default_factory=WorkerLoad)

@@ -15,7 +15,7 @@ from block_store.errors import Fenced, LedgerError, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.client import Attempt
 from block_store.ledger.prefix_hash import next_hash
-from common.blocks import blocks_of, group_blocks
+from common.group_need import GroupNeed, blocks_of
 from common.types import Ticket
 from decode_svc.scheduler import Group
 from engine.beam import Candidates
@@ -53,13 +53,12 @@ def fits_ticket(group: Group, ticket: Ticket, block_size: int) -> bool:
     )
 
 
-def most_needed(group: Group, max_model_len: int, block_size: int) -> tuple[int, int]:
-    """The most sequences and the most blocks that the group may come to. With fewer at hand it might never finish."""
+def most_needed(group: Group, max_model_len: int) -> GroupNeed:
+    """What the group may come to. With less at hand it might never finish."""
     first = group.sequences[0]
     width = len(group.sequences) if group.search is None else first.sampling.width
     prompt_len = len(first.prompt_ids)
-    max_tokens = min(first.stopping.max_tokens, max_model_len - prompt_len)
-    return width, group_blocks(prompt_len, max_tokens, width, block_size)
+    return GroupNeed(prompt_len, min(first.stopping.max_tokens, max_model_len - prompt_len), width)
 
 
 def take_over(group: Group, claim: Claim, block_size: int) -> None:

@@ -16,8 +16,8 @@ from block_store.errors import Exhausted, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import next_hash
-from common.blocks import blocks_of
 from common.errors import StartupError
+from common.group_need import blocks_of
 from common.types import BlockRef
 from decode_svc.blocks import forget
 from decode_svc.scheduler import Group

@@ -11,7 +11,7 @@ import time
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
-from common.blocks import blocks_of
+from common.group_need import blocks_of
 from common.types import BlockRef, Ticket, WorkerLoad
 from decode_svc.blocks import Plan, RunningBlocks, copying, forget
 from decode_svc.claims import Claim, Claims, fits_ticket, most_needed, take_over
@@ -102,8 +102,8 @@ class DecodeWorker:
             return Rejection.INTERNAL
         if ticket.arena_id != self._attached.arena.arena_id:
             return Rejection.LOST
-        width, num_blocks = most_needed(group, self._runner.max_model_len, self._block_size)
-        if width > self._scheduler.max_num_seqs or num_blocks > self._attached.floor_blocks:
+        need = most_needed(group, self._runner.max_model_len)
+        if need.width > self._scheduler.max_num_seqs or need.blocks(self._block_size) > self._attached.floor_blocks:
             return Rejection.TOO_LARGE
         return None
 

@@ -13,7 +13,7 @@ from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import next_hash
-from common.blocks import blocks_of
+from common.group_need import blocks_of
 from common.telemetry import Burst
 from common.types import BlockRef, Ticket
 from engine.sequence import BlockTable, Chunk, Sequence

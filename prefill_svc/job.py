@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from block_store.ledger.client import Attempt
-from common.blocks import blocks_of
+from common.group_need import blocks_of
 from common.types import Branch, SamplingParams, StoppingParams
 from engine.beam import Candidates
 from engine.sequence import Sequence

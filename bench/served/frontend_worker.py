@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
-from common.blocks import blocks_of
+from common.group_need import blocks_of
 from common.rpc import RpcServer, wait_for_signal
 from common.types import Role, WorkerLoad, WorkerRecord
 from decode_svc.outputs import AnyOutput, PlainToken, Session

@@ -22,8 +22,8 @@ from pydantic import Field
 
 from bench.served.server import Request, WatchedServer, send_all
 from bench.served.steps import StepRecord
-from common.blocks import blocks_of, group_blocks
 from common.errors import StartupError
+from common.group_need import GroupNeed, blocks_of
 from common.settings import Settings, settings_config
 from loadtest.workload import Lengths, Workload
 from looseleaf.results import Completion
@@ -99,7 +99,8 @@ def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
 
 def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
     """The smallest arena whose decode worker may take every one of these requests (`sizing.granted_floor`)."""
-    largest = max(group_blocks(len(r.prompt_ids), r.options["max_tokens"], r.options["n"], block_size) for r in wanted)
+    needs = [GroupNeed(len(r.prompt_ids), r.options["max_tokens"], r.options["n"]) for r in wanted]
+    largest = max(need.blocks(block_size) for need in needs)
     asked = blocks_of(MAX_MODEL_LEN, block_size) + 1
     return 2 * asked + max(0, 4 * (largest - asked))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from common.blocks import group_blocks
 from common.types import WorkerLoad, WorkerRecord
 
 SUSPECT_S = 2.0
@@ -20,23 +19,6 @@ UNREACHABLE_S = 4.0
 Its successor has another address and is taken at once."""
 REPORT_S = 3.0
 """A load report older than this says nothing any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSize:
-    """What a request can come to need on a decode worker."""
-
-    prompt_len: int
-    max_tokens: int
-    width: int
-    """Sequences."""
-
-    def fits(self, record: WorkerRecord) -> bool:
-        """Whether a worker's batch and floor hold the group; a worker that names no floor is taken to."""
-        floor = record.max_group_blocks
-        if self.width > record.max_num_seqs:
-            return False
-        return not floor or group_blocks(self.prompt_len, self.max_tokens, self.width, record.block_size) <= floor
 
 
 @dataclass(slots=True)

@@ -12,14 +12,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from common import convert
+from common.group_need import GroupNeed, GroupRoom
 from common.trust import NO_TRUST, Trust
 from common.types import Ticket, WorkerLoad, WorkerRecord
 from gateway.admission.gate import Place
 from gateway.fleet.decode_client import DecodeSession, Limits, SessionPool
 from gateway.fleet.lost import WorkerLost
 from gateway.fleet.prefill_client import PrefillClient
-from gateway.fleet.routing import GroupSize, Router, WorkerState
-from gateway.intake.group_limits import GroupLimits, limits_of
+from gateway.fleet.routing import Router, WorkerState
+from gateway.intake.group_limits import rooms_of
 from gateway.intake.validate import ResolvedRequest
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
@@ -61,7 +62,7 @@ class Workers:
         self._usable = self._sessions.usable
         self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
         self._ready_at = -math.inf
-        self.group_limits: set[GroupLimits] = set()
+        self.group_rooms: set[GroupRoom] = set()
         """What the decode workers take; while there are none, what the last ones took: a request too large for them
         is better refused than let in to wait for them."""
         self._lookup: Lookup | None = None
@@ -78,7 +79,7 @@ class Workers:
     def on_records(self, records: list[WorkerRecord]) -> None:
         """The registry's list, as often as it is polled."""
         self._router.update(records, time.monotonic())
-        self.group_limits = limits_of(records) or self.group_limits
+        self.group_rooms = rooms_of(records) or self.group_rooms
         self._sessions.sync(records)
         self.missing_for()
         addresses = [r.address for r in records if r.role == "prefill"]
@@ -108,11 +109,12 @@ class Workers:
         """How many sequences may be with workers at a time."""
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
-    def holds(self, size: GroupSize) -> bool:
+    def holds(self, need: GroupNeed) -> bool:
         """Whether some decode worker is large enough for the group."""
-        return any(s.record.role == "decode" and size.fits(s.record) for s in self._router.workers.values())
+        records = [state.record for state in self._router.workers.values()]
+        return any(record.role == "decode" and GroupRoom.of(record).holds(need) for record in records)
 
-    async def pick_prefill(self, request: ResolvedRequest, size: GroupSize) -> WorkerRecord | None:
+    async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> WorkerRecord | None:
         """The worker to prefill on, None if no pair is ready whose decode worker holds the group. The prefix index is
         asked only if there is a choice.
         """
@@ -120,7 +122,7 @@ class Workers:
         cached: dict[str, int] = {}
         if len(records) > 1 and self._lookup is not None:
             cached = await self._lookup(records, request.prompt_ids, request.salt, request.public_tokens)
-        state = self._router.pick_prefill(len(request.prompt_ids), cached, time.monotonic(), self._usable_for(size))
+        state = self._router.pick_prefill(len(request.prompt_ids), cached, time.monotonic(), self._usable_for(need))
         if state is None:
             return None
         return state.record
@@ -158,13 +160,13 @@ class Workers:
         if response.HasField("done") and response.done.HasField("ticket"):
             self.give_up(response.done.ticket)
 
-    def pick_decode(self, prefill: WorkerRecord, size: GroupSize) -> DecodePlace | None:
+    def pick_decode(self, prefill: WorkerRecord, need: GroupNeed) -> DecodePlace | None:
         """A place on a decode worker that takes this prefill worker's tickets and holds the group."""
-        state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(size))
+        state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(need))
         session = None if state is None else self._sessions.get(state.record.worker_id)
         if state is None or session is None:
             return None
-        return DecodePlace(session, state, self._router, size.width)
+        return DecodePlace(session, state, self._router, need.width)
 
     def promise(self, place: Place, num_blocks: Callable[[int], int]) -> bool:
         """Promise a group that comes back its blocks, if some decode worker reports so many free, or if nothing else of
@@ -196,8 +198,8 @@ class Workers:
         states = self._router.workers.values()
         return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
 
-    def _usable_for(self, size: GroupSize) -> Callable[[WorkerRecord], bool]:
-        return lambda record: self._usable(record) and size.fits(record)
+    def _usable_for(self, need: GroupNeed) -> Callable[[WorkerRecord], bool]:
+        return lambda record: self._usable(record) and GroupRoom.of(record).holds(need)
 
     def _on_load(self, worker_id: str, load: WorkerLoad) -> None:
         self._router.report(worker_id, load, time.monotonic())

@@ -8,10 +8,9 @@ beam search too. Samples are never ranked, so `best_of` without a beam search ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
-from common.blocks import group_blocks
 from common.errors import InvalidArgument
+from common.group_need import GroupNeed, GroupRoom
 from common.types import WorkerRecord
 from gateway.intake.limits import RANGES, Checker
 from gateway.intake.wanted import Wanted
@@ -20,28 +19,9 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0
 """A beam search draws nothing: what shapes drawing may only be given with values that change nothing."""
 
 
-class GroupLimits(NamedTuple):
-    """The largest sequence group that one decode worker takes."""
-
-    max_sequences: int
-    max_blocks: int
-    """0: not known."""
-    block_size: int
-
-    def room(self, prompt_len: int, width: int) -> int:
-        """The most tokens that each of `width` sequences may produce within max_blocks, by `group_blocks`."""
-        shared = prompt_len // self.block_size
-        own = (self.max_blocks - shared) // width - 1
-        return (shared + own) * self.block_size - prompt_len
-
-
-def limits_of(records: Iterable[WorkerRecord]) -> set[GroupLimits]:
+def rooms_of(records: Iterable[WorkerRecord]) -> set[GroupRoom]:
     """What the decode workers that take requests can hold, equal ones once."""
-    return {
-        GroupLimits(r.max_num_seqs, r.max_group_blocks, r.block_size)
-        for r in records
-        if r.role == "decode" and not r.draining
-    }
+    return {GroupRoom.of(r) for r in records if r.role == "decode" and not r.draining}
 
 
 def is_beam_search(wanted: Wanted) -> bool:
@@ -64,7 +44,7 @@ def num_sequences(wanted: Wanted) -> int:
     return 1 if wanted.beam_width is None else wanted.beam_width
 
 
-def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupLimits]) -> None:
+def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupRoom]) -> None:
     """All that can be said before the prompt's length is known. Without `limits` (no workers) any width passes."""
     checker.number("n", wanted.n)
     checker.number("length_penalty", wanted.length_penalty)
@@ -108,7 +88,7 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
 
 
 def max_tokens_within(
-    wanted: Wanted, prompt_len: int, limits: Collection[GroupLimits], max_tokens: int, *, clip: bool
+    wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
     """`max_tokens`, or what some decode worker has blocks for if that is less and `clip`.
 
@@ -118,12 +98,12 @@ def max_tokens_within(
     takers = [limit for limit in limits if limit.max_sequences >= width]
     if not all(limit.max_blocks for limit in takers):
         return max_tokens
-    limit = max(takers, key=lambda limit: limit.room(prompt_len, width), default=None)
-    if limit is None or max_tokens <= (room := limit.room(prompt_len, width)):
+    limit = max(takers, key=lambda limit: limit.max_tokens(prompt_len, width), default=None)
+    if limit is None or max_tokens <= (room := limit.max_tokens(prompt_len, width)):
         return max_tokens
     if clip and room >= 1:
         return room
-    blocks = group_blocks(prompt_len, max_tokens, width, limit.block_size)
+    blocks = GroupNeed(prompt_len, max_tokens, width).blocks(limit.block_size)
     which, first = ("max_tokens", "of") if name == "n" and width == 1 else (name, f"of {width}, max_tokens")
     raise InvalidArgument.of(
         which,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from common.errors import InvalidArgument, NotFound
+from common.group_need import GroupRoom
 from common.types import CacheQuota, SamplingParams, StoppingParams
 from gateway.intake.assets import GenerationDefaults, ModelAssets
 from gateway.intake.group_limits import (
-    GroupLimits,
     check_group,
     is_beam_search,
     max_tokens_within,
@@ -75,15 +75,15 @@ class Validator:
         *,
         timeout_s: float,
         max_model_len: Callable[[], int],
-        group_limits: Callable[[], Collection[GroupLimits]],
+        group_rooms: Callable[[], Collection[GroupRoom]],
     ) -> None:
-        """`group_limits`: what decode workers take, empty while there are none."""
+        """`group_rooms`: what decode workers take, empty while there are none."""
         self._assets = assets
         self._pool = pool
         self._salts = salts
         self._timeout_s = timeout_s
         self._max_model_len = max_model_len
-        self._group_limits = group_limits
+        self._group_rooms = group_rooms
         self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
         self._cache_percent: Callable[[str], int | None] = lambda tenant: None
 
@@ -101,7 +101,7 @@ class Validator:
         checker = self.checker()
         _check_numbers(checker, wanted)
         _check_rest(checker, wanted)
-        check_group(checker, wanted, self._group_limits())
+        check_group(checker, wanted, self._group_rooms())
         self._check_prompt(checker, wanted)
         if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would make a prompt of it
             checker.refuse(wanted.prompt_field, "must not be empty")
@@ -231,7 +231,7 @@ class Validator:
         else:
             max_tokens = wanted.max_tokens
         max_tokens = max_tokens_within(
-            wanted, prompt_len, self._group_limits(), max_tokens, clip=wanted.max_tokens is None
+            wanted, prompt_len, self._group_rooms(), max_tokens, clip=wanted.max_tokens is None
         )
         if (wanted.min_tokens or 0) > max_tokens:
             raise InvalidArgument.of(

@@ -83,7 +83,7 @@ class DecodeHalf:
         """Pieces of all samples; a message brings at most one of each. Errors: WorkerLost, any LooseleafError."""
         # The message may be too late: made before a place is taken.
         message, left_s = life.submit_request(hand_over.done, hand_over.going), life.remaining_s()
-        place = self._workers.pick_decode(hand_over.prefill, life.size)
+        place = self._workers.pick_decode(hand_over.prefill, life.need)
         if place is None:
             for piece in hand_over.first.values():
                 yield piece

@@ -210,12 +210,12 @@ class RequestRunner:
 
     async def _pick_prefill(self, life: Life) -> WorkerRecord:
         """A prefill worker with a reachable partner; waits for one if workers were lost a moment ago."""
-        request, size, began = life.request, life.size, time.monotonic()
+        request, need, began = life.request, life.need, time.monotonic()
         while True:
-            worker = await self._workers.pick_prefill(request, size)
+            worker = await self._workers.pick_prefill(request, need)
             if worker is not None:
                 return worker
-            too_small = self._workers.ready and not self._workers.holds(size)
+            too_small = self._workers.ready and not self._workers.holds(need)
             waited_s = time.monotonic() - began if too_small else self._workers.missing_for()
             if waited_s > self._recover_s:
                 why = "no decode worker holds a group of this size" if too_small else NO_PAIR

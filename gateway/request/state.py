@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common import convert
-from common.blocks import blocks_of, group_blocks
+from common.group_need import GroupNeed, blocks_of
 from common.types import Branch, FinishReason, PromptSources, SamplingParams, Timings
 from gateway.fleet.lost import internal, too_late
-from gateway.fleet.routing import GroupSize
 from gateway.intake.validate import ResolvedRequest
 from gateway.request.detokenize import Detokenizers
 from gateway.request.direct import Direct
@@ -79,9 +78,9 @@ class Life:
         return sum(len(sample.output_ids) for sample in self.samples)
 
     @property
-    def size(self) -> GroupSize:
+    def need(self) -> GroupNeed:
         request = self.request
-        return GroupSize(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)
+        return GroupNeed(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)
 
     def remaining_s(self) -> float:
         """Time left for a hop. DeadlineExceeded when there is none."""
@@ -101,11 +100,11 @@ class Life:
 
     def blocks_to_come_back(self, block_size: int) -> int:
         """Blocks that the group needs to go on. A beam search starts over, so it must be able to reach its end."""
-        size = self.size
+        need = self.need
         if self.is_beam_search:
-            return group_blocks(size.prompt_len, size.max_tokens, size.width, block_size)
-        shared = size.prompt_len // block_size
-        lengths = [size.prompt_len + len(sample.output_ids) + 1 for sample in self.open_samples]
+            return need.blocks(block_size)
+        shared = need.prompt_len // block_size
+        lengths = [need.prompt_len + len(sample.output_ids) + 1 for sample in self.open_samples]
         return shared + sum(blocks_of(length, block_size) - shared for length in lengths)
 
     # --- what comes in

@@ -15,7 +15,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Literal
 
-from common.blocks import group_blocks
+from common.group_need import GroupNeed
 from common.types import SamplingParams
 from testing.chaos.book import Case
 from testing.chaos.kills import BACK
@@ -77,7 +77,7 @@ def pressure_part(run: Run, report: Report, workers: int, mode: Mode, seconds: f
 
 def blocks_needed(case: Case) -> int:
     """The most that a request can come to hold."""
-    return group_blocks(len(case.prompt_ids), case.max_tokens, case.sampling.width, BLOCK_SIZE)
+    return GroupNeed(len(case.prompt_ids), case.max_tokens, case.sampling.width).blocks(BLOCK_SIZE)
 
 
 def _watch(traffic: Traffic, seconds: float) -> float:

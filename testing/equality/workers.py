@@ -20,8 +20,8 @@ from block_store.ledger.client import BEAT_S, Holder
 from block_store.ledger.reaper import sweep
 from block_store.ledger.rebuild import open_ledger, rebuild
 from block_store.ledger.scripts import Ledger
-from common.blocks import group_blocks
 from common.errors import Aborted
+from common.group_need import GroupNeed
 from common.types import Branch, WorkerLoad
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.preemption import Choice, Preemption
@@ -107,7 +107,7 @@ class Asked:
     def num_blocks(self, block_size: int) -> int:
         """The most that it can need."""
         case = self.case
-        return group_blocks(len(case.prompt), case.stopping.max_tokens, case.sampling.width, block_size)
+        return GroupNeed(len(case.prompt), case.stopping.max_tokens, case.sampling.width).blocks(block_size)
 
 
 class Workers:

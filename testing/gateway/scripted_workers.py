@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from common.access import Door
-from common.blocks import blocks_of
 from common.errors import LooseleafError, Unavailable
+from common.group_need import blocks_of
 from common.rpc import Protection, RpcServer
 from common.types import Role, WorkerRecord
 from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import InvalidArgument
-from gateway.intake.group_limits import GroupLimits, max_tokens_within
+from common.group_need import GroupRoom
+from gateway.intake.group_limits import max_tokens_within
 from gateway.intake.wanted import Wanted
 from testing.chaos.book import Case
 from testing.chaos.pressure import BLOCK_SIZE, REFUSAL, TOO_WIDE, blocks_needed
@@ -14,7 +15,7 @@ from testing.chaos.traffic import _right
 
 @pytest.mark.parametrize("wanted", [Wanted(n=16), Wanted(beam_width=16), Wanted()])
 def test_the_gateways_sentence_is_a_refusal(wanted: Wanted) -> None:
-    limits = [GroupLimits(64, 12, BLOCK_SIZE)]
+    limits = [GroupRoom(64, 12, BLOCK_SIZE)]
     with pytest.raises(InvalidArgument) as refused:
         max_tokens_within(wanted, len(TOO_WIDE.prompt_ids), limits, TOO_WIDE.max_tokens, clip=False)
     assert REFUSAL.match(f"InvalidArgument: {refused.value}"), refused.value

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.blocks import group_blocks
+from common.group_need import GroupNeed
 from common.types import SamplingParams, StoppingParams
 from decode_svc.outputs import Rejection
 from decode_svc.preemption import Preemption
@@ -34,7 +34,7 @@ class Request:
 
     @property
     def most(self) -> int:
-        return group_blocks(self.prompt_len, self.max_tokens, len(self.lengths), BLOCK)
+        return GroupNeed(self.prompt_len, self.max_tokens, len(self.lengths)).blocks(BLOCK)
 
 
 @dataclass
@@ -222,7 +222,7 @@ class World:
 def requests_of(draw: st.DrawFn, floor: int) -> Request:
     prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 30))
     width = draw(st.integers(1, 4))
-    while group_blocks(prompt_len, max_tokens, width, BLOCK) > floor:
+    while GroupNeed(prompt_len, max_tokens, width).blocks(BLOCK) > floor:
         width, max_tokens, prompt_len = max(1, width - 1), max(1, max_tokens // 2), max(1, prompt_len // 2)
     lengths = tuple(draw(st.integers(1, max_tokens)) for _ in range(width))
     return Request(draw(st.integers(0, 40)), prompt_len, lengths, max_tokens, draw(st.integers(0, 1)))

@@ -16,7 +16,7 @@ from block_store.ledger.client import Holder
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, next_hash
 from block_store.ledger.rebuild import open_ledger
-from common.blocks import blocks_of
+from common.group_need import blocks_of
 from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc.scheduler import Group
 from decode_svc.swap import SwapSpace

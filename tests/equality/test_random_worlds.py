@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.blocks import group_blocks
+from common.group_need import GroupNeed
 from common.types import SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
 from engine.runner import ModelRunner, RunnerSettings
@@ -71,7 +71,7 @@ def random_cases(rng: random.Random, block_size: int) -> list[Case]:
 
 
 def needed(case: Case, block_size: int) -> int:
-    return group_blocks(len(case.prompt), case.stopping.max_tokens, case.sampling.width, block_size)
+    return GroupNeed(len(case.prompt), case.stopping.max_tokens, case.sampling.width).blocks(block_size)
 
 
 @pytest.mark.parametrize("seed", range(NUM_WORLDS))

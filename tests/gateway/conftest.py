@@ -97,7 +97,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             Salts(b"secret"),
             timeout_s=options.pop("timeout_s", 20.0),
             max_model_len=lambda: 512,
-            group_limits=lambda: workers.group_limits,
+            group_rooms=lambda: workers.group_rooms,
         )
         keys = ApiKeys({} if api_key is None else {api_key: "default"}) if keys is None else keys
         tenants = Tenants(keys.limits, time.monotonic())

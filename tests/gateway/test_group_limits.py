@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.blocks import group_blocks
 from common.errors import InvalidArgument
+from common.group_need import GroupNeed, GroupRoom
 from gateway.api.openai_parse import parse_body
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import GenerationDefaults
-from gateway.intake.group_limits import GroupLimits, limits_of
+from gateway.intake.group_limits import rooms_of
 from gateway.intake.limits import PromptLimits
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
@@ -26,7 +26,7 @@ from testing.gateway.parts import make_assets, make_record
 MAX_LEN = 512
 PROMPT = [1] * 40  # two blocks and a half
 ASSETS = make_assets(defaults=GenerationDefaults(temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1))
-LIMITS: list[GroupLimits] = []
+LIMITS: list[GroupRoom] = []
 """What the validator is told of workers; a test fills it, the fixture empties it."""
 
 
@@ -34,7 +34,7 @@ LIMITS: list[GroupLimits] = []
 def validator() -> Iterator[Validator]:
     pool = TokenizerPool(ASSETS, 1)
     yield Validator(
-        ASSETS, pool, Salts(b"s"), timeout_s=60.0, max_model_len=lambda: MAX_LEN, group_limits=lambda: LIMITS
+        ASSETS, pool, Salts(b"s"), timeout_s=60.0, max_model_len=lambda: MAX_LEN, group_rooms=lambda: LIMITS
     )
     pool.close()
 
@@ -121,7 +121,7 @@ async def test_the_models_defaults_for_drawing_do_not_reach_a_beam_search(valida
 
 async def test_no_group_is_wider_than_what_some_decode_worker_runs(validator: Validator) -> None:
     await resolve(validator, n=128)  # no worker: nothing known
-    LIMITS[:] = [GroupLimits(4, 0, 16), GroupLimits(8, 0, 16)]
+    LIMITS[:] = [GroupRoom(4, 0, 16), GroupRoom(8, 0, 16)]
     for field in ("n", "beam_width"):
         assert (await resolve(validator, **{field: 8})).sampling.width == 8
         told = await refusal(validator, **{field: 9})
@@ -130,40 +130,40 @@ async def test_no_group_is_wider_than_what_some_decode_worker_runs(validator: Va
 
 
 async def test_no_group_needs_more_blocks_than_some_decode_worker_grants(validator: Validator) -> None:
-    small, large = GroupLimits(8, 9, 16), GroupLimits(8, 24, 16)
+    small, large = GroupRoom(8, 9, 16), GroupRoom(8, 24, 16)
     LIMITS[:] = [small, large]
     # 2 blocks shared, 4 each for 64 tokens of a prompt's tail and outputs, one each for the tail while it is copied
-    assert group_blocks(40, 56, 4, 16) == 22 and group_blocks(40, 57, 4, 16) == 26
+    assert GroupNeed(40, 56, 4).blocks(16) == 22 and GroupNeed(40, 57, 4).blocks(16) == 26
     await resolve(validator, n=4, max_tokens=56)
     told = await refusal(validator, n=4, max_tokens=57)
     assert told == (
         "n of 4, max_tokens 57 and a prompt of 40 tokens need 26 blocks of KV, the limit of a decode worker is 24"
     )
     assert (await refusal(validator, beam_width=4, max_tokens=57)).startswith("beam_width of 4, max_tokens 57")
-    LIMITS[:] = [small, GroupLimits(2, 100, 16)]  # the one with the blocks does not run so many
+    LIMITS[:] = [small, GroupRoom(2, 100, 16)]  # the one with the blocks does not run so many
     assert "limit of a decode worker is 9" in await refusal(validator, n=4, max_tokens=57)
     LIMITS[:] = [small]
     assert (await refusal(validator, max_tokens=400)).startswith("max_tokens of 400 and a prompt of 40 tokens need 29")
-    LIMITS[:] = [small, GroupLimits(8, 0, 16)]  # one of them did not say
+    LIMITS[:] = [small, GroupRoom(8, 0, 16)]  # one of them did not say
     await resolve(validator, n=4, max_tokens=57)
 
 
 async def test_a_default_max_tokens_is_clipped_to_the_blocks_of_a_group(validator: Validator) -> None:
-    LIMITS[:] = [GroupLimits(8, 21, 16)]
+    LIMITS[:] = [GroupRoom(8, 21, 16)]
     chat = ChatPrompt([{"role": "user", "content": "hi"}])
     one, four = [await resolve(validator, prompt=chat, n=n) for n in (1, 4)]
     prompt_len = len(four.prompt_ids)
     assert one.stopping.max_tokens == 20 * 16 - prompt_len
-    assert group_blocks(prompt_len, four.stopping.max_tokens, 4, 16) <= 21
-    assert group_blocks(prompt_len, four.stopping.max_tokens + 1, 4, 16) > 21
-    LIMITS[:] = [GroupLimits(8, 3, 16)]
+    assert GroupNeed(prompt_len, four.stopping.max_tokens, 4).blocks(16) <= 21
+    assert GroupNeed(prompt_len, four.stopping.max_tokens + 1, 4).blocks(16) > 21
+    LIMITS[:] = [GroupRoom(8, 3, 16)]
     assert (await refusal(validator, n=8)).startswith("n of 8, max_tokens 16 and")
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 40), st.sampled_from([8, 16, 64]), st.integers(1, 500))
 def test_room_is_what_group_blocks_says(prompt_len: int, max_tokens: int, width: int, size: int, limit: int) -> None:
-    fits = group_blocks(prompt_len, max_tokens, width, size) <= limit
-    assert fits == (max_tokens <= GroupLimits(64, limit, size).room(prompt_len, width))
+    fits = GroupNeed(prompt_len, max_tokens, width).blocks(size) <= limit
+    assert fits == (max_tokens <= GroupRoom(64, limit, size).max_tokens(prompt_len, width))
 
 
 def test_limits_come_from_decode_workers_that_take_requests() -> None:
@@ -172,7 +172,7 @@ def test_limits_come_from_decode_workers_that_take_requests() -> None:
         decode, replace(decode, worker_id="d1"), replace(decode, worker_id="d2", draining=True, max_num_seqs=9),
         make_record("prefill", "p0", max_num_seqs=99),
     ]  # fmt: skip
-    assert limits_of(records) == {GroupLimits(4, 30, 16)}
+    assert rooms_of(records) == {GroupRoom(4, 30, 16)}
 
 
 PROMPT_LIMITS = PromptLimits(text_bytes=1000, fitting_bytes=1000, max_model_len=100)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidArgument, NotFound
+from common.group_need import GroupRoom
 from gateway.intake.assets import GenerationDefaults, ModelAssets
-from gateway.intake.group_limits import GroupLimits
 from gateway.intake.limits import MAX_SALT_BYTES, MIN_PROMPT_BYTES
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
@@ -22,9 +22,9 @@ MAX_LEN = 512
 PROMPT = [1, 5, 6]
 
 
-def make_validator(assets: ModelAssets, pool: TokenizerPool, limits: Collection[GroupLimits] = ()) -> Validator:
+def make_validator(assets: ModelAssets, pool: TokenizerPool, limits: Collection[GroupRoom] = ()) -> Validator:
     salts = Salts(b"secret")
-    return Validator(assets, pool, salts, timeout_s=60.0, max_model_len=lambda: MAX_LEN, group_limits=lambda: limits)
+    return Validator(assets, pool, salts, timeout_s=60.0, max_model_len=lambda: MAX_LEN, group_rooms=lambda: limits)
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from common.group_need import GroupNeed, GroupRoom
 from common.types import WorkerLoad
-from gateway.fleet.routing import REPORT_S, SUSPECT_S, GroupSize, Router
+from gateway.fleet.routing import REPORT_S, SUSPECT_S, Router
 from testing.gateway.parts import make_record
 
 
@@ -104,8 +105,8 @@ def test_a_worker_that_failed_is_passed_over_for_a_while_unless_it_is_the_only_o
 
 
 def test_a_group_goes_where_batch_and_floor_hold_it() -> None:
-    size = GroupSize(prompt_len=40, max_tokens=24, width=4)  # 2 shared blocks, 2 more for each, 1 held while copied
-    assert size.fits(make_record("decode", "d", max_num_seqs=4, max_group_blocks=14))
-    assert not size.fits(make_record("decode", "d", max_num_seqs=3, max_group_blocks=14))
-    assert not size.fits(make_record("decode", "d", max_num_seqs=4, max_group_blocks=13))
-    assert size.fits(make_record("decode", "d", max_num_seqs=4)), "a worker that names no floor"
+    need = GroupNeed(prompt_len=40, max_tokens=24, width=4)  # 2 shared blocks, 2 more for each, 1 held while copied
+    assert GroupRoom.of(make_record("decode", "d", max_num_seqs=4, max_group_blocks=14)).holds(need)
+    assert not GroupRoom.of(make_record("decode", "d", max_num_seqs=3, max_group_blocks=14)).holds(need)
+    assert not GroupRoom.of(make_record("decode", "d", max_num_seqs=4, max_group_blocks=13)).holds(need)
+    assert GroupRoom.of(make_record("decode", "d", max_num_seqs=4)).holds(need), "a worker that names no floor"
