@@ -108,5 +108,6 @@ def fallback_counts() -> dict[str, int]:
 
 
 def count_fallbacks_of(source: Callable[[], Mapping[str, int]]) -> None:
-    """Add what a layer counts that knows nothing of this module."""
-    _SOURCES.append(source)
+    """Add what a layer counts that does not know this module; a source is added once."""
+    if source not in _SOURCES:
+        _SOURCES.append(source)

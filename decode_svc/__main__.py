@@ -7,12 +7,12 @@ import asyncio
 from common.service_main import internal_server, run_service, serve_roles
 from decode_svc.role import DecodeRole, join
 from decode_svc.settings import DecodeSettings
-from engine.runner import ModelRunner, RunnerSettings
+from worker.role import load_model
 
 
 def build(settings: DecodeSettings) -> DecodeRole:
     """Load the model, measure it, attach."""
-    return join(ModelRunner(RunnerSettings.of(settings)), settings)
+    return join(load_model(settings), settings)
 
 
 async def main(settings: DecodeSettings) -> None:

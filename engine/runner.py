@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from common.settings import AttentionBackend, WorkerSettings
-from common.telemetry import count_fallbacks_of
 from common.types import DType, KvLayout
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
@@ -37,7 +35,8 @@ from engine.step import StepInput
 from kernels import cpu
 from kernels.copy_blocks import copy_blocks
 from kernels.cpu.loader import on_triton
-from kernels.cpu.selection import count_fallback, fallbacks
+from kernels.cpu.selection import count_fallback
+from kernels.environment import interprets_triton
 from kernels.providers.base import (
     SPLIT_QUERIES,
     AttentionBatch,
@@ -50,7 +49,6 @@ from kernels.providers.choice import choose
 from kernels.sampling import log_softmax_top, sample
 
 logger = logging.getLogger("engine")
-count_fallbacks_of(fallbacks)
 
 PROFILE_MAX_KEYS = 1 << 21
 """Key positions that one profiling pass reads at most over all its sequences, to bound its time."""
@@ -261,7 +259,7 @@ class ModelRunner:
         dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self.layout.groups[0].dtype]
         if device.compute_capability is None and dtype == torch.float16:
             raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
-        interpret = device.compute_capability is None and os.environ.get("TRITON_INTERPRET") == "1"
+        interpret = device.compute_capability is None and interprets_triton()
         if settings.attention_backend == "triton" and interpret:
             cpu.load("triton")  # a rehearsal: all kernels of this process, as they would run on a GPU
         spec = AttentionSpec(

@@ -28,6 +28,7 @@ from kernels.cpu import amx
 from kernels.cpu import linear as simd
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import Isa, count_fallback
+from kernels.environment import choices_directory, linear_provider
 
 _LOG = logging.getLogger("looseleaf.kernels")
 Provider = Literal["amx", "onednn", "simd", "torch"]
@@ -54,7 +55,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 def asked_for() -> Provider | None:
     """What the environment asks for. Errors: ValueError for a name that is no provider's."""
-    name = os.environ.get("KERNELS_LINEAR") or None
+    name = linear_provider()
     if name not in (None, *get_args(Provider)):
         raise ValueError(f"KERNELS_LINEAR is {name!r}, but must be one of {', '.join(get_args(Provider))}")
     return name  # type: ignore[return-value]
@@ -143,7 +144,7 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
     """The choice of whoever was first among the processes that name the same directory in KERNELS_CHOICES: a worker
     that is started later, on a busier machine, must not measure itself out of the blocks of the others."""
-    if not (directory := os.environ.get("KERNELS_CHOICES")):
+    if (directory := choices_directory()) is None:
         return choice
     path = Path(directory) / name
     try:
@@ -230,7 +231,7 @@ def _on_gpu(
     weight: Tensor, bias: Tensor | None, deterministic: bool
 ) -> tuple[Literal["torch", "triton"], None, Product]:
     if not deterministic:
-        return "torch", None, lambda x: F.linear(x, weight, bias)
+        return "torch", None, lambda x: linear_reference(x, weight, bias)
     from kernels.gpu.linear import linear
 
     return "triton", None, lambda x: linear(x, weight, bias)
@@ -251,13 +252,13 @@ def _on_cpu(weight: Tensor, bias: Tensor | None, provider: Provider | None) -> t
             count_fallback("linear", why, "on the next best provider")
     if provider != "torch":
         count_fallback("linear", why)
-    return "torch", None, lambda x: F.linear(x, weight, bias)
+    return "torch", None, lambda x: linear_reference(x, weight, bias)
 
 
 def _agrees(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
     """Compares some outputs with F.linear in fp32 (bf16 can be slow) on four rows, within the rounding of the dtype."""
     probe = torch.linspace(-1, 1, 4 * weight.shape[1]).view(4, -1).sin().to(weight.dtype)
     some = torch.arange(weight.shape[0] - 1, -1, -max(1, weight.shape[0] // PROBED))
-    want = F.linear(probe.float(), weight[some].float(), None if bias is None else bias[some].float())
+    want = linear_reference(probe.float(), weight[some].float(), None if bias is None else bias[some].float())
     tolerance = 2e-2 if weight.dtype == torch.bfloat16 else 1e-4
     return bool((product(probe).float()[:, some] - want).abs().max() <= tolerance * (want.abs().max() + 1e-6))

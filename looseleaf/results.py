@@ -22,7 +22,7 @@ class Usage:
     """Prompt tokens whose KV was found under its prefix hash."""
     computed_tokens: int
     transferred_tokens: int
-    """Prompt tokens whose KV was copied from another host."""
+    """Prompt tokens whose KV was copied from another host; not yet: always 0."""
     handed_over_tokens: int
     """Token positions whose KV went from prefill to decode."""
 

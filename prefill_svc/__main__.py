@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from common.service_main import internal_server, run_service, serve_roles
-from engine.runner import ModelRunner, RunnerSettings
 from prefill_svc.role import PrefillRole, join
 from prefill_svc.settings import PrefillSettings
+from worker.role import load_model
 
 
 def build(settings: PrefillSettings) -> PrefillRole:
     """Load the model, measure it, attach."""
-    return join(ModelRunner(RunnerSettings.of(settings)), settings)
+    return join(load_model(settings), settings)
 
 
 async def main(settings: PrefillSettings) -> None:

@@ -13,7 +13,10 @@ from typing import Protocol, cast
 from block_store.holder.attach import Attached, Needs
 from block_store.ledger.prefix_hash import hash_domain
 from common.settings import WorkerSettings
+from common.telemetry import count_fallbacks_of
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
+from engine.runner import ModelRunner, RunnerSettings
+from kernels.cpu import fallbacks
 from worker.step_thread import StepThread
 from worker.turns import AnyTurns
 
@@ -27,6 +30,12 @@ class Model(Protocol):
     model_fingerprint: str
     """Hex."""
     numerics: str
+
+
+def load_model(settings: WorkerSettings) -> ModelRunner:
+    """The model of a worker's process. What its kernels do another way than they should is counted for /metrics."""
+    count_fallbacks_of(fallbacks)
+    return ModelRunner(RunnerSettings.of(settings))
 
 
 def longest_group(model: Model) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 import kernels
 from kernels.cpu.loader import current
+from kernels.environment import interprets_triton
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
 from kernels.providers.base import AttentionBatch, AttentionSpec, Unavailable
@@ -77,7 +76,7 @@ class TritonAttention:
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        if spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if spec.device.type == "cpu" and not interprets_triton():
             return "runs on a CPU only as a rehearsal under TRITON_INTERPRET=1"
         capability = spec.compute_capability
         if capability is not None and capability < OLDEST_COMPUTE_CAPABILITY:

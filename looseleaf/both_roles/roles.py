@@ -17,6 +17,7 @@ from engine.runner import ModelRunner, RunnerSettings
 from looseleaf.both_roles.settings import BothSettings
 from prefill_svc import role as prefill
 from prefill_svc.settings import PrefillSettings
+from worker.role import load_model
 from worker.turns import Turns
 
 
@@ -30,7 +31,7 @@ class Loaded:
     @classmethod
     def of(cls, settings: WorkerSettings, *, both: bool) -> Loaded:
         """Load the model."""
-        runner = ModelRunner(RunnerSettings.of(settings))
+        runner = load_model(settings)
         return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None)
 
     def measure(self, settings: BothSettings) -> None:
