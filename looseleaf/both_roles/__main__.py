@@ -4,7 +4,7 @@ One model, its weights once; for each role a runner, a step thread and an attach
 they are a prefill and a decode worker at one address.
 
 On a GPU each role steps in its own time, on its own stream. On a CPU they take turns and each has all the cores: two
-OpenMP pools at once get less done (docs/log.md).
+OpenMP pools at once get less done (docs/log).
 """
 
 from __future__ import annotations

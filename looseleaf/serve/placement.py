@@ -1,6 +1,6 @@
 """Which processes a launch has and how they share the cores of this machine: roles, threads, how threads wait.
 
-Only decides; knows no flags of services and starts nothing. What was measured is in docs/log.md.
+Only decides; knows no flags of services and starts nothing. What was measured is in docs/log.
 """
 
 from __future__ import annotations
