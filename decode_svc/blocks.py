@@ -17,8 +17,9 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import next_hash
 from common.types import BlockRef
 from decode_svc.scheduler import Group
+from engine.block_table import BlockTable
 from engine.runner import ModelRunner
-from engine.sequence import BlockTable, Sequence, Step
+from engine.sequence import Sequence, Step
 from worker.loop import stale_owners
 
 Plan = list[tuple[Group, Sequence]]

@@ -19,7 +19,7 @@ from common.group_need import GroupNeed, blocks_of
 from common.types import Ticket
 from decode_svc.scheduler import Group
 from engine.beam import Candidates
-from engine.sequence import BlockTable
+from engine.block_table import BlockTable
 
 logger = logging.getLogger("decode")
 

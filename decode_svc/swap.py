@@ -21,8 +21,9 @@ from common.group_need import blocks_of
 from common.types import BlockRef
 from decode_svc.blocks import forget
 from decode_svc.scheduler import Group
+from engine.block_table import BlockTable
 from engine.runner import ModelRunner
-from engine.sequence import BlockTable, Sequence
+from engine.sequence import Sequence
 from kernels.copy_blocks import copy_blocks
 
 Tables = dict[Sequence, list[int]]

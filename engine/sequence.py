@@ -1,4 +1,4 @@
-"""Sequences and the arrays of a step: tokens, block tables, slots. No torch, no I/O.
+"""Sequences and the arrays of a step: tokens, rows of block tables, slots. No torch, no I/O.
 
 A sequence's tokens are prompt + outputs. KV of position p lies in block table[p // block_size], slot p % block_size.
 `num_computed` positions have their KV; `num_sealed` leading blocks are sealed.
@@ -9,12 +9,9 @@ A sequence's tokens are prompt + outputs. KV of position p lies in block table[p
 
 from __future__ import annotations
 
-import itertools
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,58 +25,8 @@ from common.types import (
     StoppingParams,
     TokenLogprob,
 )
+from engine.block_table import BlockTable
 from engine.step import StepInput
-
-_STAMPS = itertools.count(1)
-
-
-class BlockTable(Seq[BlockRef]):
-    """A sequence's blocks in token order, kept as two growing arrays, so that a step copies rows and builds none."""
-
-    __slots__ = ("_blocks", "_generations", "stamp")
-
-    def __init__(self, refs: Iterable[BlockRef] = ()) -> None:
-        self._blocks = array("I")  # u32 block numbers
-        self._generations = array("Q")  # u64 generations
-        self.stamp = next(_STAMPS)
-        """No other table, and not this one with other blocks, has or had this number."""
-        for ref in refs:
-            self.append(ref)
-
-    def append(self, ref: BlockRef) -> None:
-        self._blocks.append(ref.block)
-        self._generations.append(ref.generation)
-        self.stamp = next(_STAMPS)
-
-    def copy(self) -> BlockTable:
-        """A table of the same blocks that grows by itself."""
-        table = BlockTable()
-        table._blocks, table._generations = self._blocks[:], self._generations[:]
-        return table
-
-    def copy_to(self, blocks: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
-        """Fill a row of a step's arrays with the first blocks, as many as the row is long."""
-        blocks[:] = np.frombuffer(self._blocks, np.uint32, len(blocks))
-        generations[:] = np.frombuffer(self._generations, np.uint64, len(generations))
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    @overload
-    def __getitem__(self, index: int) -> BlockRef: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[BlockRef]: ...
-    def __getitem__(self, index: int | slice) -> BlockRef | list[BlockRef]:
-        if isinstance(index, slice):
-            return list(map(BlockRef, self._blocks[index], self._generations[index]))
-        return BlockRef(self._blocks[index], self._generations[index])
-
-    def __setitem__(self, index: int, ref: BlockRef) -> None:
-        self._blocks[index], self._generations[index] = ref
-        self.stamp = next(_STAMPS)
-
-    def __iter__(self) -> Iterator[BlockRef]:
-        return map(BlockRef, self._blocks, self._generations)
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,8 @@ from block_store.ledger.prefix_hash import next_hash
 from common.group_need import blocks_of
 from common.telemetry import Burst
 from common.types import BlockRef, Ticket
-from engine.sequence import BlockTable, Chunk, Sequence
+from engine.block_table import BlockTable
+from engine.sequence import Chunk, Sequence
 from prefill_svc.job import Job
 
 logger = logging.getLogger("prefill")

@@ -34,9 +34,10 @@ from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.submits import Submission
 from decode_svc.worker import DecodeWorker
 from engine.beam import BeamSearch, Candidates
+from engine.block_table import BlockTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
-from engine.sequence import BlockTable, Chunk, lay_out
+from engine.sequence import Chunk, lay_out
 from engine.sequence import Sequence as Tokens
 
 DOMAIN = b"domain"

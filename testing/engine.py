@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from common.types import BlockRef, SamplingParams, StoppingParams
+from engine.block_table import BlockTable
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample_rows
-from engine.sequence import BlockTable, Chunk, Sequence, lay_out
+from engine.sequence import Chunk, Sequence, lay_out
 
 GREEDY = SamplingParams(temperature=0.0)
 

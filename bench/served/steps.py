@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.sequence import BlockTable
+from engine.block_table import BlockTable
 
 VARIABLE = "LOOSELEAF_BENCH_STEPS"
 """The file that a watched worker writes to, one JSON list of a `StepRecord` a line."""

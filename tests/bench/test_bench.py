@@ -13,7 +13,7 @@ from bench.served.sharing import saved_share
 from bench.served.steps import StepRecord, count_tables, read
 from bench.served.waste import Poll, internal_waste, utilisations
 from common.types import BlockRef
-from engine.sequence import BlockTable
+from engine.block_table import BlockTable
 from engine.tiny import make_checkpoint
 
 NOTHING = StepRecord(*[0] * 13, preemption={})

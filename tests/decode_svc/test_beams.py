@@ -16,7 +16,8 @@ from decode_svc.progress import Progress
 from decode_svc.scheduler import Group
 from engine import sampler
 from engine.beam import Beam, BeamSearch, Candidates
-from engine.sequence import BlockTable, Sequence
+from engine.block_table import BlockTable
+from engine.sequence import Sequence
 from testing.decode import DecodeBench
 from testing.oracle import Oracle
 

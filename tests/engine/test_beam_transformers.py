@@ -10,9 +10,10 @@ import torch
 
 from common.types import BlockRef, EarlyStopping, FinishReason, SamplingParams, StoppingParams
 from engine.beam import BeamSearch, Hypothesis
+from engine.block_table import BlockTable
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, beam_candidates
-from engine.sequence import BlockTable, Chunk, lay_out
+from engine.sequence import Chunk, lay_out
 from engine.sequence import Sequence as OneSequence
 from engine.tiny import make_checkpoint
 from testing.engine import poisoned_arena

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from common.types import BlockRef, SamplingParams, StoppingParams
+from engine.block_table import BlockTable
 from engine.graphs import DecodeGraphs, bucket_sizes
 from engine.runner import ModelRunner, RunnerSettings
-from engine.sequence import BlockTable, Chunk, Sequence, lay_out
+from engine.sequence import Chunk, Sequence, lay_out
 from engine.tiny import make_checkpoint
 from kernels.providers.base import AttentionBatch
 from testing.engine import Batch, poisoned_arena

@@ -8,8 +8,9 @@ from dataclasses import fields
 import numpy as np
 
 from common.types import BlockRef, SamplingParams, StoppingParams
+from engine.block_table import BlockTable
 from engine.rows import DecodeRows
-from engine.sequence import BlockTable, Chunk, Sequence, Step, lay_out
+from engine.sequence import Chunk, Sequence, Step, lay_out
 
 BLOCK_SIZE = 4
 

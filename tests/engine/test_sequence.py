@@ -7,7 +7,8 @@ import pytest
 
 from block_store.ledger.prefix_hash import chain_start, hash_blocks, next_hash, prompt_chain
 from common.types import BlockRef, CacheQuota, FinishReason, SamplingParams, StoppingParams
-from engine.sequence import BlockTable, Chunk, Sequence, lay_out
+from engine.block_table import BlockTable
+from engine.sequence import Chunk, Sequence, lay_out
 
 
 def sequence(prompt: int, outputs: int = 0, computed: int = 0, blocks: int = 0, first_block: int = 10) -> Sequence:
