@@ -18,7 +18,7 @@ from block_store.ledger.prefix_hash import next_hash
 from common.group_need import GroupNeed, blocks_of
 from common.types import Ticket
 from decode_svc.scheduler import Group
-from engine.beam import Candidates
+from engine.beam_search import Candidates
 from engine.block_table import BlockTable
 
 logger = logging.getLogger("decode")

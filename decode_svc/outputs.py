@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from common.types import FinishReason, Timings, TokenLogprob, WorkerLoad
 from decode_svc.scheduler import Group
-from engine.beam import Hypothesis
+from engine.beam_search import Hypothesis
 from engine.sampler import Sampled
 from engine.sequence import Sequence
 

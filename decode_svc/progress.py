@@ -12,7 +12,7 @@ import torch
 from decode_svc.blocks import Plan, RunningBlocks
 from decode_svc.outputs import Outbox, of_beams, of_token
 from decode_svc.scheduler import Group
-from engine.beam import BeamSearch, Candidates
+from engine.beam_search import BeamSearch, Candidates
 from engine.sampler import Sampled, Sampler, SampleRow, beam_candidates
 from engine.sequence import Sequence
 

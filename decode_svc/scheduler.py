@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.types import WorkerLoad
-from engine.beam import BeamSearch
+from engine.beam_search import BeamSearch
 from engine.sequence import Sequence
 
 

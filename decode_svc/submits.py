@@ -11,7 +11,7 @@ from typing import NamedTuple
 from common import convert
 from common.types import CacheQuota, SamplingParams, StoppingParams, Ticket
 from decode_svc.scheduler import Group
-from engine.beam import Candidates
+from engine.beam_search import Candidates
 from engine.sequence import Sequence
 from protos.v1 import decode_pb2 as pb
 

@@ -20,7 +20,7 @@ from decode_svc.preemption import Preemption
 from decode_svc.progress import Progress
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
-from engine.beam import BeamSearch, Candidates
+from engine.beam_search import BeamSearch, Candidates
 from engine.rows import DecodeRows
 from engine.runner import ModelRunner
 from engine.sequence import Sequence, Step

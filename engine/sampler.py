@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from common.types import SamplingParams, StoppingParams, TokenLogprob
-from engine.beam import Candidates
+from engine.beam_search import Candidates
 from engine.sequence import Sequence
 from kernels.sampling import log_softmax_top, sample
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.beam import BeamSearch
+from engine.beam_search import BeamSearch
 from engine.sampler import SampleRow, beam_candidates, prompt_logprobs, sample_rows
 from engine.sequence import Chunk, Sequence
 from prefill_svc.job import Job

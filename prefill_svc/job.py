@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from block_store.ledger.client import Attempt
 from common.group_need import blocks_of
 from common.types import Branch, SamplingParams, StoppingParams
-from engine.beam import Candidates
+from engine.beam_search import Candidates
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:

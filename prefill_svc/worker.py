@@ -15,7 +15,7 @@ from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
-from engine.beam import Candidates
+from engine.beam_search import Candidates
 from engine.runner import ModelRunner
 from engine.sampler import Sampled
 from engine.sequence import Sequence, Step, lay_out

@@ -33,7 +33,7 @@ from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.submits import Submission
 from decode_svc.worker import DecodeWorker
-from engine.beam import BeamSearch, Candidates
+from engine.beam_search import BeamSearch, Candidates
 from engine.block_table import BlockTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows

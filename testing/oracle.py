@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.types import SamplingParams, StoppingParams
-from engine.beam import BeamSearch, Hypothesis
+from engine.beam_search import BeamSearch, Hypothesis
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
 from engine.step import StepInput

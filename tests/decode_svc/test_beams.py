@@ -15,7 +15,7 @@ from decode_svc.outputs import Outbox, Session
 from decode_svc.progress import Progress
 from decode_svc.scheduler import Group
 from engine import sampler
-from engine.beam import Beam, BeamSearch, Candidates
+from engine.beam_search import Beam, BeamSearch, Candidates
 from engine.block_table import BlockTable
 from engine.sequence import Sequence
 from testing.decode import DecodeBench

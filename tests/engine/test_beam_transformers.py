@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.types import BlockRef, EarlyStopping, FinishReason, SamplingParams, StoppingParams
-from engine.beam import BeamSearch, Hypothesis
+from engine.beam_search import BeamSearch, Hypothesis
 from engine.block_table import BlockTable
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, beam_candidates

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.types import EarlyStopping, FinishReason, SamplingParams, StoppingParams, TokenLogprob
-from engine.beam import BeamSearch, Candidates, Hypothesis
+from engine.beam_search import BeamSearch, Candidates, Hypothesis
 from engine.sampler import SampleRow, beam_candidates
 
 A, B, C, D, E = range(5)
