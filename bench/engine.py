@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bench.kernels import memory_limit
+from engine import start_up
 from engine.rows import DecodeRows
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import Sampler
@@ -57,7 +58,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     vocab = runner.config.vocab_size
     batch = Batch.of(runner, [[token % vocab for token in range(context)]] * num_seqs, 1)
     runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on it
-    runner.capture(num_seqs)
+    start_up.capture(runner, num_seqs)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1
     rows, sampler = DecodeRows(runner.layout.block_size), Sampler()

@@ -1,12 +1,10 @@
-"""The blocks of running sequences: one to write into, copy-on-write, the reader rule, sealing, forks, giving up.
+"""The blocks of running sequences: the reader rule, sealing, forks of a beam search, release.
 
-A sequence writes in place only into a block that is not sealed and that no other one uses; else it gets a copy. Knows
-nothing of what runs, waits or is preempted: blocks are brought to it.
+`copy_on_write` has the blocks to write into. Independent of what runs, waits or is preempted: blocks are brought here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -16,6 +14,7 @@ from block_store.holder.attach import Attached
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import next_hash
 from common.types import BlockRef
+from decode_svc.copy_on_write import CopyOnWrite, source_of
 from decode_svc.scheduler import Group
 from engine.block_table import BlockTable
 from engine.runner import ModelRunner
@@ -30,66 +29,20 @@ class RunningBlocks:
     """Block tables of running sequences. In the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
-        self._runner = runner
         self._attached = attached
+        self.writes = CopyOnWrite(runner, attached.held)
         self._block_size = runner.layout.block_size
 
-    # --- before the step
-
-    def needy(self, group: Group) -> list[Sequence]:
-        """The group's sequences that need a block more before their next position can be written.
-
-        Of k that share a block not sealed, k - 1 copy it and the last one keeps it.
-        """
-        size, live = self._block_size, group.live  # in a step most have room, and no more is asked of these
-        found = [s for s in live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
-        if len(live) == 1 or len(found) == len(live):  # groups share sealed blocks only
-            return found
-        leaving = Counter(s.copy_from for s in live if s.copy_from is not None)  # of a step that did not run
-        needy: list[Sequence] = []
-        for sequence in live:
-            if sequence in found:
-                needy.append(sequence)
-            elif self._attached.held.count(tail := sequence.table[-1]) - leaving[tail] > 1:
-                leaving[tail] += 1
-                needy.append(sequence)
-        return needy
-
-    def _is_full(self, sequence: Sequence) -> bool:
-        return sequence.num_computed // self._block_size == len(sequence.table)
-
-    def give(self, sequence: Sequence, fresh: BlockRef) -> None:
-        """A block for the next position: a new one, or one in place of the last, whose content is then to be copied."""
-        if self._is_full(sequence):
-            sequence.table.append(fresh)
-            return
-        sequence.copy_from = sequence.table[-1]
-        sequence.table[-1] = fresh
-        sequence.tail_sealed = False
-
-    def copy(self, copying: Seq[Sequence]) -> None:
-        """All copies of the step, in one call. Their sources stay ours until `copied`."""
-        if copying:
-            self._runner.copy_blocks([_source(s).block for s in copying], [s.table[-1].block for s in copying])
+    # --- before the step, and after it
 
     def stale(self, plan: Plan, step: Step, copying: Seq[Sequence]) -> set[Group]:
-        """The reader rule, for tables and for the sources of copies: groups whose blocks live another life now."""
+        """The reader rule, for tables and for the sources of copies: groups that have a block which was reallocated."""
         arena = self._attached.arena
         found = stale_owners(arena, (group for group, _ in plan), step)
-        if copying and not arena.check_refs([_source(s) for s in copying]):
-            lost = [s for s in copying if not arena.check_refs([_source(s)])]
+        if copying and not arena.check_refs([source_of(s) for s in copying]):
+            lost = [s for s in copying if not arena.check_refs([source_of(s)])]
             found |= {group for group, sequence in plan if sequence in lost}
         return found
-
-    # --- after it
-
-    def copied(self, copying: Seq[Sequence]) -> None:
-        """The copies hold: give their sources up."""
-        if not copying:
-            return
-        self._attached.held.release_many([[_source(sequence)] for sequence in copying])
-        for sequence in copying:
-            sequence.copy_from = None
 
     def seal(self, sequences: Iterable[Sequence]) -> None:
         """Seal and publish the blocks that a step filled; acknowledged before any token of the step leaves.
@@ -113,8 +66,8 @@ class RunningBlocks:
     def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
         """The sequences after a step of beam search; `parents[i]` is the index of the old one that number i continues.
 
-        The first child of a parent goes on in its place, further ones share its blocks; who has no child gives its
-        blocks up at once.
+        The first child of a parent goes on in its place, further ones share its blocks; a parent without a child gives
+        its blocks up at once.
         """
         children: list[Sequence] = []
         taken: set[int] = set()
@@ -152,8 +105,3 @@ def forget(sequence: Sequence) -> None:
 def copying(plan: Plan) -> list[Sequence]:
     """Who copies a block before the step."""
     return [sequence for _, sequence in plan if sequence.copy_from is not None]
-
-
-def _source(sequence: Sequence) -> BlockRef:
-    assert sequence.copy_from is not None
-    return sequence.copy_from

@@ -15,6 +15,7 @@ from decode_svc.service import DecodeServicer
 from decode_svc.settings import DecodeSettings
 from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
+from engine import start_up
 from engine.runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
 from worker.role import Member, domain_of, longest_group, record_of
@@ -28,7 +29,7 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
         "decode",
         runner.layout,
         runner.weights_bytes,
-        runner.profile(settings.max_num_seqs, settings.max_num_seqs, graphs=True),
+        start_up.profile(runner, settings.max_num_seqs, settings.max_num_seqs, graphs=True),
         runner.max_model_len,
         floor_blocks=longest_group(runner) + 1,  # copy-on-write holds a source beside its copy for one step
         reserve_blocks=settings.reserve_blocks,
@@ -56,7 +57,7 @@ class DecodeRole(Member):
         turns: AnyTurns | None = None,
     ) -> None:
         runner.bind(attached.arena.data)
-        runner.capture(settings.max_num_seqs)
+        start_up.capture(runner, settings.max_num_seqs)
         scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
         swap_bytes = 0 if settings.preemption == "give-back" else int(settings.swap_space * 2**30)
         preemption = Preemption(scheduler, SwapSpace(runner, attached, swap_bytes), settings.preemption)

@@ -201,7 +201,7 @@ class DecodeWorker:
         its sequences, can be had beside those of the groups that start with it."""
         if not self._scheduler.running:
             return True
-        needed = len(self._blocks.needy(group)) + len(group.live)
+        needed = len(self._blocks.writes.needy(group.live)) + len(group.live)
         if self._attached.held.num_free_hint - self._spoken_for < needed:
             return False
         self._spoken_for += needed
@@ -211,7 +211,7 @@ class DecodeWorker:
         """Give every running sequence a block of its own for its next position, preempting where there is none."""
         plan: Plan = []
         for group in self._scheduler.running:  # whoever is preempted meanwhile stands behind `group`
-            needy = self._blocks.needy(group)
+            needy = self._blocks.writes.needy(group.live)
             if needy and not self._reserve_for(group, needy):
                 break  # the last group waits until others release blocks
             plan += [(group, sequence) for sequence in group.live]
@@ -219,14 +219,14 @@ class DecodeWorker:
 
     def _needed(self) -> int:
         """Blocks that the running groups need for this step."""
-        return sum(len(self._blocks.needy(group)) for group in self._scheduler.running)
+        return sum(len(self._blocks.writes.needy(group.live)) for group in self._scheduler.running)
 
     def _reserve_for(self, group: Group, needy: list[Sequence]) -> bool:
         """A block for each of these, or nothing."""
         if (fresh := self._alloc(group, len(needy))) is None:
             return False
         for sequence, ref in zip(needy, fresh, strict=True):
-            self._blocks.give(sequence, ref)
+            self._blocks.writes.give(sequence, ref)
         return True
 
     def _alloc(self, group: Group, num_blocks: int) -> list[BlockRef] | None:
@@ -248,13 +248,13 @@ class DecodeWorker:
         copies = copying(plan)
         if not self._check(plan, step, copies):  # before anything is launched: what it rejects releases its blocks
             return
-        self._blocks.copy(copies)
+        self._blocks.writes.copy(copies)
         began = time.monotonic()
         logits = self._runner.step(step.batch)
         self._preemption.costs.note_step(len(plan), time.monotonic() - began)
         if not self._check(plan, step, copies):
             return
-        self._blocks.copied(copies)
+        self._blocks.writes.copied(copies)
         for sequence in sequences:
             sequence.num_computed += 1
         self._blocks.seal(sequences)

@@ -6,7 +6,6 @@ All methods are called from one thread at a time (a worker's step thread).
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from engine.checkpoint import fingerprint
 from engine.config import ModelConfig
 from engine.device import open_device
 from engine.errors import ModelError
-from engine.graphs import DecodeGraphs, bucket_sizes
 from engine.loader import LoadFormat, Target, open_weights
 from engine.models.attention import LayerCache, StepMetadata
 from engine.models.decoder import Decoder
@@ -34,11 +32,8 @@ from engine.numerics import numerics
 from engine.step import StepInput
 from kernels import cpu
 from kernels.copy_blocks import copy_blocks
-from kernels.cpu.loader import on_triton
-from kernels.cpu.selection import count_fallback
 from kernels.environment import interprets_triton
 from kernels.providers.base import (
-    SPLIT_QUERIES,
     AttentionBatch,
     AttentionProvider,
     AttentionSpec,
@@ -46,15 +41,8 @@ from kernels.providers.base import (
     Unavailable,
 )
 from kernels.providers.choice import choose
-from kernels.sampling import log_softmax_top, sample
 
 logger = logging.getLogger("engine")
-
-PROFILE_MAX_KEYS = 1 << 21
-"""Key positions that one profiling pass reads at most over all its sequences, to bound its time."""
-PROFILE_LAYERS_CPU = 2
-"""Layers that a profiling pass runs on a CPU, where nothing of a layer but its output stays: the second begins with
-what the first leaves, as all later ones do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +96,19 @@ class ModelRunner:
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
         self.weights_bytes = 0
         """Of weights that this runner has loaded; 0 for one that shares another's."""
-        self._model = model or self._load()
+        self.model = model or self._load()
         self.device.wait()  # another runner's stream may read the weights from now on
         self.numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
         self._bound: Binding | None = None
-        self._peaks: dict[tuple[int, int, bool], int] = {}
+        self.peaks: dict[tuple[int, int, bool], int] = {}
+        """Bytes that `start_up.profile` has measured, by what it was asked."""
 
     @classmethod
     def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
         """A runner over the same weights, with a stream, buffers, graphs and a binding of its own, for a thread.
 
         urgent: on a GPU its steps go before the other's where both wait for room."""
-        return cls(other.settings, other._model, urgent=urgent)
+        return cls(other.settings, other.model, urgent=urgent)
 
     @property
     def num_threads(self) -> int:
@@ -131,9 +120,15 @@ class ModelRunner:
         self.device.use_threads(num_threads)
 
     @property
+    def binding(self) -> Binding:
+        """The arena that is stepped over, and what belongs to it."""
+        assert self._bound is not None, "bind an arena first"
+        return self._bound
+
+    @property
     def bound_arena(self) -> torch.Tensor:
         """uint8 [num_blocks, >= block_bytes]."""
-        return self._binding.arena
+        return self.binding.arena
 
     def bind(self, arena: Arena) -> None:
         """Step over this arena from now on: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, rows
@@ -148,27 +143,11 @@ class ModelRunner:
         return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)
 
     @torch.inference_mode()
-    def capture(self, max_num_seqs: int) -> None:
-        """Record decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, so that they are
-        replayed from now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot. The first
-        that fails to be captured is the last that is tried; it is logged, counted and computed eagerly."""
-        if not self._can_capture():
-            return
-        self.device.enter()
-        bound, sizes = self._binding, bucket_sizes(max_num_seqs)
-        bound.graphs = graphs = self._new_graphs(max_num_seqs)
-        for size in reversed(sizes):
-            if not self._capture(graphs, size, bound.caches):
-                break
-        captured = len(graphs.sizes)
-        logger.info("captured %d of %d CUDA graphs of up to %d sequences", captured, len(sizes), max_num_seqs)
-
-    @torch.inference_mode()
     def step(self, batch: StepInput) -> torch.Tensor:
         """Compute the batch's tokens, write their K and V, return fp32 logits [R, vocab] of the wanted rows, which are
         valid until the next step. On a GPU they stay there; the call returns after the step's completion event."""
         self.device.enter()
-        bound = self._binding
+        bound = self.binding
         if bound.graphs is not None and bound.graphs.takes(batch):
             logits = bound.graphs.run(batch)
         elif bound.fused is not None and bound.fused.takes(batch):
@@ -196,46 +175,11 @@ class ModelRunner:
             self.device.enter()
             copy_blocks(arena, arena, torch.tensor(src_ids), torch.tensor(dst_ids))
 
-    def warm_up(self) -> None:
-        """Run what requests may need on scratch memory, so that none of them pays for set-up: a prefill and a decode
-        step; where kernels are compiled at their first launch also every other variant of one."""
-        self._scratch_step(min(16, self.max_model_len), 1, min(16, self.max_model_len))
-        logits = self._scratch_step(1, 1, 1)
-        if on_triton(logits):
-            self._compile_the_rest(logits)
-
-    def profile(self, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
-        """Peak bytes of activations over the largest steps: prompt chunks of `max_num_batched_tokens` (one, or as many
-        longest prompts as that is), and `max_num_seqs` decodes with every filter of sampling, both at the longest
-        context and with logits of every row. With `graphs` also what `capture(max_num_seqs)` will take.
-
-        All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most
-        2 Mi keys; on a CPU a pass ends after two layers, so that a start does not wait for it. Measured once.
-        """
-        asked = (max_num_batched_tokens, max_num_seqs, graphs)
-        if (known := self._peaks.get(asked)) is not None:
-            return known
-        self.warm_up()
-        chunk = min(max_num_batched_tokens, self.max_model_len)
-        num_prompts = min(max_num_seqs, max_num_batched_tokens // chunk)
-
-        def largest_steps() -> None:
-            self._scratch_step(chunk, num_prompts, min(self.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
-            if self.device.compute_capability is not None:  # keys of few queries may be split into partial results
-                few = min(chunk, SPLIT_QUERIES)
-                self._scratch_step(few, 1, few)
-            context = min(self.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
-            logits = self._scratch_step(1, max_num_seqs, context, width=self._max_blocks)  # partial results go by width
-            floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs
-            sample(logits, floats, ints, floats, floats, ints, ints, ints)
-
-        with self._shallow():
-            peak = self.device.peak_bytes(largest_steps)
-        if graphs:
-            peak += self._graph_bytes(max_num_seqs)
-        self.device.release()
-        self._peaks[asked] = peak
-        return peak
+    @property
+    def max_blocks(self) -> int:
+        """Columns of the block table of a sequence of full length."""
+        [group] = self.layout.groups
+        return group.max_blocks(self.max_model_len, self.layout.block_size)
 
     @contextlib.contextmanager
     def using(self, arena: Arena) -> Iterator[None]:
@@ -248,11 +192,6 @@ class ModelRunner:
             self._bound = kept
 
     # --- inside
-
-    @property
-    def _binding(self) -> Binding:
-        assert self._bound is not None, "bind an arena first"
-        return self._bound
 
     def _choose_attention(self) -> AttentionProvider:
         c, settings, device = self.config, self.settings, self.device
@@ -284,7 +223,7 @@ class ModelRunner:
 
     def _fuse(self, caches: Sequence[LayerCache]) -> FusedDecoder | None:
         """A pass over these in one call, where the model, its linears and its attention are ours on a CPU."""
-        model = self._model
+        model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None
         if (why := objection(model, caches)) is not None:
@@ -304,91 +243,7 @@ class ModelRunner:
         on_device = AttentionBatch(starts, lens, table, host, decode_only)
         self.attention.prepare(on_device)
         metadata = StepMetadata(positions, slots, on_device, self.attention)
-        return self._model.forward(tokens, metadata, caches, None if every_row else rows).float()
-
-    def _can_capture(self) -> bool:
-        if self.device.compute_capability is None or self.settings.enforce_eager:
-            return False
-        if not self.attention.capturable:
-            logger.info("no CUDA graphs: attention provider %s cannot be captured", self.attention.name)
-        return self.attention.capturable
-
-    def _new_graphs(self, max_num_seqs: int) -> DecodeGraphs:
-        """Without a bucket yet."""
-        logits = torch.empty((max_num_seqs, self.config.vocab_size), device=self.device.torch_device)
-        return DecodeGraphs(self.device, self.attention, self._max_blocks, logits)
-
-    def _capture(self, graphs: DecodeGraphs, size: int, caches: Sequence[LayerCache]) -> bool:
-        """Whether one bucket could be captured; if not, that is logged and counted, and no other should be tried.
-
-        Errors: what the device says where it is of no more use."""
-        try:
-            graphs.capture(size, lambda tokens, step: self._model.forward(tokens, step, caches, None))
-        except Exception as error:  # torch's, CUDA's, Triton's
-            self.device.wait()
-            count_fallback("decode graph", (str(error) or repr(error)).splitlines()[0], "eagerly")
-            return False
-        return True
-
-    @torch.inference_mode()
-    def _graph_bytes(self, max_num_seqs: int) -> int:
-        """What `capture` will take, from its largest two buckets: the first, and the second for each of the rest."""
-        if not self._can_capture():
-            return 0
-        sizes = bucket_sizes(max_num_seqs)[::-1]
-        marks = [self.device.used_bytes()]
-        with self.using(self.new_arena(1)):
-            graphs = self._new_graphs(max_num_seqs)
-            for size in sizes[:2]:
-                if not self._capture(graphs, size, self._binding.caches):
-                    break
-                marks.append(self.device.used_bytes())
-        growth = [max(0, after - before) for before, after in itertools.pairwise(marks)]
-        return growth[0] + growth[-1] * (len(sizes) - 1) if growth else 0
-
-    def _compile_the_rest(self, logits: torch.Tensor) -> None:
-        """Variants beside those of a whole prompt and a short decode; `logits` fp32 [1, vocab] of any step."""
-        chunk = min(2, self.max_model_len)
-        self._scratch_step(chunk, 2, chunk)  # short chunks take other tiles than long ones
-        for bits in range(self._max_blocks.bit_length() + 1):  # wide tables are read in splits, in powers of two
-            self._scratch_step(1, 1, 1, width=min(1 << bits, self._max_blocks))
-        log_softmax_top(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
-        with self.using(self.new_arena(2)):
-            self.copy_blocks([0], [1])
-
-    @contextlib.contextmanager
-    def _shallow(self) -> Iterator[None]:
-        """On a CPU only the first layers of the model for a while."""
-        model = self._model
-        if self.device.compute_capability is None:
-            self._model = model.shallow(PROFILE_LAYERS_CPU)
-        try:
-            yield
-        finally:
-            self._model = model
-
-    @property
-    def _max_blocks(self) -> int:
-        """Columns of the block table of a sequence of full length."""
-        [group] = self.layout.groups
-        return group.max_blocks(self.max_model_len, self.layout.block_size)
-
-    def _scratch_step(self, chunk: int, num_seqs: int, context: int, width: int | None = None) -> torch.Tensor:
-        """The last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block. width:
-        columns of the block table; None: as many as the context takes."""
-        num_tokens, block_size = chunk * num_seqs, self.layout.block_size
-        positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)
-        batch = StepInput(
-            np.zeros(num_tokens, np.int64),
-            positions,
-            (positions % block_size,),
-            np.arange(0, num_tokens + 1, chunk, dtype=np.int32),
-            np.full(num_seqs, context, np.int32),
-            (np.zeros((num_seqs, width or -(-context // block_size)), np.int32),),
-            np.arange(num_tokens, dtype=np.int64),
-        )
-        with self.using(self.new_arena(1)):
-            return self.step(batch)
+        return self.model.forward(tokens, metadata, caches, None if every_row else rows).float()
 
 
 def _arrays(host: HostBatch) -> tuple[npt.NDArray[np.int32], ...]:

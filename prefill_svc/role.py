@@ -7,6 +7,7 @@ from common.rpc import RpcServer
 from common.service_main import wait_idle, worker_name
 from common.settings import WorkerSettings
 from common.trust import trust_of
+from engine import start_up
 from engine.runner import ModelRunner
 from prefill_svc.requests import Limits
 from prefill_svc.scheduler import PrefillScheduler
@@ -24,7 +25,7 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
         "prefill",
         runner.layout,
         runner.weights_bytes,
-        runner.profile(settings.max_num_batched_tokens, settings.max_num_seqs),
+        start_up.profile(runner, settings.max_num_batched_tokens, settings.max_num_seqs),
         runner.max_model_len,
         floor_blocks=longest_group(runner),  # so that the head of the queue always gets its blocks in the end
         device=str(runner.device.torch_device),

@@ -17,7 +17,7 @@ from block_store.ledger.scripts import Ledger, reading
 from common.types import BlockRef, Epoch
 
 RECORD = struct.Struct("<BBHIQQ32s")
-"""One block in the packed string of `lua/prelude.lua`: state, hashed, owner, writer slot, generation, writer epoch,
+"""One block in the packed string of `lua/lib/state.lua`: state, hashed, owner, writer slot, generation, writer epoch,
 hash.
 """
 _PIECE = 512
@@ -166,7 +166,7 @@ def _whole(seen: Inspection, blocks: BlockMap) -> Inspection:
 
 
 class BlockMap:
-    """The keys of a ledger (`lua/prelude.lua`), each read by commands that take a bounded time. Errors: redis'."""
+    """The keys of a ledger (`lua/lib/state.lua`), each read by commands that take a bounded time. Errors: redis'."""
 
     def __init__(self, client: redis.Redis, tag: str) -> None:
         self._client = client

@@ -38,6 +38,8 @@ more makes several calls (`holder.Holder`).
 RELEASE_CHUNK = 96
 """Most blocks of one release: each may evict another, where its tenant has a quota."""
 
+LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders")
+"""Files of `lua/lib`, each built on those before it."""
 T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
@@ -87,8 +89,8 @@ class Ledger:
         self.dataset = dataset
         self.client = client
         self.tag = f"{{looseleaf:{arena_id}}}:"
-        prelude = source("prelude")
-        self._scripts = {name: client.register_script(prelude + source(name)) for name in _OPERATIONS}
+        before = library()
+        self._scripts = {name: client.register_script(before + source(name)) for name in _OPERATIONS}
 
     @classmethod
     def attach(cls, client: redis.Redis, arena: Arena) -> Ledger:
@@ -350,7 +352,13 @@ def server_run_id(client: redis.Redis) -> str:
 
 
 def source(name: str) -> str:
+    """The text of an operation's script, without the library."""
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
+
+
+def library() -> str:
+    """What stands before every script: the functions that operations share."""
+    return "\n".join(source(f"lib/{part}") for part in LIBRARY)
 
 
 def _ms(seconds: float) -> int:

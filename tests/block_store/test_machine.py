@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from block_store.errors import LedgerError
+from block_store.ledger.scripts import library
 from block_store.ledger.scripts import source as lua
 from block_store.redis.redis_server import RedisHandle
 from testing.ledger.random_walk import LedgerWalk
@@ -248,7 +249,7 @@ def found_after(redis: RedisHandle, directory: Path, mutant: list[Edit], walks: 
     """Number of the walk that stumbled, or None. Each walk has a store of its own."""
     for seed in range(walks):
         store = TestStore(redis.client, directory / str(seed))
-        sources = {operation: lua("prelude") + lua(operation) for operation, _, _ in mutant}
+        sources = {operation: library() + lua(operation) for operation, _, _ in mutant}
         for operation, right, wrong in mutant:
             assert right in sources[operation], "the mutant does not apply any more"
             sources[operation] = sources[operation].replace(right, wrong)

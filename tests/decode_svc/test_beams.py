@@ -157,9 +157,9 @@ def test_the_step_of_figure_9(small: DecodeBench) -> None:
 
     assert [list(s.table) for s in group.live] == [[block[n] for n in tables[parent]] for parent in (1, 2, 1, 2)]
     assert [held.count(ref) for ref in block] == [4, 4, 0, 4, 0, 0, 2, 2, 0]
-    assert blocks.needy(group) == group.live
+    assert blocks.writes.needy(group.live) == group.live
     fresh = held.alloc(4)
     for sequence, ref in zip(group.live, fresh, strict=True):
-        blocks.give(sequence, ref)
+        blocks.writes.give(sequence, ref)
     assert held.num_held == 5 + 4 and not any(s.copy_from for s in group.live)
     blocks.release(group.live)

@@ -35,7 +35,7 @@ def runner_of(path: Path, dtype: str, threads: int, *, eager: bool) -> ModelRunn
 
 def logits_of(runner: ModelRunner, budget: int) -> list[torch.Tensor]:
     batch = Batch.of(runner, PROMPTS, 6, budget=budget)
-    assert (runner._binding.fused is None) == runner.settings.enforce_eager
+    assert (runner.binding.fused is None) == runner.settings.enforce_eager
     batch.run()
     return [torch.stack(rows) for rows in batch.logits]
 

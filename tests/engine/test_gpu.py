@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common.types import SamplingParams, StoppingParams
+from engine import start_up
 from engine.config import Family
 from engine.errors import ModelError
 from engine.runner import ModelRunner, RunnerSettings
@@ -46,7 +47,7 @@ def captured(runner: ModelRunner, prompts: list[list[int]], **options: Any) -> B
     """A batch whose decode steps are replayed from graphs of buckets 1, 2, 4 and 8."""
     batch = Batch.of(runner, prompts, NEW_TOKENS, **options)
     before = fallbacks().get("decode graph", 0)
-    runner.capture(8)
+    start_up.capture(runner, 8)
     assert fallbacks().get("decode graph", 0) == before, "a graph could not be captured"
     return batch
 
@@ -96,7 +97,7 @@ def test_every_provider_that_is_here_is_near_the_cpu(name: str, window: int | No
         for i, rows in enumerate(got):
             for ours, theirs in zip(rows[: 1 + (i in same)], expected[i], strict=False):
                 assert float((ours - theirs).square().mean().sqrt() / theirs.std()) < 0.05
-    assert (runner._binding.graphs is not None) == runner.attention.capturable
+    assert (runner.binding.graphs is not None) == runner.attention.capturable
 
 
 def test_two_runners_step_at_once_over_one_set_of_weights(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_two_runners_step_at_once_over_one_set_of_weights(tmp_path: Path) -> Non
 def test_nothing_is_compiled_while_serving(deterministic: bool, tmp_path: Path) -> None:
     """`test_variants.py` without a GPU; here with graphs, and whatever else launches."""
     runner = runner_of(tmp_path, "llama", attention_backend="triton", deterministic=deterministic)
-    runner.profile(64, 8, graphs=True)
+    start_up.profile(runner, 64, 8, graphs=True)
     batch = captured(runner, PROMPTS)
     known = num_variants()
     batch.run()
@@ -162,8 +163,10 @@ def test_profile_sees_activations_and_graphs(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", head_dim=64, vocab_size=32000)
     runner = runner_of(tmp_path, "llama")
     small, large, with_graphs = (
-        runner.profile(16, 8), runner.profile(512, 64), runner.profile(512, 64, graphs=True)
-    )  # fmt: skip
+        start_up.profile(runner, 16, 8),
+        start_up.profile(runner, 512, 64),
+        start_up.profile(runner, 512, 64, graphs=True),
+    )
     assert small < large and large >= 512 * 32000 * (2 + 4)
     assert with_graphs >= large
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.types import BlockRef, SamplingParams, StoppingParams
+from engine import start_up
 from engine.block_table import BlockTable
 from engine.graphs import DecodeGraphs, bucket_sizes
 from engine.runner import ModelRunner, RunnerSettings
@@ -29,9 +30,9 @@ def test_bucket_sizes() -> None:
 
 def padded(runner: ModelRunner, max_num_seqs: int, sizes: tuple[int, ...]) -> DecodeGraphs:
     """The runner's decode steps in buckets over its bound arena."""
-    graphs = runner._new_graphs(max_num_seqs)
+    graphs = start_up.new_graphs(runner, max_num_seqs)
     for size in reversed(sizes):
-        assert runner._capture(graphs, size, runner._binding.caches)
+        assert start_up.capture_bucket(runner, graphs, size, runner.binding.caches)
     return graphs
 
 
@@ -47,7 +48,7 @@ def test_padding_changes_no_bit_and_writes_nothing(family: str, tmp_path: Path) 
 
     again = Batch.of(runner, prompts, 12, budget=4096)
     graphs = padded(runner, 8, bucket_sizes(8))
-    runner._binding.graphs = graphs
+    runner.binding.graphs = graphs
     taken: list[int] = []
     run = graphs.run
     graphs.run = lambda batch: taken.append(len(batch.token_ids)) or run(batch)  # type: ignore[func-returns-value,method-assign,assignment]
@@ -105,7 +106,7 @@ def test_only_whole_decode_steps_that_fit_are_taken(tmp_path: Path) -> None:
     for sequence in plain.sequences:
         sequence.num_computed = 0
     assert not graphs.takes(step(2, 3))
-    assert not runner._new_graphs(4).takes(step(1))  # nothing captured
+    assert not start_up.new_graphs(runner, 4).takes(step(1))  # nothing captured
 
 
 @torch.inference_mode()
@@ -142,10 +143,10 @@ def test_what_cannot_be_captured_is_counted_and_computed_eagerly(
     runner.device.record = refuse  # type: ignore[method-assign,assignment]
     runner.device.compute_capability, runner.attention.capturable = (9, 0), True
     before = fallbacks().get("decode graph", 0)
-    runner.capture(4)
-    assert runner._binding.graphs is not None and runner._binding.graphs.sizes == []
+    start_up.capture(runner, 4)
+    assert runner.binding.graphs is not None and runner.binding.graphs.sizes == []
     assert fallbacks()["decode graph"] == before + 1  # buckets of 2 and 1 are not tried
-    assert runner._graph_bytes(4) == 0
+    assert start_up.graph_bytes(runner, 4) == 0
     if before == 0:
         assert "decode graph runs eagerly: operation not permitted when stream is capturing" in caplog.text
 
@@ -160,12 +161,12 @@ def test_a_capture_that_costs_the_device_is_not_passed_over(tmp_path: Path) -> N
 
     runner.device.record = runner.device.wait = fail  # type: ignore[method-assign,assignment]
     with torch.inference_mode(), pytest.raises(torch.AcceleratorError):
-        runner._capture(runner._new_graphs(4), 4, runner._binding.caches)
+        start_up.capture_bucket(runner, start_up.new_graphs(runner, 4), 4, runner.binding.caches)
 
 
 def test_on_a_cpu_nothing_is_captured(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=64, device="cpu"))
     runner.bind(poisoned_arena(runner, 4))
-    runner.capture(8)
-    assert runner._binding.graphs is None
+    start_up.capture(runner, 8)
+    assert runner.binding.graphs is None

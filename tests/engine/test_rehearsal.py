@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from common.types import SamplingParams, StoppingParams
+from engine import start_up
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
 from engine.sequence import Chunk, lay_out
@@ -68,10 +69,10 @@ def run(directory: Path, **settings: Any) -> dict[str, Any]:
 def _padded(runner: ModelRunner, batch: Batch) -> bool:
     """Whether another batch, prefilled in one chunk and decoded in a bucket of 4, has the same bits."""
     again = Batch.of(runner, PROMPTS, 3, budget=64)
-    graphs = runner._new_graphs(4)
+    graphs = start_up.new_graphs(runner, 4)
     with torch.inference_mode():
-        assert runner._capture(graphs, 4, runner._binding.caches)
-    runner._binding.graphs = graphs
+        assert start_up.capture_bucket(runner, graphs, 4, runner.binding.caches)
+    runner.binding.graphs = graphs
     again.run()
     pairs = zip(batch.logits, again.logits, strict=True)
     return all(torch.equal(torch.stack(a[:3]), torch.stack(b)) for a, b in pairs)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common.settings import WorkerSettings
+from engine import start_up
 from engine.binding import layer_caches
 from engine.errors import ModelError
 from engine.runner import ModelRunner, RunnerSettings
@@ -111,7 +112,7 @@ def test_profile_grows_with_the_batch_and_leaves_the_arena_alone(tmp_path: Path)
     runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu"))
     arena = poisoned_arena(runner, 2)
     runner.bind(arena)
-    small, large = runner.profile(64, 8), runner.profile(2048, 8)
+    small, large = start_up.profile(runner, 64, 8), start_up.profile(runner, 2048, 8)
     logits_bytes = 2048 * 32000 * (2 + 4)
     assert logits_bytes <= large < 1.5 * logits_bytes
     assert small < large / 4
@@ -121,7 +122,7 @@ def test_profile_grows_with_the_batch_and_leaves_the_arena_alone(tmp_path: Path)
 def test_profile_packs_prompts_that_are_shorter_than_a_step(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", vocab_size=32000)
     runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu", max_model_len=256))
-    assert runner.profile(2048, 8) >= 2048 * 32000 * (2 + 4) > 4 * runner.profile(2048, 1)
+    assert start_up.profile(runner, 2048, 8) >= 2048 * 32000 * (2 + 4) > 4 * start_up.profile(runner, 2048, 1)
 
 
 def test_numerics_tell_dtype_isa_and_determinism(runner: ModelRunner, tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ SCRIPT = """
 import json, os, sys
 import torch
 from common.types import BlockRef, SamplingParams, StoppingParams
+from engine import start_up
 from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
-from engine.sequence import BlockTable, Chunk, Sequence, lay_out
+from engine.block_table import BlockTable
+from engine.sequence import Chunk, Sequence, lay_out
 from kernels.cpu import load
 from kernels.gpu import attention, copy_blocks, linear, rms_norm, sampling, silu_mul, write_blocks
 from kernels.gpu.attention_tiles import Chip
@@ -34,7 +36,7 @@ driver.install()
 attention.chip_of = lambda device: Chip(90, 132)
 settings = json.loads(sys.argv[2])
 runner = ModelRunner(RunnerSettings(sys.argv[1], num_threads=1, attention_backend="triton", **settings))
-runner.profile(256, 16)
+start_up.profile(runner, 256, 16)
 known = {launch.variant for launch in driver.launches}
 
 

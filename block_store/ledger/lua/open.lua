@@ -1,5 +1,5 @@
 -- open(dataset, run_id, num_blocks, rebuild count, grace ms): a ledger whose blocks `rebuild` has written becomes usable.
--- No prelude: there is no dataset to compare yet.
+-- Without the library: there is no dataset to compare yet.
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
 local function count(command, name) return redis.call(command, TAG .. name) end

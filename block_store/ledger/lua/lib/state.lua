@@ -1,0 +1,178 @@
+-- First of the library that stands before every operation's script (see `scripts.LIBRARY`): keys, records, the lane.
+-- KEYS[1] is '{looseleaf:<arena>}:meta'; the other keys share its hash tag.
+-- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
+--
+-- Keys: meta (hash: dataset, run_id, num_blocks, rebuild, epoch, tick, reserved, sealed, last_reap, grace_until)
+--   blocks (string, RECORD bytes each: state u8, hashed u8, owner u16 (0: nobody), writer slot u32, generation u64,
+--           writer epoch u64, hash[32])
+--   refs   (hash: block -> its holders' epochs, u64 each)          the block side
+--   own:<epoch>    (zset: block, by the order in which it came)    the holder side; the generation is the block's
+--   holder:<epoch> (hash: kind, name, slot, floor, token, secret, claimer, number, reply)
+--   index  (hash: prefix hash -> block)
+--   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot; 0: see `awaiting`)
+--   owners (hash: id of a tenant with a quota -> owner)     quotas (hash: owner -> blocks that may be cached)
+--   cached:<owner> (zset: those of `cached` that are the owner's)
+--   dying (zset: epoch -> was it reaped)     dying:<epoch> (zset: what it still holds, as `own` was)
+--   awaited (set: writer slots that were locked when the ledger was built and have not asserted what they hold)
+--   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
+-- Generations are passed on as 8 opaque bytes: a Lua number holds only 53 bits.
+--
+-- A script blocks the server while it runs, so none does more than MOST blocks' worth of work, whatever is held: callers
+-- come again with the rest.
+local call = redis.call
+local META = KEYS[1]
+local TAG = string.sub(META, 1, -5)
+local BLOCKS, REFS, INDEX = TAG .. 'blocks', TAG .. 'refs', TAG .. 'index'
+local FREE_LIST, CACHED_SET, QUARANTINE_SET = TAG .. 'free', TAG .. 'cached', TAG .. 'quarantine'
+local LEASES, FLOORS, TOKENS = TAG .. 'leases', TAG .. 'floors', TAG .. 'tokens'
+local DYING, AWAITED = TAG .. 'dying', TAG .. 'awaited'
+local OWNERS, QUOTAS = TAG .. 'owners', TAG .. 'quotas'
+local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
+local RECORD = 56
+local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
+local MOST = 256 -- blocks that one call frees beside those that it names; scripts.CHUNK of those
+local MOST_LET_GO = 96 -- blocks that one call lets go of; each may evict another. scripts.RELEASE_CHUNK
+local MOST_HOLDERS = 64 -- holders that one call ends
+local MOST_OWNERS = 65535 -- numbers for owners; blocks of later ones count for nobody
+
+if call('HGET', META, 'dataset') ~= ARGV[1] then return '-STALE_DATASET' end
+
+local function own_key(epoch) return TAG .. 'own:' .. epoch end
+local function holder_key(epoch) return TAG .. 'holder:' .. epoch end
+local function dying_key(epoch) return TAG .. 'dying:' .. epoch end
+local function cached_key(owner) return TAG .. 'cached:' .. owner end
+local function u64(number) return struct.pack('<I8', tonumber(number)) end
+local function live(epoch) return call('ZSCORE', LEASES, epoch) end
+
+-- Whether `epoch` is a live ticket with that secret. Lua compares texts by address: its time says nothing of a guess.
+local function is_ticket(epoch, secret)
+  local found = live(epoch) and call('HMGET', holder_key(epoch), 'kind', 'secret')
+  return found and found[1] == 'ticket' and found[2] == secret
+end
+
+local function now_ms()
+  local time = call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- Lua's own text of a large number is 1e+14.
+local function text(number) return string.format('%.0f', number) end
+
+-- A command with a long list of arguments, in pieces; CHUNK is even, so pairs stay together.
+local function send(command, key, list)
+  for first = 1, #list, CHUNK do
+    call(command, key, unpack(list, first, math.min(first + CHUNK - 1, #list)))
+  end
+end
+
+local function hmget(key, fields)
+  local values = {}
+  for first = 1, #fields, CHUNK do
+    local part = call('HMGET', key, unpack(fields, first, math.min(first + CHUNK - 1, #fields)))
+    for i = 1, #part do values[first + i - 1] = part[i] end
+  end
+  return values
+end
+
+-- Ordered lane (I8). Returns the reply to give at once: the stored one to a repeated call, or a refusal.
+local function lane(epoch, number)
+  if not live(epoch) then return '-FENCED' end
+  local last = call('HMGET', holder_key(epoch), 'number', 'reply')
+  if last[1] == number then return last[2] end
+  if tonumber(number) < tonumber(last[1]) then return '-OUT_OF_ORDER' end
+end
+
+local function answer(epoch, number, reply)
+  call('HSET', holder_key(epoch), 'number', number, 'reply', reply)
+  return reply
+end
+
+-- References as passed: block u32, generation u64. Block numbers come back as text, like Redis gives them.
+local function unpack_refs(packed)
+  local blocks, generations = {}, {}
+  for at = 1, #packed, 12 do
+    blocks[#blocks + 1] = text((struct.unpack('<I4', packed, at)))
+    generations[#generations + 1] = string.sub(packed, at + 4, at + 11)
+  end
+  return blocks, generations
+end
+
+local function pack_ref(block, generation) return struct.pack('<I4', tonumber(block)) .. generation end
+
+local function read(block)
+  local at = tonumber(block) * RECORD
+  return call('GETRANGE', BLOCKS, at, at + RECORD - 1)
+end
+
+-- Calls `visit(first, last, lowest block)` for each run of neighbours in the list, up or down: blocks that were handed
+-- out together mostly are neighbours, and a call costs more than what it does to one block.
+local function each_run(blocks, visit)
+  local n, first = #blocks, 1
+  while first <= n do
+    local start, last = tonumber(blocks[first]), first
+    local step = first < n and tonumber(blocks[first + 1]) - start
+    if step == 1 or step == -1 then
+      last = first + 1
+      while last < n and tonumber(blocks[last + 1]) == start + step * (last + 1 - first) do last = last + 1 end
+    end
+    visit(first, last, math.min(start, tonumber(blocks[last])))
+    first = last + 1
+  end
+end
+
+local function read_all(blocks)
+  local records = {}
+  each_run(blocks, function(first, last, lowest)
+    local packed = call('GETRANGE', BLOCKS, lowest * RECORD, (lowest + last - first + 1) * RECORD - 1)
+    for i = first, last do
+      local at = (tonumber(blocks[i]) - lowest) * RECORD
+      records[i] = string.sub(packed, at + 1, at + RECORD)
+    end
+  end)
+  return records
+end
+
+local function write_all(blocks, records)
+  each_run(blocks, function(first, last, lowest)
+    local parts = {}
+    for i = first, last do parts[tonumber(blocks[i]) - lowest + 1] = records[i] end
+    call('SETRANGE', BLOCKS, lowest * RECORD, table.concat(parts))
+  end)
+end
+
+local function state_of(record) return string.byte(record, 1) end
+local function generation_of(record) return string.sub(record, 9, 16) end
+local function owner_of(record) return (struct.unpack('<I2', record, 3)) end
+
+-- For blocks that a list says are in `state`. If one is not, somebody else has written here: without this a block could
+-- be given to two who write into it.
+local function expect(records, state)
+  for _, record in ipairs(records) do
+    if state_of(record) ~= state then error('a block is listed as what it is not') end
+  end
+end
+
+-- State and hashed flag; what else the record holds stays.
+local function in_state(record, state, hashed) return string.char(state, hashed) .. string.sub(record, 3) end
+local function set_state(block, state, hashed)
+  call('SETRANGE', BLOCKS, tonumber(block) * RECORD, string.char(state, hashed))
+end
+
+-- Sets of epochs, packed.
+local function holds(side, epoch8)
+  for at = 1, #side, 8 do
+    if string.sub(side, at, at + 7) == epoch8 then return true end
+  end
+  return false
+end
+
+local function without(side, epoch8)
+  if side == epoch8 then return '' end
+  for at = 1, #side, 8 do
+    if string.sub(side, at, at + 7) == epoch8 then return string.sub(side, 1, at - 1) .. string.sub(side, at + 8) end
+  end
+  return side
+end
+
+-- `n` numbers of the one clock that orders evictions and references; returns the one before the first.
+local function ticks(n) return call('HINCRBY', META, 'tick', n) - n end

@@ -1,0 +1,74 @@
+"""Copy-on-write: a sequence writes in place only into a block that is not sealed and that no other sequence uses.
+
+Where it may not, the table gets a new block in place of the last one, and the source is kept until the copy is known to
+be good. All copies of a step are one call. In the step thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+from block_store.holder.held_blocks import HeldBlocks
+from common.types import BlockRef
+from engine.runner import ModelRunner
+from engine.sequence import Sequence
+
+
+class CopyOnWrite:
+    """The copies of one worker's running sequences."""
+
+    def __init__(self, runner: ModelRunner, held: HeldBlocks) -> None:
+        self._runner = runner
+        self._held = held
+        self._block_size = runner.layout.block_size
+
+    def needy(self, live: Seq[Sequence]) -> list[Sequence]:
+        """Of a group's live sequences those that need a block more before their next position can be written.
+
+        Of k that share a block which is not sealed, k - 1 copy it and the last one keeps it.
+        """
+        size = self._block_size  # in a step most have room, and no more is asked of these
+        found = [s for s in live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
+        if len(live) == 1 or len(found) == len(live):  # groups share sealed blocks only
+            return found
+        leaving = Counter(s.copy_from for s in live if s.copy_from is not None)  # sources of a step that did not run
+        needy: list[Sequence] = []
+        for sequence in live:
+            if sequence in found:
+                needy.append(sequence)
+            elif self._held.count(tail := sequence.table[-1]) - leaving[tail] > 1:
+                leaving[tail] += 1
+                needy.append(sequence)
+        return needy
+
+    def give(self, sequence: Sequence, fresh: BlockRef) -> None:
+        """A block for the next position: a new one, or one in place of the last, whose content is then to be copied."""
+        if self._is_full(sequence):
+            sequence.table.append(fresh)
+            return
+        sequence.copy_from = sequence.table[-1]
+        sequence.table[-1] = fresh
+        sequence.tail_sealed = False
+
+    def copy(self, copying: Seq[Sequence]) -> None:
+        """All copies of the step, in one call. Their sources stay held until `copied`."""
+        if copying:
+            self._runner.copy_blocks([source_of(s).block for s in copying], [s.table[-1].block for s in copying])
+
+    def copied(self, copying: Seq[Sequence]) -> None:
+        """The copies are good: give their sources up."""
+        if not copying:
+            return
+        self._held.release_many([[source_of(sequence)] for sequence in copying])
+        for sequence in copying:
+            sequence.copy_from = None
+
+    def _is_full(self, sequence: Sequence) -> bool:
+        return sequence.num_computed // self._block_size == len(sequence.table)
+
+
+def source_of(sequence: Sequence) -> BlockRef:
+    """The block that a sequence copies."""
+    assert sequence.copy_from is not None
+    return sequence.copy_from

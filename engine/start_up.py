@@ -1,0 +1,178 @@
+"""What a runner does before it serves: warms up, measures its peak of memory, captures CUDA graphs.
+
+Functions over a `ModelRunner`; none of them is needed for a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from engine.graphs import DecodeGraphs, bucket_sizes
+from engine.models.attention import LayerCache
+from engine.runner import ModelRunner
+from engine.step import StepInput
+from kernels.cpu.loader import on_triton
+from kernels.cpu.selection import count_fallback
+from kernels.providers.base import SPLIT_QUERIES
+from kernels.sampling import log_softmax_top, sample
+
+logger = logging.getLogger("engine")
+
+PROFILE_MAX_KEYS = 1 << 21
+"""Key positions that one profiling pass reads at most over all its sequences, to bound its time."""
+PROFILE_LAYERS_CPU = 2
+"""Layers that a profiling pass runs on a CPU, where nothing of a layer but its output stays: the second begins with
+what the first leaves, as all later ones do."""
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run what requests may need on scratch memory, so that none of them pays for set-up: a prefill and a decode
+    step; where kernels are compiled at their first launch also every other variant of one."""
+    _scratch_step(runner, min(16, runner.max_model_len), 1, min(16, runner.max_model_len))
+    logits = _scratch_step(runner, 1, 1, 1)
+    if on_triton(logits):
+        _compile_the_rest(runner, logits)
+
+
+def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
+    """Peak bytes of activations over the largest steps: prompt chunks of `max_num_batched_tokens` (one, or as many
+    longest prompts as that is), and `max_num_seqs` decodes with every filter of sampling, both at the longest
+    context and with logits of every row. With `graphs` also what `capture(max_num_seqs)` will take.
+
+    All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most
+    2 Mi keys; on a CPU a pass ends after two layers, so that a start does not wait for it. Measured once.
+    """
+    asked = (max_num_batched_tokens, max_num_seqs, graphs)
+    if (known := runner.peaks.get(asked)) is not None:
+        return known
+    warm_up(runner)
+    chunk = min(max_num_batched_tokens, runner.max_model_len)
+    num_prompts = min(max_num_seqs, max_num_batched_tokens // chunk)
+
+    def largest_steps() -> None:
+        _scratch_step(runner, chunk, num_prompts, min(runner.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
+        if runner.device.compute_capability is not None:  # keys of few queries may be split into partial results
+            few = min(chunk, SPLIT_QUERIES)
+            _scratch_step(runner, few, 1, few)
+        context = min(runner.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
+        logits = _scratch_step(runner, 1, max_num_seqs, context, width=runner.max_blocks)  # partial results go by width
+        floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs
+        sample(logits, floats, ints, floats, floats, ints, ints, ints)
+
+    with _shallow(runner):
+        peak = runner.device.peak_bytes(largest_steps)
+    if graphs:
+        peak += graph_bytes(runner, max_num_seqs)
+    runner.device.release()
+    runner.peaks[asked] = peak
+    return peak
+
+
+@torch.inference_mode()
+def capture(runner: ModelRunner, max_num_seqs: int) -> None:
+    """Record decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, so that they are
+    replayed from now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot. The first
+    that fails to be captured is the last that is tried; it is logged, counted and computed eagerly."""
+    if not _can_capture(runner):
+        return
+    runner.device.enter()
+    bound, sizes = runner.binding, bucket_sizes(max_num_seqs)
+    bound.graphs = graphs = new_graphs(runner, max_num_seqs)
+    for size in reversed(sizes):
+        if not capture_bucket(runner, graphs, size, bound.caches):
+            break
+    captured = len(graphs.sizes)
+    logger.info("captured %d of %d CUDA graphs of up to %d sequences", captured, len(sizes), max_num_seqs)
+
+
+def _can_capture(runner: ModelRunner) -> bool:
+    if runner.device.compute_capability is None or runner.settings.enforce_eager:
+        return False
+    if not runner.attention.capturable:
+        logger.info("no CUDA graphs: attention provider %s cannot be captured", runner.attention.name)
+    return runner.attention.capturable
+
+
+def new_graphs(runner: ModelRunner, max_num_seqs: int) -> DecodeGraphs:
+    """Without a bucket yet."""
+    logits = torch.empty((max_num_seqs, runner.config.vocab_size), device=runner.device.torch_device)
+    return DecodeGraphs(runner.device, runner.attention, runner.max_blocks, logits)
+
+
+def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches: Sequence[LayerCache]) -> bool:
+    """Whether one bucket could be captured; if not, that is logged and counted, and no other should be tried.
+
+    Errors: what the device says where it is of no more use."""
+    try:
+        graphs.capture(size, lambda tokens, step: runner.model.forward(tokens, step, caches, None))
+    except Exception as error:  # torch's, CUDA's, Triton's
+        runner.device.wait()
+        count_fallback("decode graph", (str(error) or repr(error)).splitlines()[0], "eagerly")
+        return False
+    return True
+
+
+@torch.inference_mode()
+def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
+    """What `capture` will take, from its largest two buckets: the first, and the second for each of the rest."""
+    if not _can_capture(runner):
+        return 0
+    sizes = bucket_sizes(max_num_seqs)[::-1]
+    marks = [runner.device.used_bytes()]
+    with runner.using(runner.new_arena(1)):
+        graphs = new_graphs(runner, max_num_seqs)
+        for size in sizes[:2]:
+            if not capture_bucket(runner, graphs, size, runner.binding.caches):
+                break
+            marks.append(runner.device.used_bytes())
+    growth = [max(0, after - before) for before, after in itertools.pairwise(marks)]
+    return growth[0] + growth[-1] * (len(sizes) - 1) if growth else 0
+
+
+def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
+    """Variants beside those of a whole prompt and a short decode; `logits` fp32 [1, vocab] of any step."""
+    chunk = min(2, runner.max_model_len)
+    _scratch_step(runner, chunk, 2, chunk)  # short chunks take other tiles than long ones
+    for bits in range(runner.max_blocks.bit_length() + 1):  # wide tables are read in splits, in powers of two
+        _scratch_step(runner, 1, 1, 1, width=min(1 << bits, runner.max_blocks))
+    log_softmax_top(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
+    with runner.using(runner.new_arena(2)):
+        runner.copy_blocks([0], [1])
+
+
+@contextlib.contextmanager
+def _shallow(runner: ModelRunner) -> Iterator[None]:
+    """On a CPU only the first layers of the model for a while."""
+    model = runner.model
+    if runner.device.compute_capability is None:
+        runner.model = model.shallow(PROFILE_LAYERS_CPU)
+    try:
+        yield
+    finally:
+        runner.model = model
+
+
+def _scratch_step(
+    runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None
+) -> torch.Tensor:
+    """The last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block. width:
+    columns of the block table; None: as many as the context takes."""
+    num_tokens, block_size = chunk * num_seqs, runner.layout.block_size
+    positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)
+    batch = StepInput(
+        np.zeros(num_tokens, np.int64),
+        positions,
+        (positions % block_size,),
+        np.arange(0, num_tokens + 1, chunk, dtype=np.int32),
+        np.full(num_seqs, context, np.int32),
+        (np.zeros((num_seqs, width or -(-context // block_size)), np.int32),),
+        np.arange(num_tokens, dtype=np.int64),
+    )
+    with runner.using(runner.new_arena(1)):
+        return runner.step(batch)
