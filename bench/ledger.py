@@ -19,7 +19,7 @@ from block_store.arena.arena import Arena, ref_arrays
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, hash_blocks
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import CHUNK, Lane, Ledger
+from block_store.ledger.scripts import CHUNK, Lane, LedgerScripts
 from block_store.redis import redis_server
 from common.types import Epoch, KvLayout, KvSpec
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Bench:
     """One prefill and one decode holder; each round is the life of one request's block table."""
 
-    def __init__(self, arena: Arena, ledger: Ledger, table_len: int) -> None:
+    def __init__(self, arena: Arena, ledger: LedgerScripts, table_len: int) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)
         self._arena = arena
         self._ledger = ledger

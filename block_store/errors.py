@@ -111,4 +111,4 @@ class HeaderAheadError(ArenaError):
 
 
 class HeaderMismatch(ArenaError):
-    """A block's header names another generation than the block table: it lives another life now."""
+    """A block's header names another generation than the block table: it was reallocated."""

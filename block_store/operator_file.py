@@ -1,4 +1,4 @@
-"""What whoever operates a running block store needs to ask it: its address, Redis, and where the launch's secret lies.
+"""What the operator of a running block store needs to ask it: its address, Redis, and where the launch's secret lies.
 
 A file in the store's directory that only its user can read, so that `looseleaf blocks` and `looseleaf fsck` find what
 they need. It holds a password of Redis where there is one.

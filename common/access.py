@@ -27,7 +27,7 @@ class Access(Enum):
     PUBLIC = "public"
     """Everybody; the service itself may ask for an API key."""
     INTERNAL = "internal"
-    """Whoever knows the launch's secret."""
+    """Callers that know the launch's secret."""
     REFLECTION = "reflection"
     """Everybody at the front; inside as INTERNAL."""
 

@@ -7,7 +7,7 @@ A file has a line for each key: `TENANT KEY`, then what the tenant is limited to
     zoo   z-key
 
 A tenant may have several keys; its limits stand on any of their lines and count for all of them. Blank lines and those
-that begin with # do not count. Knows nothing of requests.
+that begin with # do not count. Independent of requests.
 """
 
 from __future__ import annotations

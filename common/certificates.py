@@ -1,4 +1,4 @@
-"""Certificates of services, from PEM files that are read again when they change. Knows no service.
+"""Certificates of services, from PEM files that are read again when they change. Independent of services.
 
 Inside, both sides show a certificate of the same CA, which must have the name `INSIDE_NAME`: workers come and go under
 addresses that no certificate could name. In front only the server shows one.

@@ -1,4 +1,4 @@
-"""How many cores this process may use. Knows nothing of threads."""
+"""How many cores this process may use. Independent of threads."""
 
 from __future__ import annotations
 

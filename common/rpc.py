@@ -203,7 +203,7 @@ def reachable_address(host: str, port: int) -> str:
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:
-    """Tell whoever started this process that it is ready, and where; atomic."""
+    """Tell the parent of this process that it is ready, and where; atomic."""
     if path is None:
         return
     temporary = f"{path}.{os.getpid()}"

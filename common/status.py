@@ -1,4 +1,4 @@
-"""Errors as `google.rpc.Status` and back. Knows nothing of servers."""
+"""Errors as `google.rpc.Status` and back. Independent of servers."""
 
 from __future__ import annotations
 

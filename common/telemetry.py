@@ -1,4 +1,4 @@
-"""Logs of every service: one line an event, a service name, no prompts. Knows nothing of metrics' meaning."""
+"""Logs of every service: one line an event, a service name, no prompts. Independent of metrics' meaning."""
 
 from __future__ import annotations
 

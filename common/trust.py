@@ -1,4 +1,4 @@
-"""What processes of one launch show each other: its secret, and certificates. Knows no service."""
+"""What processes of one launch show each other: its secret, and certificates. Independent of services."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Values that cross package borders, as frozen dataclasses.
 
-Knows nothing of protobuf (see `common.convert`), torch or Redis. Lengths are in tokens, times in nanoseconds or seconds
+Independent of protobuf (see `common.convert`), torch or Redis. Lengths are in tokens, times in nanoseconds or seconds
 as their names say, sizes in bytes.
 """
 
@@ -171,7 +171,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class TicketId:
-    """Names a ticket to the ledger, and shows that it was issued to whoever has this."""
+    """Names a ticket to the ledger, and proves that it was issued to the caller."""
 
     epoch: Epoch
     """The ticket's holder epoch."""

@@ -61,7 +61,7 @@ def most_needed(group: Group, max_model_len: int) -> GroupNeed:
     return GroupNeed(prompt_len, min(first.stopping.max_tokens, max_model_len - prompt_len), width)
 
 
-def take_over(group: Group, claim: Claim, block_size: int) -> None:
+def adopt(group: Group, claim: Claim, block_size: int) -> None:
     """Give the group's sequences the blocks that were claimed; what the prompt hashes to is found once for all."""
     ticket, first = claim.ticket, group.sequences[0]
     first.hashes = [claim.chain_start]

@@ -23,7 +23,7 @@ class CopyOnWrite:
         self._held = held
         self._block_size = runner.layout.block_size
 
-    def needy(self, live: Seq[Sequence]) -> list[Sequence]:
+    def needing_block(self, live: Seq[Sequence]) -> list[Sequence]:
         """Of a group's live sequences those that need a block more before their next position can be written.
 
         Of k that share a block which is not sealed, k - 1 copy it and the last one keeps it.
@@ -33,14 +33,14 @@ class CopyOnWrite:
         if len(live) == 1 or len(found) == len(live):  # groups share sealed blocks only
             return found
         leaving = Counter(s.copy_from for s in live if s.copy_from is not None)  # sources of a step that did not run
-        needy: list[Sequence] = []
+        needing_block: list[Sequence] = []
         for sequence in live:
             if sequence in found:
-                needy.append(sequence)
+                needing_block.append(sequence)
             elif self._held.count(tail := sequence.table[-1]) - leaving[tail] > 1:
                 leaving[tail] += 1
-                needy.append(sequence)
-        return needy
+                needing_block.append(sequence)
+        return needing_block
 
     def give(self, sequence: Sequence, fresh: BlockRef) -> None:
         """A block for the next position: a new one, or one in place of the last, whose content is then to be copied."""

@@ -1,4 +1,4 @@
-"""What a decode worker tells its gateways: one message per session and step. Knows nothing of gRPC or blocks."""
+"""What a decode worker tells its gateways: one message per session and step. Independent of gRPC and blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which way a preempted group goes, and when a swapped one comes back. Counts both, with times.
 
-Knows no sessions: the worker tells the gateway of groups that are lost or given back.
+Independent of sessions: the worker tells the gateway of groups that are lost or given back.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Preemption:
         began = self._clock()
         if not self._swap.swap_out(group):
             self.counts.lost_groups += 1
-            logger.warning("reader rule: group %d had blocks that live another life now", group.handle)
+            logger.warning("reader rule: group %d had blocks that were reallocated", group.handle)
             return Rejection.LOST
         self._note_out(group, num_blocks, self._clock() - began)
         self._scheduler.preempt(group)
@@ -92,7 +92,7 @@ class Preemption:
         what comes back would soon push out, or be pushed out.
 
         Where nothing runs, waiting groups give their blocks up for them: `make_way` must take a group's away. Without
-        the ledger nobody comes back, and nobody makes way.
+        the ledger no group comes back, and none is preempted for it.
         """
         with suppress(LedgerUnavailable):
             while (group := self._scheduler.resumable()) is not None:

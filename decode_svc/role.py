@@ -18,8 +18,8 @@ from decode_svc.worker import DecodeWorker
 from engine import start_up
 from engine.runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
-from worker.role import Member, domain_of, longest_group, record_of
-from worker.turns import AnyTurns, SharedTurns
+from worker.fair_lock import AnyFairLock, FairFileLock
+from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
 def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:
@@ -41,11 +41,11 @@ def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
     """Attach a loaded model to the block store, which answers when all workers that it expects have asked."""
     needs = needs_of(runner, settings, worker_name("decode", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
-    turns = SharedTurns(settings.turns_file) if settings.turns_file is not None else None
+    turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
     return DecodeRole(runner, needs, attached, settings, turns)
 
 
-class DecodeRole(Member):
+class DecodeRole(WorkerRole):
     """Model, blocks, running batch, step thread and service of a decode worker (`common.service_main.Role`)."""
 
     def __init__(
@@ -54,7 +54,7 @@ class DecodeRole(Member):
         needs: Needs,
         attached: Attached,
         settings: DecodeSettings,
-        turns: AnyTurns | None = None,
+        turns: AnyFairLock | None = None,
     ) -> None:
         runner.bind(attached.arena.data)
         start_up.capture(runner, settings.max_num_seqs)

@@ -67,7 +67,7 @@ class DecodeScheduler:
     def admit(self, fits: Callable[[Group], bool]) -> None:
         """Move waiting groups to the running ones, in order, while there is room and `fits` says yes.
 
-        A group that some running one must make way for need not fit: its first step preempts that one.
+        A group for which a running one will be preempted need not fit: its first step preempts that one.
         """
         while self._waiting and (group := self._next()) is self._waiting[0]:
             if not self._has_room(group) or not (fits(group) or self._outranked(group)):
@@ -106,7 +106,7 @@ class DecodeScheduler:
         self._run(self._preempted, group)
 
     def latest_waiting(self) -> Group | None:
-        """Whom to preempt where nothing runs and the blocks for a preempted group are not to be had."""
+        """The group to preempt where nothing runs and the blocks for a preempted group are unavailable."""
         return self._waiting[-1] if self._waiting else None
 
     def remove(self, group: Group) -> None:

@@ -1,7 +1,7 @@
 """The host tier: blocks of preempted groups in private memory, copied out in one call and back in one.
 
 A swapped group holds nothing in the arena. What its sequences shared they share again when they come back; blocks that
-are still cached under their hash are taken from there and not copied. Knows neither priorities nor when to swap.
+are still cached under their hash are taken from there and not copied. Independent of priorities and of when to swap.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SwapSpace:
     def swap_out(self, group: Group) -> bool:
         """Copy a group's blocks here and release those of the arena; there must be room for them.
 
-        False (reader rule): a block lives another life, so the group is lost; nothing has changed.
+        False (reader rule): a block was reallocated, so the group is lost; nothing has changed.
         """
         refs = self._distinct(group.live)
         arena, num = self._attached.arena, len(refs)
@@ -80,7 +80,7 @@ class SwapSpace:
     def swap_in(self, group: Group, spare: int) -> int | None:
         """Give a swapped group blocks of the arena again, all or none; returns how many were copied.
 
-        `spare` more must be to be had too, and are left. None: they were not. Errors: LedgerUnavailable (nothing has
+        `spare` more must be available too, and are left. None: they were not. Errors: LedgerUnavailable (nothing has
         changed, try again), others as `held.seal`.
         """
         tables = {s: self._swapped[group][s] for s in group.live}

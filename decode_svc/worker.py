@@ -1,6 +1,6 @@
 """The step thread's work of a decode worker: claim, reserve, compute, seal, sample, publish, release.
 
-Knows nothing of gRPC; each session passes a `send` that is called from the step thread, once a step.
+Independent of gRPC; each session passes a `send` that is called from the step thread, once a step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from block_store.ledger.prefix_hash import prompt_chain
 from common.group_need import blocks_of
 from common.types import BlockRef, Ticket, WorkerLoad
 from decode_svc.blocks import Plan, RunningBlocks, copying, forget
-from decode_svc.claims import Claim, Claims, fits_ticket, most_needed, take_over
+from decode_svc.claims import Claim, Claims, adopt, fits_ticket, most_needed
 from decode_svc.outputs import Outbox, Rejection, Session
 from decode_svc.preemption import Preemption
-from decode_svc.progress import Progress
+from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
 from engine.beam_search import BeamSearch, Candidates
@@ -42,7 +42,7 @@ class DecodeWorker:
         domain: bytes,
         preemption: Preemption | None = None,
     ) -> None:
-        """`preemption` None: whoever is preempted is given back."""
+        """`preemption` None: a preempted group is given back."""
         self._runner = runner
         self._attached = attached
         self._scheduler = scheduler
@@ -52,7 +52,7 @@ class DecodeWorker:
         self._blocks = RunningBlocks(runner, attached)
         self._claims = Claims(attached)
         self._outbox = Outbox()
-        self._progress = Progress(self._blocks, self._outbox, runner.max_model_len, self._drop)
+        self._progress = SamplingStep(self._blocks, self._outbox, runner.max_model_len, self._drop)
         self._preemption = preemption or Preemption(scheduler, SwapSpace(runner, attached, 0), "give-back")
         self._draining = False
         self._spoken_for = 0
@@ -117,7 +117,7 @@ class DecodeWorker:
 
     def _enter(self, group: Group, claim: Claim) -> None:
         """Queue a group whose blocks are ours."""
-        take_over(group, claim, self._block_size)
+        adopt(group, claim, self._block_size)
         self._scheduler.add(group)
         if group.search is not None and claim.candidates is not None:
             self._progress.advance(group, group.search, [claim.candidates])
@@ -201,7 +201,7 @@ class DecodeWorker:
         its sequences, can be had beside those of the groups that start with it."""
         if not self._scheduler.running:
             return True
-        needed = len(self._blocks.writes.needy(group.live)) + len(group.live)
+        needed = len(self._blocks.writes.needing_block(group.live)) + len(group.live)
         if self._attached.held.num_free_hint - self._spoken_for < needed:
             return False
         self._spoken_for += needed
@@ -210,22 +210,22 @@ class DecodeWorker:
     def _reserve(self) -> Plan:
         """Give every running sequence a block of its own for its next position, preempting where there is none."""
         plan: Plan = []
-        for group in self._scheduler.running:  # whoever is preempted meanwhile stands behind `group`
-            needy = self._blocks.writes.needy(group.live)
-            if needy and not self._reserve_for(group, needy):
+        for group in self._scheduler.running:  # a group that is preempted meanwhile comes after `group`
+            needing_block = self._blocks.writes.needing_block(group.live)
+            if needing_block and not self._reserve_for(group, needing_block):
                 break  # the last group waits until others release blocks
             plan += [(group, sequence) for sequence in group.live]
         return plan
 
     def _needed(self) -> int:
         """Blocks that the running groups need for this step."""
-        return sum(len(self._blocks.writes.needy(group.live)) for group in self._scheduler.running)
+        return sum(len(self._blocks.writes.needing_block(group.live)) for group in self._scheduler.running)
 
-    def _reserve_for(self, group: Group, needy: list[Sequence]) -> bool:
+    def _reserve_for(self, group: Group, needing_block: list[Sequence]) -> bool:
         """A block for each of these, or nothing."""
-        if (fresh := self._alloc(group, len(needy))) is None:
+        if (fresh := self._alloc(group, len(needing_block))) is None:
             return False
-        for sequence, ref in zip(needy, fresh, strict=True):
+        for sequence, ref in zip(needing_block, fresh, strict=True):
             self._blocks.writes.give(sequence, ref)
         return True
 
@@ -264,7 +264,7 @@ class DecodeWorker:
         """The reader rule. False: the stale groups were rejected."""
         stale = self._blocks.stale(plan, step, copies)
         if stale:
-            logger.warning("reader rule: %d groups of %d had blocks that live another life now", len(stale), len(plan))
+            logger.warning("reader rule: %d groups of %d had blocks that were reallocated", len(stale), len(plan))
         for group in stale:
             self._reject(group, Rejection.LOST)
         return not stale

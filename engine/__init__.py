@@ -1,1 +1,1 @@
-"""Compute: model definitions, weights, the step over blocks, sampling. Knows no RPC, no Redis, no store."""
+"""Compute: model definitions, weights, the step over blocks, sampling. Independent of RPC, Redis and the store."""

@@ -1,4 +1,7 @@
-"""An arena as a model sees it: its memory as a tensor, and a strided view for every layer. Knows no owner of blocks."""
+"""An arena as a model sees it: its memory as a tensor, and a strided view for every layer.
+
+Independent of owner of blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The weight files of a model directory: which they are, where each tensor lies, what they hash to.
 
-Reads safetensors headers itself (8 bytes of length, then JSON): a fingerprint costs milliseconds. Knows no models.
+Reads safetensors headers itself (8 bytes of length, then JSON): a fingerprint costs milliseconds. Independent of
+models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a model is: sizes, positions, norms, biases, read from a Hugging Face directory's `config.json`.
 
-Knows no tensors. Everything that would change the numbers is either honoured or refused by name (`UnsupportedModel`).
+Independent of tensors. Everything that would change the numbers is either honoured or refused by name
+(`UnsupportedModel`).
 """
 
 from __future__ import annotations

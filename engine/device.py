@@ -1,4 +1,4 @@
-"""Where a runner's model computes: the cores of a machine, or one GPU with a stream of its own. Knows no model.
+"""Where a runner's model computes: the cores of a machine, or one GPU with a stream of its own. Independent of models.
 
 What differs between the two is here, so that the runner has no branches: how a thread is made ready, how a step's
 arrays get there, when its work is done, what memory it took.

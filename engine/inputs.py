@@ -1,6 +1,6 @@
 """The arrays of a step on their way to a device: packed end to end in pinned memory, sent in one transfer.
 
-On a CPU both sides are the same memory, and sending does nothing. Knows no step.
+On a CPU both sides are the same memory, and sending does nothing. Independent of steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights by name and shape, as models ask for them: from safetensors (memory-mapped) or random from the config alone.
 
-A model pulls every tensor it needs; `finish` then refuses a checkpoint that holds others. Knows no model.
+A model pulls every tensor it needs; `finish` then refuses a checkpoint that holds others. Independent of models.
 """
 
 from __future__ import annotations

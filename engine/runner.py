@@ -1,4 +1,5 @@
-"""The forward pass of a worker: weights, the arena's views, one step. Knows no sequences, schedulers, Redis or RPC.
+"""The forward pass of a worker: weights, the arena's views, one step. Independent of sequences, schedulers, Redis and
+RPC.
 
 All methods are called from one thread at a time (a worker's step thread).
 """

@@ -1,4 +1,4 @@
-"""The gateway's flags and variables. Knows nothing of what they do."""
+"""The gateway's flags and variables. Independent of what they do."""
 
 from __future__ import annotations
 

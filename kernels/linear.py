@@ -142,7 +142,7 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
 
 
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
-    """The choice of whoever was first among the processes that name the same directory in KERNELS_CHOICES: a worker
+    """The choice of the first of the processes that name the same directory in KERNELS_CHOICES: a worker
     that is started later, on a busier machine, must not measure itself out of the blocks of the others."""
     if (directory := choices_directory()) is None:
         return choice

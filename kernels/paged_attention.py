@@ -1,4 +1,4 @@
-"""Decode attention: one query per sequence over its block table. Knows neither layers nor who owns a block.
+"""Decode attention: one query per sequence over its block table. Independent of layers and of who owns a block.
 
 Reproducibility: the key axis is cut into pieces of 256 at absolute positions; a row's reductions inside a piece run in
 a fixed order and pieces merge in ascending order, so a row's bits depend on its own query, keys and values only

@@ -1,5 +1,5 @@
 """Prefill attention: packed chunks of queries over cached blocks and themselves, causal. Same core and same bits as
-`paged_attention`. Knows neither layers nor who owns a block."""
+`paged_attention`. Independent of layers and of who owns a block."""
 
 from __future__ import annotations
 

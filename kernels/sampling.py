@@ -1,4 +1,5 @@
-"""From logits to tokens: a pure function of (logits row, seed, sample, position). Knows no sequence and no history.
+"""From logits to tokens: a pure function of (logits row, seed, sample, position). Independent of sequences and of
+history.
 
 Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011),
 so there is no generator state to carry. Filters run in vLLM's order: temperature, min_p, top_k, top_p. Then one uniform

@@ -1,4 +1,4 @@
-"""RoPE on q and k, then k and v into their slots, in one pass. Knows neither layers nor who owns a block.
+"""RoPE on q and k, then k and v into their slots, in one pass. Independent of layers and of who owns a block.
 
 Rotation is the half (neox) form of Hugging Face's Llama, computed in fp32 and rounded once.
 """

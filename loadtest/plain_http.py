@@ -1,6 +1,6 @@
 """An HTTP/1.1 client that costs next to nothing, for loads on the machine that serves: POST, status, first event, end.
 
-One request at a time on a connection, which is kept for the next one. Knows nothing of models.
+One request at a time on a connection, which is kept for the next one. Independent of models.
 """
 
 from __future__ import annotations

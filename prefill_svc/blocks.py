@@ -1,6 +1,6 @@
 """The blocks of prefill's sequence groups: had all at once or not at all, sealed as they fill, handed to a ticket.
 
-Knows nothing of models, queues or callers.
+Independent of models, queues and callers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From the logits of complete sequences to the next token of every branch, or to what a beam search begins with.
 
-One sampling call for all branches of a step, however they are sampled. Knows nothing of blocks.
+One sampling call for all branches of a step, however they are sampled. Independent of blocks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from protos.v1 import types_pb2 as types_pb
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What a worker can take."""
 
     max_model_len: int
@@ -23,7 +23,7 @@ class Limits:
     max_num_seqs: int
 
 
-def job_of(request: pb.PrefillRequest, limits: Limits) -> Job:
+def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
     """A job that arrives now. Raises InvalidArgument, naming the field."""
     prompt = list(request.prompt_token_ids)
     branches = [convert.branch_from_pb(branch) for branch in request.branches]
@@ -50,7 +50,7 @@ def _quota(message: types_pb.CacheQuota) -> CacheQuota:
         raise InvalidArgument.of("cache_quota", str(error)) from None
 
 
-def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: Limits) -> None:
+def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: RequestLimits) -> None:
     """As many branches as samples or fewer (some have ended), each its own; a beam search has the prompt only."""
     if not branches:
         raise InvalidArgument.of("branches", "must hold at least one branch")
@@ -69,7 +69,7 @@ def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: Limits
         raise InvalidArgument.of("branches", f"must have a sample_index below num_sequences, which is {limit}")
 
 
-def _check_lengths(prompt: Seq[int], branches: Seq[Branch], limits: Limits) -> None:
+def _check_lengths(prompt: Seq[int], branches: Seq[Branch], limits: RequestLimits) -> None:
     if not prompt:
         raise InvalidArgument.of("prompt_token_ids", "must hold at least one token")
     if len(prompt) + max(len(branch.output_ids) for branch in branches) >= limits.max_model_len:

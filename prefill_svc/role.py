@@ -9,13 +9,13 @@ from common.settings import WorkerSettings
 from common.trust import trust_of
 from engine import start_up
 from engine.runner import ModelRunner
-from prefill_svc.requests import Limits
+from prefill_svc.requests import RequestLimits
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2_grpc
-from worker.role import Member, domain_of, longest_group, record_of
-from worker.turns import AnyTurns, SharedTurns
+from worker.fair_lock import AnyFairLock, FairFileLock
+from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
 def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:
@@ -36,11 +36,11 @@ def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
     """Attach a loaded model to the block store, which answers when all workers that it expects have asked."""
     needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
-    turns = SharedTurns(settings.turns_file) if settings.turns_file is not None else None
+    turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
     return PrefillRole(runner, needs, attached, settings, turns)
 
 
-class PrefillRole(Member):
+class PrefillRole(WorkerRole):
     """Model, blocks, queue, step thread and service of a prefill worker (`common.service_main.Role`)."""
 
     def __init__(
@@ -49,7 +49,7 @@ class PrefillRole(Member):
         needs: Needs,
         attached: Attached,
         settings: WorkerSettings,
-        turns: AnyTurns | None = None,
+        turns: AnyFairLock | None = None,
     ) -> None:
         runner.bind(attached.arena.data)
         scheduler = PrefillScheduler(
@@ -60,7 +60,7 @@ class PrefillRole(Member):
         worker = PrefillWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
-        limits = Limits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
+        limits = RequestLimits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
         self._servicer = PrefillServicer(worker, self.thread, limits)
 
     def add_to(self, server: RpcServer) -> None:

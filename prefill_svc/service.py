@@ -9,8 +9,8 @@ from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
 from common.rpc import HEARTBEAT_S
-from prefill_svc.requests import Limits, job_of
-from prefill_svc.worker import Done, Event, FirstToken, PrefillWorker, Progress
+from prefill_svc.requests import RequestLimits, job_of
+from prefill_svc.worker import ChunkDone, Done, Event, FirstToken, PrefillWorker
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc, types_pb2
 from worker.step_thread import StepThread
@@ -19,7 +19,7 @@ from worker.step_thread import StepThread
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """One stream per request. `draining` refuses new ones."""
 
-    def __init__(self, worker: PrefillWorker, thread: StepThread, limits: Limits) -> None:
+    def __init__(self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits) -> None:
         self._worker = worker
         self._thread = thread
         self._limits = limits
@@ -38,20 +38,20 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit, request.public_tokens))
-        event: Event = Progress(0)
+        event: Event = ChunkDone(0)
         self.num_calls += 1
         try:
             yield pb.PrefillResponse(queued=pb.PrefillQueued(load=convert.load_to_pb(self._worker.load)))
-            while isinstance(event, Progress):
+            while isinstance(event, ChunkDone):
                 event = await _within(HEARTBEAT_S, events, event)
                 yield _response(event)
         finally:
             self.num_calls -= 1
-            if isinstance(event, Progress):
+            if isinstance(event, ChunkDone):
                 self._thread.post(lambda: self._worker.cancel(job))
 
 
-async def _within(seconds: float, events: asyncio.Queue[Event], last: Progress) -> Event:
+async def _within(seconds: float, events: asyncio.Queue[Event], last: ChunkDone) -> Event:
     """The next event; the last progress again, as a heartbeat, if there is none for `seconds`."""
     try:
         async with asyncio.timeout(seconds):
@@ -63,7 +63,7 @@ async def _within(seconds: float, events: asyncio.Queue[Event], last: Progress) 
 def _response(event: Event) -> pb.PrefillResponse:
     if isinstance(event, LooseleafError):
         raise event
-    if isinstance(event, Progress):
+    if isinstance(event, ChunkDone):
         return pb.PrefillResponse(progress=pb.PrefillProgress(num_computed_tokens=event.num_computed_tokens))
     return pb.PrefillResponse(done=_done(event))
 

@@ -1,6 +1,6 @@
 """The step thread's work of a prefill worker: admit, compute, seal, sample, hand over.
 
-Knows nothing of gRPC; the service passes an `emit` for each job, called from the step thread.
+Independent of gRPC; the service passes an `emit` for each job, called from the step thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("prefill")
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ChunkDone:
     """A step computed part of the prompt."""
 
     num_computed_tokens: int
@@ -61,7 +61,7 @@ class Done:
     load: WorkerLoad
 
 
-Event = Progress | Done | LooseleafError
+Event = ChunkDone | Done | LooseleafError
 Emit = Callable[[Event], None]
 
 
@@ -149,14 +149,14 @@ class PrefillWorker:
             if job.is_drawn:
                 self._finish(job)
             else:
-                self._emits[job](Progress(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
+                self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step) -> bool:
         """The reader rule: every block is still the life that the table names. False: the stale jobs were aborted."""
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:
             return True
-        logger.warning("reader rule: %d prompts of %d had blocks that live another life now", len(stale), len(plan))
+        logger.warning("reader rule: %d prompts of %d had blocks that were reallocated", len(stale), len(plan))
         for job in stale:
             self._fail(job, Aborted("a block of the prompt was reclaimed"))
         return False

@@ -13,7 +13,7 @@ import torch
 
 from block_store.arena.arena import Arena
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, next_hash
 from block_store.ledger.rebuild import open_ledger
@@ -101,7 +101,7 @@ class DecodeBench:
 
     def _holder(self, name: str, reserve: int = 0) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()
-        return HeldBlocks(Holder.register(self._ledger, name, writer_slot=slot.number), self.arena, slot, reserve)
+        return HeldBlocks(LedgerClient.register(self._ledger, name, writer_slot=slot.number), self.arena, slot, reserve)
 
     def submit(
         self,

@@ -1,6 +1,6 @@
 """A scheduler of thirty lines for tests and benchmarks: prompts in chunks under a budget, then all decode together.
 
-Blocks come in a random order from an arena filled with NaN, and go back nowhere. Knows no ledger.
+Blocks come in a random order from an arena filled with NaN, and go back nowhere. Independent of ledger.
 """
 
 from __future__ import annotations

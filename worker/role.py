@@ -17,8 +17,8 @@ from common.telemetry import count_fallbacks_of
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
 from engine.runner import ModelRunner, RunnerSettings
 from kernels.cpu import fallbacks
+from worker.fair_lock import AnyFairLock
 from worker.step_thread import StepThread
-from worker.turns import AnyTurns
 
 
 class Model(Protocol):
@@ -67,7 +67,7 @@ def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSe
     )
 
 
-class Member:
+class WorkerRole:
     """A role's attachment, the thread that steps it, and its entry in the registry."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Member:
         record: WorkerRecord,
         step: Callable[[], float | None],
         load: Callable[[], WorkerLoad],
-        turns: AnyTurns | None,
+        turns: AnyFairLock | None,
     ) -> None:
         """`turns`: those of the roles of a process that step one at a time; None: in its own time."""
         self.thread = StepThread(step, turns)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from worker.turns import AnyTurns
+from worker.fair_lock import AnyFairLock
 
 Command = Callable[[], None]
 logger = logging.getLogger("step")
@@ -22,7 +22,7 @@ class StepThread:
     `step()` returns how long the thread may sleep before the next one: 0 to go on at once, None to wait for a command.
     """
 
-    def __init__(self, step: Callable[[], float | None], turns: AnyTurns | None = None) -> None:
+    def __init__(self, step: Callable[[], float | None], turns: AnyFairLock | None = None) -> None:
         """With `turns`, shared with other threads or processes, one of them steps at a time; commands do not wait."""
         self._step = step
         self._turns = turns or nullcontext()

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests that cost more than they look, each of a given size. Knows nothing of who is sent them."""
+"""Bodies of HTTP requests that cost more than they look, each of a given size. Independent of who is sent them."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def table(given: Sequence[Figure]) -> str:
 
 
 def medians_table(found: Medians) -> str:
-    """Every median, for whoever wants more than the goals."""
+    """Every median, beyond those that goals ask for."""
     lines = [
         "| model | test | who | reps | tok/s | TTFT p50 / p99 ms | ITL p50 / p99 ms |",
         "|---|---|---|---|---|---|---|",

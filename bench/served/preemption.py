@@ -92,7 +92,7 @@ def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) 
 
 
 def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """Blocks for all requests at once, each at its full length, twice (floors keep half from whoever has none)."""
+    """Blocks for all requests at once, each at its full length, twice (floors keep half from workers without one)."""
     lens = [(len(r.prompt_ids) + r.options["max_tokens"]) * r.options["n"] for r in wanted]
     return 2 * sum(-(-length // block_size) + 2 for length in lens)
 

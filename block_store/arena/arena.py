@@ -1,7 +1,7 @@
 """The arena: one file in shared memory with a header and equally sized blocks, mapped by every process of the node.
 
 On a GPU the file holds the header only, and the blocks lie in device memory (`placing`). The header is readable without
-Redis and without CUDA. Knows nothing of references; that is the ledger's business. Here live the writer rule (a header
+Redis and without CUDA. Independent of references; that is the ledger's business. Here live the writer rule (a header
 generation is raised from a lower value before the first store) and the reader rule (a block is good only while its
 header names the generation in the block table).
 """
@@ -34,7 +34,7 @@ from block_store.arena.header import (
     Placement,
     round_up,
 )
-from block_store.arena.prefault import MemoryAhead
+from block_store.arena.prefault import Prefault
 from block_store.arena.writer_slots import WriterSlot, WriterSlots
 from block_store.errors import (
     ArenaError,
@@ -82,11 +82,11 @@ class Arena:
     @classmethod
     def create(
         cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
-        placement: Placement | None = None, ahead: MemoryAhead | None = None,
+        placement: Placement | None = None, ahead: Prefault | None = None,
     ) -> Arena:  # fmt: skip
         """Makes the file, all blocks empty, its memory really there (no SIGBUS later); of `ahead`, if it is given.
 
-        `run_id` and `dataset` are usually filled in by `Ledger.initialise`, `placement` by `placing`. Errors:
+        `run_id` and `dataset` are usually filled in by `LedgerScripts.initialise`, `placement` by `placing`. Errors:
         ArenaExists, NotEnoughSharedMemory.
         """
         if num_blocks < 1:
@@ -246,7 +246,7 @@ class Arena:
         """
         ids, gens = ref_arrays(refs)
         if not self.check(ids, gens):
-            raise HeaderMismatch("a block to be sealed lives another life now")
+            raise HeaderMismatch("a block to be sealed was reallocated (its generation changed)")
         entered = hashes if hashes is not None else [None] * len(refs)
         packed = b"".join(_NO_HASH if h is None else h for h in entered)
         self.hashes[ids] = np.frombuffer(packed, np.uint8).reshape(len(refs), 32)
@@ -312,7 +312,7 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def _name_file(where: Path, ahead: MemoryAhead, head: bytes, size: int) -> None:
+def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
     """Makes the file of memory that is there already."""
     ahead.stop()
     available = _free_bytes(where) + ahead.num_bytes

@@ -1,7 +1,7 @@
 """An arena's blocks in device memory, as one process has them: allocated here, or opened through CUDA IPC.
 
-Knows nothing of the arena's header. Whoever allocated must outlive all who opened: a mapping whose owner has ended is
-undefined by NVIDIA's documentation, so a worker whose arena is lost ends itself (`arena.ArenaLost`).
+Independent of the arena's header. The allocating process must outlive all that opened it: a mapping whose owner has
+ended is undefined by NVIDIA's documentation, so a worker whose arena is lost ends itself (`arena.ArenaLost`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeviceBlocks:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3, so that `torch.as_tensor(blocks, device="cuda")` sees this memory without a copy.
 
-        No stream: whoever uses the blocks orders its own work. The tensor keeps this object, not the mapping, alive.
+        No stream: callers order their own work. The tensor keeps this object, not the mapping, alive.
         """
         return {"shape": self.shape, "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None}
 

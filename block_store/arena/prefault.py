@@ -1,6 +1,7 @@
 """Shared memory for an arena, taken while workers still load their model: 4 GiB in small pages cost seconds of a core.
 
-The file gets a name only when an arena is made of it, so a store that is killed leaves nothing behind. Knows no header.
+The file gets a name only when an arena is made of it, so a store that is killed leaves nothing behind. Independent of
+headers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _PIECE_BYTES = 4 << 20
 """Taken in one call; a store that is told the size waits for one of them at most."""
 
 
-class MemoryAhead:
+class Prefault:
     """Takes memory in a thread, until it has `most_bytes`, there is no more, or the size is known."""
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
@@ -37,7 +38,7 @@ class MemoryAhead:
             size = min(_PIECE_BYTES, self._most_bytes - self.num_bytes)
             try:
                 os.posix_fallocate(self._fd, self.num_bytes, size)
-            except OSError as error:  # whoever makes the arena is told, if it needs more
+            except OSError as error:  # the maker of the arena gets the error, if it needs more
                 _LOG.info("no more than %d bytes of shared memory ahead: %s", self.num_bytes, error.strerror)
                 return
             self.num_bytes += size

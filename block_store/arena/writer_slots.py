@@ -1,7 +1,7 @@
 """Writer slots: numbered lock files beside an arena, held (flock) by a process while it may write: proof that it lives.
 
 A number is never used twice in the life of an arena. Were it reused, a block that a dead process was writing would stay
-in quarantine for as long as the process that got its number lives. Knows nothing of blocks.
+in quarantine for as long as the process that got its number lives. Independent of blocks.
 
 The kernel drops the lock when the process ends, however it ends. (A child made by a bare `fork` shares the lock; exec
 drops it.)

@@ -1,6 +1,6 @@
 """A worker's side of the block store: attach once, hold blocks through the ledger, be found by gateways.
 
-Knows nothing of models: the caller brings the layout and sizes (`Needs`).
+Independent of models: the caller brings the layout and sizes (`Needs`).
 
 A worker whose arena is lost (its store ended and took device memory along) ends too: what its driver still shows of
 that memory is undefined, and only a new process is sure to be rid of it.
@@ -34,8 +34,8 @@ from block_store.errors import (
 )
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
-from block_store.ledger.client import Holder
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.client import LedgerClient
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from common import convert
@@ -127,9 +127,9 @@ class Attached:
             return self._register()
 
     def _register(self) -> HeldBlocks:
-        slot, ledger = self.arena.acquire_writer_slot(), Ledger.attach(self._client, self.arena)
+        slot, ledger = self.arena.acquire_writer_slot(), LedgerScripts.attach(self._client, self.arena)
         try:
-            holder = Holder.register(
+            holder = LedgerClient.register(
                 ledger,
                 self._needs.worker_id,
                 writer_slot=slot.number,

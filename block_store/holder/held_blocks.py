@@ -4,7 +4,7 @@ A ledger reference is (holder, block, generation), once. Here is the count besid
 its first sequence comes and its last one goes. Keeps a reserve of RESERVED blocks, so that a decode step rarely needs a
 call.
 
-One thread at a time; beside it the holder's beat thread calls `rejoin`. Knows nothing of sequences or tensors. Once
+One thread at a time; beside it the holder's beat thread calls `rejoin`. Independent of sequences and tensors. Once
 fenced every method raises Fenced: abort the sequences, close the writer slot, register anew.
 
 While the ledger does not answer (docs/design.md, Ledger: without Redis): blocks come from the reserve, then
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from block_store.errors import LedgerError, LedgerUnavailable, NotHolder, Stale
-from block_store.holder.link import LedgerLink, locked
+from block_store.holder.outage import OutageBuffer, locked
 from block_store.ledger.client import Attempt
 from block_store.ledger.codec import SealItem
 from block_store.ledger.scripts import chunks, parts_of
@@ -30,7 +30,7 @@ Tables = Sequence[Sequence[Sequence[BlockRef]]]
 """tables[branch][group] is a block table."""
 
 
-class HeldBlocks(LedgerLink):
+class HeldBlocks(OutageBuffer):
     """The blocks of one worker in one arena."""
 
     @property
@@ -101,7 +101,7 @@ class HeldBlocks(LedgerLink):
             self.fallbacks.note("no prefix looked up", str(error))
         if not all(map(self.arena.has, found, hashes_by_group)):
             self.release_many(found)
-            self._contradicted("an indexed block lives another life")
+            self._contradicted("an indexed block was reallocated")
             return [[] for _ in hashes_by_group]
         return found
 
@@ -128,9 +128,9 @@ class HeldBlocks(LedgerLink):
             return refs
         doubles = {item: other for item, other in zip(items, final, strict=True) if item.ref != other}
         hashes = [item.prefix_hash for item in doubles if item.prefix_hash is not None]
-        # Else whoever seals it again gets it again.
+        # Otherwise the next seal of it returns it again.
         if len(hashes) < len(doubles) or not self.arena.has([*doubles.values()], hashes):
-            self._contradicted("an indexed block lives another life")
+            self._contradicted("an indexed block was reallocated")
             return refs
         for item, other in doubles.items():
             self._counts[other] += self._counts.pop(item.ref)

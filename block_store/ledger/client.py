@@ -3,7 +3,7 @@
 The lane: mutating calls carry a running number, one at a time. A call that got no answer is repeated with the same
 number, and before any later call, so that each happens once. A call has a budget; when it is spent the breaker opens
 and calls fail at once, until a beat gets through. What is over more blocks than one call takes is made in several.
-Knows nothing of sequences; `held.HeldBlocks` counts those.
+Independent of sequences; `HeldBlocks` counts those.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from block_store.errors import (
 from block_store.ledger.breaker import BUDGET_S, PROBE_S, Breaker
 from block_store.ledger.codec import SealItem
 from block_store.ledger.joining import Joining
-from block_store.ledger.scripts import CHUNK, LEASE_S, RELEASE_CHUNK, TICKET_LEASE_S, Lane, Ledger, Standing, chunks
+from block_store.ledger.scripts import (
+    CHUNK,
+    LEASE_S,
+    RELEASE_CHUNK,
+    TICKET_LEASE_S,
+    Lane,
+    LedgerScripts,
+    Standing,
+    chunks,
+)
 from common.telemetry import Fallbacks
 from common.types import BlockRef, Epoch, TicketId
 
@@ -47,8 +56,8 @@ MOST_PROBE_PAUSE_S = 8 * PROBE_S
 class Attempt:
     """One hand-over or one claim, over all its calls and their repetitions: answers to them are for nobody else.
 
-    Whoever makes it again after LedgerUnavailable passes the same object; whoever does not, says so by
-    `Holder.forget`.
+    A caller that makes it again after LedgerUnavailable passes the same object; one that does not, says so by
+    `LedgerClient.forget`.
     """
 
     ticket: TicketId | None = None
@@ -59,7 +68,7 @@ class Attempt:
     is_over: bool = False
 
 
-class Holder:
+class LedgerClient:
     """Thread-safe. Once fenced every call but `release` and `close` raises Fenced; register a new one with a new writer
     slot.
 
@@ -68,7 +77,14 @@ class Holder:
     """
 
     def __init__(
-        self, ledger: Ledger, name: str, epoch: Epoch, writer_slot: int, floor: int, lease_s: float, budget_s: float
+        self,
+        ledger: LedgerScripts,
+        name: str,
+        epoch: Epoch,
+        writer_slot: int,
+        floor: int,
+        lease_s: float,
+        budget_s: float,
     ) -> None:
         self.ledger = ledger
         self.name = name
@@ -102,10 +118,10 @@ class Holder:
 
     @classmethod
     def register(
-        cls, ledger: Ledger, name: str, *, writer_slot: int, floor: int = 0, lease_s: float = LEASE_S,
+        cls, ledger: LedgerScripts, name: str, *, writer_slot: int, floor: int = 0, lease_s: float = LEASE_S,
         beat_s: float | None = BEAT_S, budget_s: float = BUDGET_S,
         on_fenced: Callable[[], None] | None = None,
-    ) -> Holder:  # fmt: skip
+    ) -> LedgerClient:  # fmt: skip
         """A new holder with its beat thread (`beat_s` None: none). `on_fenced` runs once, in the thread that learns it.
 
         Errors: FloorsExceedArena, StaleDataset, LedgerUnavailable.
@@ -129,7 +145,7 @@ class Holder:
             raise
 
     def keep_lease(self) -> None:
-        """A beat, if the last one is a while ago: for whoever is at work in the beat thread."""
+        """A beat, if the last one is a while ago: for long work in the beat thread."""
         if time.monotonic() - self._beaten_at > self._lease_s / 5:
             self.beat()
 
@@ -150,7 +166,7 @@ class Holder:
         """The reference to use from now on for each item, of which there are at most CHUNK: its own, or the one that is
         indexed already (then both are held).
         """
-        # In a generation a block is sealed once: whoever seals it makes the same call.
+        # In a generation a block is sealed once: every seal of it is the same call.
         key = ("seal", *(item.ref for item in items))
         return self._in_lane(lambda lane: self.ledger.seal(lane, items), key)
 
@@ -234,7 +250,7 @@ class Holder:
         return self._in_lane(lambda lane: self.ledger.holds(lane.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:
-        """Of blocks that the ledger gave this holder the header says that they live another life: as `distrust`.
+        """Of blocks that the ledger gave this holder the header says that they were reallocated: as `distrust`.
 
         Fenced: the lease was over, so that others may have got them.
         """
@@ -314,8 +330,8 @@ class Holder:
             raise LedgerUnavailable(f"{self.name} goes on without the ledger")
 
     def _settle(self, key: Key | None, pending: Callable[[Lane], object]) -> None:
-        """Repeats the unanswered call. Its answer is kept for whoever makes the same call again; its refusal matters to
-        nobody; what it got else shows in `holdings`.
+        """Repeats the unanswered call. Its answer is kept for the caller that makes the same call again; its refusal
+        matters to nobody; what it got else shows in `holdings`.
         """
         try:
             answer = self._until_answered(pending)
@@ -359,7 +375,7 @@ class Holder:
             return answer
 
     def fence(self) -> None:
-        """Nothing is this holder's any more; tells whoever asked to be told, once."""
+        """Nothing is this holder's any more; calls `on_fenced` once."""
         if not self.fenced.is_set():
             self.fenced.set()
             if self._on_fenced is not None:

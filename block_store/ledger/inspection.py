@@ -13,7 +13,7 @@ from typing import Any, cast
 import redis
 
 from block_store.errors import LedgerUnavailable
-from block_store.ledger.scripts import Ledger, reading
+from block_store.ledger.scripts import LedgerScripts, reading
 from common.types import BlockRef, Epoch
 
 RECORD = struct.Struct("<BBHIQQ32s")
@@ -102,7 +102,7 @@ class Inspection:
     """Blocks that ended holders are still to let go of."""
 
 
-def inspect(ledger: Ledger, with_blocks: bool = False) -> Inspection:
+def inspect(ledger: LedgerScripts, with_blocks: bool = False) -> Inspection:
     """Reads the ledger; the map of blocks, which is as large as the arena, piece by piece, so that nobody waits for it.
 
     One moment if nothing changed meanwhile; that is tried some times, and then it is a blur, as of a photograph.
@@ -117,13 +117,13 @@ def inspect(ledger: Ledger, with_blocks: bool = False) -> Inspection:
     return found
 
 
-def _counts_and_holders(ledger: Ledger) -> Inspection:
+def _counts_and_holders(ledger: LedgerScripts) -> Inspection:
     now, counts, holders = ledger.inspect_raw()
     with reading("inspect"):
         return Inspection(Counts(*counts), tuple(_holder(fields, int(now)) for fields in holders))
 
 
-def _with_blocks(ledger: Ledger, blocks: BlockMap) -> Inspection:
+def _with_blocks(ledger: LedgerScripts, blocks: BlockMap) -> Inspection:
     seen = _counts_and_holders(ledger)
     try:
         with reading("inspect"):

@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from block_store.ledger.inspection import BlockState, Inspection, inspect
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from common.types import BlockRef, Epoch
 
 LOOKS = 5
 SETTLE_S = 0.3
 
 
-def check(ledger: Ledger, before: Inspection | None = None) -> list[str]:
+def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
     """Every broken invariant of the ledger now; with `before`, an earlier moment, also of what changed since."""
     return findings(ledger, inspect(ledger, with_blocks=True), before)
 
 
-def check_running(ledger: Ledger) -> list[str]:
+def check_running(ledger: LedgerScripts) -> list[str]:
     """`check` of a ledger that is at work."""
     return lasting(lambda: check(ledger))
 
@@ -42,7 +42,7 @@ def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
     return found
 
 
-def findings(ledger: Ledger, now: Inspection, before: Inspection | None = None) -> list[str]:
+def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None = None) -> list[str]:
     """`check` of a moment that the caller has read just now."""
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
     return found if before is None else [*found, *changes(before, now)]
@@ -126,7 +126,7 @@ def _index(now: Inspection) -> list[str]:
     return found
 
 
-def _fencing(ledger: Ledger, now: Inspection) -> list[str]:
+def _fencing(ledger: LedgerScripts, now: Inspection) -> list[str]:
     if nobody := [holder.epoch for holder in now.holders if not holder.kind]:
         return [f"I5: leases of holders that are gone: {nobody}"]
     live = {str(holder.epoch).encode() for holder in now.holders}

@@ -1,6 +1,6 @@
 """A holder's way into a ledger that was built anew: registered once, everything asserted in pieces, each once.
 
-However much is held, no call is long, and a try that ended half-way is gone on with. Knows nothing of what the
+However much is held, no call is long, and a try that ended half-way is gone on with. Independent of what the
 references are for.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from block_store.ledger.scripts import Lane, Ledger, Standing, chunks
+from block_store.ledger.scripts import Lane, LedgerScripts, Standing, chunks
 from common.types import BlockRef, Epoch
 
 
@@ -19,7 +19,7 @@ from common.types import BlockRef, Epoch
 class Joining:
     """Where a holder is on its way. Errors of all methods: LedgerUnavailable (call again), StaleDataset, Fenced."""
 
-    ledger: Ledger
+    ledger: LedgerScripts
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """By which a repeated registration is known: another holder of the same floor would be left behind."""
     epoch: Epoch | None = None

@@ -1,6 +1,6 @@
 """Prefix hashes: a SHA-256 chain over (domain and salt, parent hash, token ids of one full block, extra keys).
 
-Knows nothing of tenants (the gateway derives the salt) or of where blocks lie. Every field is preceded by its length,
+Independent of tenants (the gateway derives the salt) or of where blocks lie. Every field is preceded by its length,
 so that no two different inputs give the same bytes to hash.
 """
 

@@ -1,7 +1,7 @@
 """The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead; and when
 Redis has lost the ledger, or is another Redis, it has it built anew.
 
-A thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Knows nothing of gRPC.
+A thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Independent of gRPC.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import redis
 from block_store.arena.arena import Arena
 from block_store.errors import LedgerDamaged, LedgerUnavailable, StaleDataset
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import Ledger, ReapReport
+from block_store.ledger.scripts import LedgerScripts, ReapReport
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord, WorkerRegistry
 
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 SWEEP_S = 0.5
 
 
-def sweep(ledger: Ledger, arena: Arena, waiting_slots: tuple[int, ...], tick: int = 0) -> ReapReport:
+def sweep(ledger: LedgerScripts, arena: Arena, waiting_slots: tuple[int, ...], tick: int = 0) -> ReapReport:
     """One sweep. `waiting_slots`, `tick`: those of the last report; the slots' locks are looked at before the call, as
     `reap` asks.
 
@@ -40,7 +40,7 @@ def sweep(ledger: Ledger, arena: Arena, waiting_slots: tuple[int, ...], tick: in
 class Reaper:
     """Sweeps, and publishes the store's record, until stopped."""
 
-    def __init__(self, ledger: Ledger, arena: Arena, redis: RedisHandle, record: StoreRecord) -> None:
+    def __init__(self, ledger: LedgerScripts, arena: Arena, redis: RedisHandle, record: StoreRecord) -> None:
         self._ledger = ledger
         self._arena = arena
         self._redis = redis

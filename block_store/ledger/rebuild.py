@@ -28,7 +28,7 @@ from block_store.arena.arena import Arena
 from block_store.arena.header import HeaderState
 from block_store.errors import LedgerUnavailable, StaleDataset
 from block_store.ledger.inspection import BlockState
-from block_store.ledger.scripts import LEASE_S, Ledger, server_run_id, source
+from block_store.ledger.scripts import LEASE_S, LedgerScripts, server_run_id, source
 
 _LOG = logging.getLogger(__name__)
 _CHUNK = 1024
@@ -53,11 +53,11 @@ class Census:
         return np.flatnonzero(self.records["state"] == state)
 
 
-def open_ledger(client: redis.Redis, arena: Arena) -> Ledger:
+def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
     """The ledger that the arena's header names if this very Redis has it, else a new one. Errors: LedgerUnavailable,
     StaleDataset (Redis was flushed meanwhile: try again).
     """
-    ledger = Ledger.attach(client, arena)
+    ledger = LedgerScripts.attach(client, arena)
     try:
         found = client.hmget(ledger.tag + "meta", "dataset", "run_id")
         fixed = arena.fixed
@@ -109,7 +109,7 @@ def take_census(arena: Arena) -> Census:
     records["state"][writing] = BlockState.QUARANTINE
     records["slot"][writing] = slots[writing]
     sealed = states == HeaderState.SEALED
-    # Not to be found by a hash: partial blocks and doubles. Whoever holds one asserts it soon, or nobody does.
+    # Not to be found by a hash: partial blocks and doubles. A holder asserts it soon, or there is none.
     records["state"][sealed] = BlockState.QUARANTINE if alive else BlockState.FREE
     indexed = _first_of_each_hash(sealed, hashes)
     records["state"][indexed] = BlockState.CACHED

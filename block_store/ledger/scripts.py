@@ -1,7 +1,7 @@
 """The ledger's operations (docs/design.md, Ledger), each one call of one Lua script over up to CHUNK blocks.
 
-Stateless: the caller and its running number come with every call (`Lane`); `client.Holder` keeps them. Of the arena's
-header only the id is used.
+Stateless: the caller and its running number come with every call (`Lane`), `client.LedgerClient` keeps them. Of the
+arena's header only the id is used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
 CHUNK = 256
 """Most blocks of one call. A script blocks the server while it runs: none takes 5 ms, however much is held. Who has
-more makes several calls (`holder.Holder`).
+more makes several calls (`holder.LedgerClient`).
 """
 RELEASE_CHUNK = 96
 """Most blocks of one release: each may evict another, where its tenant has a quota."""
@@ -79,7 +79,7 @@ class ReapReport:
     """The ledger's clock, for the next sweep."""
 
 
-class Ledger:
+class LedgerScripts:
     """The ledger of one arena, as one process sees it. Errors of all operations: StaleDataset, LedgerUnavailable,
     LedgerDamaged.
     """
@@ -93,11 +93,11 @@ class Ledger:
         self._scripts = {name: client.register_script(before + source(name)) for name in _OPERATIONS}
 
     @classmethod
-    def attach(cls, client: redis.Redis, arena: Arena) -> Ledger:
+    def attach(cls, client: redis.Redis, arena: Arena) -> LedgerScripts:
         """The ledger that the arena's header names; `rebuild.open_ledger` makes it."""
         return cls(client, arena.arena_id, arena.fixed.dataset)
 
-    def under(self, dataset: str) -> Ledger:
+    def under(self, dataset: str) -> LedgerScripts:
         """The same arena's ledger under another dataset generation."""
         other = copy.copy(self)
         other.dataset = dataset
@@ -397,7 +397,7 @@ def _refusal(reply: bytes) -> errors.LedgerError:
         case "FENCED":
             return errors.Fenced("the holder was reaped")
         case "STALE":
-            return errors.Stale(f"block {detail[0]} is in another life or state")
+            return errors.Stale(f"block {detail[0]} has another generation or state")
         case "NOT_HOLDER":
             return errors.NotHolder(f"block {detail[0]} is not held")
         case "GONE":

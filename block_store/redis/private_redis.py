@@ -1,6 +1,6 @@
 """A private `redis-server` on a unix socket, started again, empty, whenever it ends. Light to import: no redis client.
 
-Knows nothing of what is kept in it.
+Independent of what is kept in it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PrivateServer:
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
-        """Returns once it answers; its socket is in `directory`. `confined`: whoever knows the password may do what
+        """Returns once it answers; its socket is in `directory`. `confined`: clients with the password may do what
         services need and no more; tests also empty servers. `may_restart` is asked at each of its ends, `tell`
         gets a line of log then. RedisUnusable.
         """

@@ -1,7 +1,7 @@
 """Which Redis the ledger is in: one that was given by URL, or a private `redis-server` (`private_redis`).
 
 Checks what would lose references (an evicting memory policy) and makes connections that refuse to talk to another
-server than the one the ledger was built in. Knows nothing of the ledger's keys.
+server than the one the ledger was built in. Independent of the ledger's keys.
 """
 
 from __future__ import annotations

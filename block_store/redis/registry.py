@@ -1,7 +1,7 @@
 """Who is there: workers and block stores publish records in Redis with every beat, gateways list the fresh ones.
 
 Stamps are Redis `TIME`, so no clocks are compared. What cannot be read is skipped, counted and soon removed: one bad
-entry must not hide the others. Knows nothing of the ledger. Plain blocking calls; call them in a thread.
+entry must not hide the others. Independent of the ledger. Plain blocking calls; call them in a thread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WorkerRegistry:
         self._publish = client.register_script(_PUBLISH)
         self._list = client.register_script(_LIST)
         self.fallbacks = Fallbacks(_LOG)
-        self.life = b""
+        self.incarnation = b""
         """As of the last `list`: another one than before says that Redis has forgotten in between who was there."""
 
     def publish(self, record: WorkerRecord) -> None:
@@ -92,7 +92,7 @@ class WorkerRegistry:
 
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:
         """Workers that published within `fresh_s`, by id."""
-        self.life, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
+        self.incarnation, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
         return sorted(self._read(_WORKER, found), key=lambda record: record.worker_id)
 
     def publish_store(self, record: StoreRecord) -> None:

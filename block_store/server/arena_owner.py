@@ -1,6 +1,6 @@
 """The store's arena from cradle to grave: found or sized and made, its ledger begun, silent holders reaped, removed.
 
-Blocking; the service calls it in threads. Knows nothing of gRPC.
+Blocking; the service calls it in threads. Independent of gRPC.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from block_store.arena.arena import FILE_NAME, Arena
 from block_store.arena.cuda import Cuda, CudaDevice
 from block_store.arena.header import Memory
 from block_store.arena.placement import create_on_device, has_live_memory, place_name
-from block_store.arena.prefault import MemoryAhead
+from block_store.arena.prefault import Prefault
 from block_store.errors import ArenaError, LedgerUnavailable
 from block_store.ledger.reaper import Reaper
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord
-from block_store.server.sizing import Limits, WorkerNeeds, device_limits, node_limits, size_arena
+from block_store.server.sizing import DeviceLimits, WorkerNeeds, device_limits, node_limits, size_arena
 from block_store.settings import BlockStoreSettings
 from common.errors import StartupError
 from common.types import KvLayout
@@ -42,13 +42,13 @@ class ArenaOwner:
         self._directory = Path(settings.directory)
         self._reaper: Reaper | None = None
         self.arena: Arena | None = None
-        self.ledger: Ledger | None = None
+        self.ledger: LedgerScripts | None = None
         self._cuda = Cuda(settings.cuda_library) if settings.device == "cuda" else None
         self._device: CudaDevice | None = None
         self._drop_lock = threading.Lock()
         # Sized before the workers load their weights: what is available then includes them.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
-        self._ahead: MemoryAhead | None = None
+        self._ahead: Prefault | None = None
 
     @property
     def redis_url(self) -> str:
@@ -94,7 +94,7 @@ class ArenaOwner:
         try:
             limits = self._limits
             most_bytes = min(limits.room_bytes, limits.budget_bytes - limits.reserve_bytes)
-            self._ahead = MemoryAhead(self._directory, max(0, most_bytes))
+            self._ahead = Prefault(self._directory, max(0, most_bytes))
         except OSError as error:
             _LOG.info("shared memory is taken when the arena is made: %s", error.strerror)
 
@@ -142,7 +142,7 @@ class ArenaOwner:
         _LOG.info("arena %s is over: its blocks, its ledger and its files are given up", arena.arena_id)
         arena.declare_lost()
         try:
-            Ledger.attach(self._redis.client, arena).forget()
+            LedgerScripts.attach(self._redis.client, arena).forget()
         except LedgerUnavailable as error:
             _LOG.warning("keys of arena %s may stay behind in Redis: %s", arena.arena_id, error)
         arena.remove()
@@ -165,7 +165,7 @@ class ArenaOwner:
             self._device = self._cuda.device_of(uuid)
         return self._device
 
-    def _limits_of(self, device: CudaDevice | None, needs: Sequence[WorkerNeeds]) -> Limits:
+    def _limits_of(self, device: CudaDevice | None, needs: Sequence[WorkerNeeds]) -> DeviceLimits:
         """A device's are of this moment: the workers are there, with their contexts and weights."""
         if device is None:
             return self._limits

@@ -4,7 +4,7 @@
 
 Prints every difference. A running store changes while it is read, piece by piece, so it is looked at again as long as
 something differs (`invariants.lasting`). Repair is a rebuild (`rebuild`): the ledger from the header, then every worker
-asserts what it holds. Knows nothing of gRPC.
+asserts what it holds. Independent of gRPC.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from block_store.arena.header import HeaderState, Memory
 from block_store.errors import BlockStoreError, LedgerDamaged, StaleDataset
 from block_store.ledger import invariants
 from block_store.ledger.inspection import BlockState, BlockView, Inspection, inspect
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 
 REPORT_WAIT_S = 3.0
@@ -40,7 +40,7 @@ class Findings:
     """Workers with a lease that did not report."""
 
 
-def fsck(arena: Arena, ledger: Ledger, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
+def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
     """Every difference; with `digests` the blocks' bytes are compared with their digests too (on the host).
 
     Errors: LedgerUnavailable, StaleDataset (it is being built anew: try again).
@@ -54,7 +54,7 @@ def fsck(arena: Arena, ledger: Ledger, *, digests: bool = False, wait_s: float =
     return Findings((*lasting, *workers, *blocks), silent)
 
 
-def repair(arena: Arena, ledger: Ledger, timeout_s: float = 15.0) -> bool:
+def repair(arena: Arena, ledger: LedgerScripts, timeout_s: float = 15.0) -> bool:
     """Has the store build the ledger anew; whether it did in time. Errors: LedgerUnavailable."""
     before = arena.rebuild_count
     with suppress(StaleDataset, LedgerDamaged):  # so the store will find it, if it has not yet
@@ -65,12 +65,12 @@ def repair(arena: Arena, ledger: Ledger, timeout_s: float = 15.0) -> bool:
     return arena.rebuild_count != before
 
 
-def _look(arena: Arena, ledger: Ledger) -> list[str]:
+def _look(arena: Arena, ledger: LedgerScripts) -> list[str]:
     moment = inspect(ledger, with_blocks=True)
     return [*invariants.findings(ledger, moment), *_pages(arena, ledger, moment), *_headers(arena, moment)]
 
 
-def _pages(arena: Arena, ledger: Ledger, moment: Inspection) -> list[str]:
+def _pages(arena: Arena, ledger: LedgerScripts, moment: Inspection) -> list[str]:
     fixed = arena.fixed
     found = [f"the header names dataset {fixed.dataset}, asked was {ledger.dataset}"] * (
         fixed.dataset != ledger.dataset
@@ -118,7 +118,7 @@ def _digests(arena: Arena) -> list[str]:
     return found
 
 
-def _ask_workers(ledger: Ledger, wait_s: float) -> tuple[list[str], tuple[str, ...]]:
+def _ask_workers(ledger: LedgerScripts, wait_s: float) -> tuple[list[str], tuple[str, ...]]:
     """What workers miss or do not know of, and which of them said nothing."""
     census = secrets.token_hex(8)
     ledger.ask_all(census)
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -> int:
     """Prints what is found; the exit status as of `main`. Errors: BlockStoreError."""
     arena = Arena.open(directory)
-    ledger = Ledger.attach(open_client(redis_url, lambda: arena.fixed.run_id), arena)
+    ledger = LedgerScripts.attach(open_client(redis_url, lambda: arena.fixed.run_id), arena)
     findings = fsck(arena, ledger, digests=digests)
     for line in findings.differences:
         print(line)

@@ -97,7 +97,7 @@ class BlockStoreServicer:
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
         """Block by block, each checked before and after it was read, to whom the ticket was issued that holds them.
 
-        ABORTED: a block lives another life, or the ticket is over. PERMISSION_DENIED: it does not hold a block.
+        ABORTED: a block was reallocated, or the ticket is over. PERMISSION_DENIED: it does not hold a block.
         """
         arena = self._owner.arena
         if arena is None or request.arena_id != arena.arena_id:

@@ -1,7 +1,7 @@
 """How many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Arithmetic, and
 the limits of a node's memory or a device's.
 
-Knows nothing of gRPC. All sizes in bytes.
+Independent of gRPC. All sizes in bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkerNeeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DeviceLimits:
     """What the arena may take."""
 
     budget_bytes: int
@@ -55,7 +55,7 @@ class Sizing:
     """The outcome."""
 
     layout: KvLayout
-    limits: Limits
+    limits: DeviceLimits
     weights_bytes: int
     activation_bytes: int
     num_blocks: int
@@ -87,7 +87,9 @@ class Sizing:
         ]
 
 
-def size_arena(layout: KvLayout, needs: Sequence[WorkerNeeds], limits: Limits, num_blocks: int | None = None) -> Sizing:
+def size_arena(
+    layout: KvLayout, needs: Sequence[WorkerNeeds], limits: DeviceLimits, num_blocks: int | None = None
+) -> Sizing:
     """The arena for these workers; `num_blocks` overrides the arithmetic. CannotSize: nothing left, or less than the
     floors.
     """
@@ -121,7 +123,7 @@ def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int) -> i
     return asked + max(0, left) // (2 * num_workers) if role == "decode" else asked
 
 
-def _room(limits: Limits) -> str:
+def _room(limits: DeviceLimits) -> str:
     """The rest of the numbers, and what helps."""
     if limits.on_device:
         others, free = gib(limits.others_bytes), gib(limits.room_bytes)
@@ -131,15 +133,15 @@ def _room(limits: Limits) -> str:
 
 def device_limits(
     free_bytes: int, total_bytes: int, weights_bytes: int, utilization: float, reserve_bytes: int
-) -> Limits:
+) -> DeviceLimits:
     """Limits of a device whose workers have loaded `weights_bytes` and given back what profiling took: a share
-    `utilization` of its memory, whoever else uses it (vLLM's `--gpu-memory-utilization`).
+    `utilization` of its memory, with what other processes use (vLLM's `--gpu-memory-utilization`).
     """
     others = max(0, total_bytes - free_bytes - weights_bytes)
-    return Limits(int(total_bytes * utilization), free_bytes, reserve_bytes, others, on_device=True)
+    return DeviceLimits(int(total_bytes * utilization), free_bytes, reserve_bytes, others, on_device=True)
 
 
-def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> Limits:
+def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> DeviceLimits:
     """Limits of this node: the given budget, or half of the memory that is available and an arena of 4 GiB; and 90 % of
     the free shared memory.
     """
@@ -147,7 +149,7 @@ def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -
     shared = int(stat.f_bavail * stat.f_frsize * SHARED_MEMORY_SHARE)
     if budget_bytes is None:
         budget_bytes, shared = int(available_memory() * DEFAULT_MEMORY_SHARE), min(shared, DEFAULT_ARENA_BYTES)
-    return Limits(budget_bytes, shared, reserve_bytes)
+    return DeviceLimits(budget_bytes, shared, reserve_bytes)
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

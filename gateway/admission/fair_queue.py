@@ -2,7 +2,7 @@
 
 Tenants take turns; with each turn a tenant may spend a quantum more, and what it does not spend it keeps while it has
 something waiting. So two tenants that both wait get the same number of tokens, but for a quantum and two requests, over
-any stretch of time, whatever the size and number of their requests. Knows nothing of asyncio, places or priorities.
+any stretch of time, whatever the size and number of their requests. Independent of asyncio, places and priorities.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FairQueue(Generic[T]):
         line.cost += cost
 
     def tenants(self) -> list[str]:
-        """Whoever has something waiting, in the order of their turns."""
+        """The tenants that have something waiting, in the order of their turns."""
         return list(self._lines)
 
     def costs(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ class FairQueue(Generic[T]):
         return None if line is None else line.items[0][1]
 
     def head(self) -> T:
-        """Whose turn it is. It stays the same until it is popped or discarded, whoever comes meanwhile.
+        """Whose turn it is. It stays the same until it is popped or discarded, whatever is added meanwhile.
 
         Raises IndexError when empty.
         """

@@ -180,7 +180,7 @@ class Gate:
                 self.wake()
 
     def wake(self) -> None:
-        """Let in whoever fits; also called when workers have come or have reported."""
+        """Let in what fits; also called when workers have come or have reported."""
         self._let_in()
         self._note_time()
 
@@ -189,7 +189,7 @@ class Gate:
             back = self._returning.pop(0).future
             back.set_result(None)
             back.get_loop().call_later(RETURN_POLL_S, self.wake)
-            return  # whoever is behind it goes later: it is to be with its worker first
+            return  # those behind it go later: it is to be with its worker first
         for waiter in self._with_reserve():
             self._admit(waiter, reserved=True)
         while self._queues:
@@ -243,7 +243,7 @@ class Gate:
         return place
 
     def _drop(self, waiter: _Waiter) -> None:
-        """A request that waits no more; whoever stood behind it may fit."""
+        """A request that waits no more; the next one may fit."""
         wanted = waiter.wanted
         queue = self._queues.get(wanted.priority)
         if queue is not None and queue.discard(wanted.tenant, waiter):

@@ -1,6 +1,6 @@
 """The answers that are open, and their ends that the client did not ask for: too late, each, or all at once.
 
-No I/O: an answer whose scope ends raises inside, and whoever writes it tells its client.
+No I/O: an answer whose scope ends raises inside, and its writer tells its client.
 """
 
 from __future__ import annotations

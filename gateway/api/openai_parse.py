@@ -2,7 +2,7 @@
 
 Two passes. The first finds the fields and makes nothing of them. The second decodes each field with its type, after a
 look at its size: how many elements a prompt or a list of messages has is estimated from its separators, because
-objects of elements cost ten times what their bytes do. Knows nothing of connections.
+objects of elements cost ten times what their bytes do. Independent of connections.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sessions with decode workers: one bidirectional stream per worker carries all sequences.
 
 One writer task per session (grpc.aio breaks on concurrent writes), one reader that hands each step's outputs to the
-requests' streams. A lost session fails its sequences; they may be prefilled again. Knows nothing of tokens' meaning.
+requests' streams. A lost session fails its sequences; they may be prefilled again. Independent of tokens' meaning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShortWay(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LivenessLimits:
     """How long workers may say nothing."""
 
     silence_s: float = 2.25
@@ -70,10 +70,10 @@ class OutputStream:
         self._outputs: list[pb.SequenceOutput] = []
         self._runs: dict[int, pb.SequenceOutput] = {}
         """By sample, the output that its next plain token is added to: its last one in `_outputs`, if that is plain and
-        the short way has not refused it."""
+        the fast path has not refused it."""
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """While plain tokens wait for the short way."""
+        """While plain tokens wait for the fast path."""
         self._closed: Exception | None = None
 
     def put(self, output: pb.SequenceOutput) -> bool:
@@ -89,7 +89,7 @@ class OutputStream:
         return output.rejection != pb.REJECTION_UNSPECIFIED
 
     def put_token(self, attempt: int, sample: int, output_index: int, token_id: int) -> None:
-        """`put` of one token and nothing else. If the short way fails, this stream is over, the session goes on."""
+        """`put` of one token and nothing else. If the fast path fails, this stream is over, the session goes on."""
         if attempt != self.attempt:
             return
         run = self._runs.get(sample)
@@ -115,7 +115,7 @@ class OutputStream:
         self._wake()
 
     async def get(self) -> list[pb.SequenceOutput]:
-        """All outputs that are there and did not go the short way, at least one. Raises what `fail` was given."""
+        """All outputs that are there and did not go the fast path, at least one. Raises what `fail` was given."""
         while self._closed is None and (not self._outputs or self._only_plain):
             self._waiter = asyncio.get_running_loop().create_future()
             if self._outputs and not self._waits(self._outputs[0].sample_index):
@@ -137,7 +137,7 @@ class OutputStream:
 
     @property
     def _only_plain(self) -> bool:
-        """Whether what is there may go the short way: each output is its sample's run."""
+        """Whether what is there may go the fast path: each output is its sample's run."""
         return self.short_way is not None and len(self._runs) == len(self._outputs)
 
     def _waits(self, sample: int) -> bool:
@@ -150,7 +150,7 @@ class OutputStream:
         return True
 
     def _deliver(self) -> None:
-        """Plain tokens take the short way; from the first that it does not take on, the reader gets them. It gets all
+        """Plain tokens take the fast path; from the first that it does not take on, the reader gets them. It gets all
         if it has been woken already: then something else has come."""
         self._timer = None
         if not self._reader_waits:
@@ -179,7 +179,7 @@ class OutputStream:
 class DecodeSession:
     """The session with one decode worker. It lives as long as `run`."""
 
-    def __init__(self, record: WorkerRecord, on_load: OnLoad, limits: Limits, trust: Trust = NO_TRUST) -> None:
+    def __init__(self, record: WorkerRecord, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self.record = record
         self._trust = trust
         self.connected = False
@@ -309,7 +309,7 @@ class DecodeSession:
 class SessionPool:
     """Sessions with all decode workers that the registry names."""
 
-    def __init__(self, on_load: OnLoad, limits: Limits, trust: Trust = NO_TRUST) -> None:
+    def __init__(self, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load
         self._trust = trust
         self._limits = limits

@@ -18,7 +18,7 @@ from typing import TypeVar
 from block_store.errors import BlockStoreError, LedgerUnavailable
 from block_store.ledger.breaker import Breaker
 from block_store.ledger.prefix_hash import hash_blocks, prompt_chain
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from common.telemetry import Fallbacks
@@ -51,14 +51,14 @@ class Discovery:
         self._poll_s = poll_s
         self._on_records = on_records
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="redis")
-        self._ledgers: dict[str, Ledger] = {}
+        self._ledgers: dict[str, LedgerScripts] = {}
         self.fallbacks = Fallbacks(logger)
         self.breaker = Breaker("routing")
         self._unanswered = 0
         """Lookups in a row."""
         self._known: frozenset[tuple[str, str]] = frozenset()
         self._records: dict[str, WorkerRecord] = {}
-        self._life = b""
+        self._incarnation = b""
         self._complete_at = 0.0
         """When the registry's list can be believed again."""
 
@@ -141,21 +141,21 @@ class Discovery:
                 found[arena_id] = ledger.lookup([hash_blocks(start, prompt_ids, size, rekey=rekey)]) * size
         return found
 
-    def _open_ledgers(self) -> dict[str, Ledger]:
+    def _open_ledgers(self) -> dict[str, LedgerScripts]:
         """A read-only view of the ledger of every arena that workers name; kept while its dataset stays the same."""
-        ledgers: dict[str, Ledger] = {}
+        ledgers: dict[str, LedgerScripts] = {}
         for arena_id in {arena for _, arena in self._known}:
             store = self._registry.get_store(arena_id)
             if store is not None:
                 old = self._ledgers.get(arena_id)
                 same = old is not None and old.dataset == store.dataset
-                ledgers[arena_id] = old if same and old else Ledger(self._client, arena_id, store.dataset)
+                ledgers[arena_id] = old if same and old else LedgerScripts(self._client, arena_id, store.dataset)
         return ledgers
 
     def _take(self, found: list[WorkerRecord]) -> None:
-        if self._life and self._registry.life != self._life:
+        if self._incarnation and self._registry.incarnation != self._incarnation:
             self._complete_at = time.monotonic() + self._grace_s
-        self._life = self._registry.life
+        self._incarnation = self._registry.incarnation
         before = self._records if time.monotonic() < self._complete_at else {}
         self._records = before | {record.worker_id: record for record in found}
         records = list(self._records.values())

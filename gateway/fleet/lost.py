@@ -51,7 +51,7 @@ class WorkerLost(Exception):
 
 
 def incarnation(worker: WorkerRecord) -> str:
-    """Names one life of a worker's process, which may have both roles: its successor has another name or address."""
+    """Names one incarnation of a worker process: its successor has another name or address."""
     return f"{worker.worker_id.removesuffix('.' + worker.role)}@{worker.address}"
 
 

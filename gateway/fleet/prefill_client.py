@@ -1,4 +1,4 @@
-"""Calls to prefill workers: one server stream per prompt, a channel per worker. Knows nothing of what comes after."""
+"""Calls to prefill workers: one server stream per prompt, a channel per worker. Independent of what comes after."""
 
 from __future__ import annotations
 

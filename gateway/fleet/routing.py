@@ -2,7 +2,7 @@
 
 Prefill: the one with the fewest prompt tokens before this one is done (queued tokens + blocks to compute). Decode: the
 one with the fewest sequences for its size. Load is counted at dispatch, since reports come late, and corrected by them:
-what counts is the larger of the two. Ties go to whoever was picked longest ago, so that load spreads.
+what counts is the larger of the two. Ties go to the worker that was picked longest ago, so that load spreads.
 """
 
 from __future__ import annotations

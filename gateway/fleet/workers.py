@@ -16,7 +16,7 @@ from common.group_need import GroupNeed, GroupRoom
 from common.trust import NO_TRUST, Trust
 from common.types import Ticket, WorkerLoad, WorkerRecord
 from gateway.admission.gate import Place
-from gateway.fleet.decode_client import DecodeSession, Limits, SessionPool
+from gateway.fleet.decode_client import DecodeSession, LivenessLimits, SessionPool
 from gateway.fleet.lost import WorkerLost
 from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.routing import Router, WorkerState
@@ -56,7 +56,7 @@ class DecodePlace:
 class Workers:
     """The workers that the registry names, and the way to them."""
 
-    def __init__(self, limits: Limits, trust: Trust = NO_TRUST) -> None:
+    def __init__(self, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._router = Router()
         self._sessions = SessionPool(self._on_load, limits, trust)
         self._usable = self._sessions.usable

@@ -2,7 +2,8 @@
 
 The fronts spell a beam search in two ways. gRPC: `beam_width` beams, of which n are returned, all if n is absent. HTTP:
 `use_beam_search` with `best_of` beams (absent: n), of which n are returned (absent: 1), as in vLLM. A width of 1 is a
-beam search too. Samples are never ranked, so `best_of` without a beam search has to equal n. Knows no protobuf or JSON.
+beam search too. Samples are never ranked, so `best_of` without a beam search has to equal n. Independent of protobuf
+and JSON.
 """
 
 from __future__ import annotations

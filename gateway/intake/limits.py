@@ -1,6 +1,6 @@
 """The one table of every limit of a request, used by gRPC and HTTP alike.
 
-Every violation names the field and the limit. Knows nothing of protobuf or JSON; values come in as Python numbers and
+Every violation names the field and the limit. Independent of protobuf and JSON; values come in as Python numbers and
 strings. temperature ends at 2 as OpenAI's does (vLLM's has no end); top_k takes -1 for "off" besides 0, as vLLM's does.
 n ends at 128 as OpenAI's does; beam_width (over HTTP best_of, or n, with use_beam_search) at 32, since each beam is a
 row of every step and nothing is sent before the end; a length_penalty beyond 5 could overflow fp32 in a score. What

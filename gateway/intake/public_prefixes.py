@@ -2,7 +2,7 @@
 
 A file is a JSON array. An item is a text, or the first messages of a conversation (a system prompt), which the model's
 chat template makes a prompt of. What counts are token ids: as much of a prompt is public as it has in common with one
-of these. Knows nothing of hashes.
+of these. Independent of hashes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text to token ids and back, off the event loop where it takes long. Knows nothing of requests.
+"""Text to token ids and back, off the event loop where it takes long. Independent of requests.
 
 `tokenizers` lets go of the interpreter lock while it works, so a thread is enough. Short texts are done in place:
 handing them to a thread costs more than the work (about 0.3 ms per 1,000 characters here).

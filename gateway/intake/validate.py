@@ -1,6 +1,6 @@
 """What a client asked for, made into what workers are told: every limit checked, every default filled in.
 
-Knows nothing of protobuf or JSON: both fronts fill a `Wanted`. Defaults come from the model's generation config.
+Independent of protobuf and JSON: both fronts fill a `Wanted`. Defaults come from the model's generation config.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
 from gateway.request.direct import Direct
 from gateway.request.sample import Piece, Sample
-from gateway.request.state import Life, Pieces, tokens_of
+from gateway.request.state import Pieces, RequestState, tokens_of
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
@@ -79,11 +79,11 @@ class DecodeHalf:
         self._gate = gate
         self._metrics = metrics
 
-    async def run(self, life: Life, hand_over: HandOver) -> AsyncGenerator[Piece, None]:
+    async def run(self, state: RequestState, hand_over: HandOver) -> AsyncGenerator[Piece, None]:
         """Pieces of all samples; a message brings at most one of each. Errors: WorkerLost, any LooseleafError."""
         # The message may be too late: made before a place is taken.
-        message, left_s = life.submit_request(hand_over.done, hand_over.going), life.remaining_s()
-        place = self._workers.pick_decode(hand_over.prefill, life.need)
+        message, left_s = state.submit_request(hand_over.done, hand_over.going), state.remaining_s()
+        place = self._workers.pick_decode(hand_over.prefill, state.need)
         if place is None:
             for piece in hand_over.first.values():
                 yield piece
@@ -91,31 +91,31 @@ class DecodeHalf:
         began, session = time.monotonic(), place.session
         stream = session.submit(message, [sample.index for sample in hand_over.going])
         hand_over.ticket.ticket = None
-        self._account(life, hand_over, session)
-        timer = asyncio.get_running_loop().call_later(left_s, stream.fail, too_late(life.request.timeout_s))
+        self._account(state, hand_over, session)
+        timer = asyncio.get_running_loop().call_later(left_s, stream.fail, too_late(state.request.timeout_s))
         try:
             for sample in hand_over.going:
                 if sample.finish_reason is not None:  # by a stop string in its first token
                     session.cancel_sample(stream, sample.index)
             for piece in hand_over.first.values():
                 yield piece
-            while life.num_open:
+            while state.num_open:
                 if stream.short_way is None:
-                    await self._pace(life)
-                news = await _next(life, session, stream)
-                life.entry.leave()  # the first step with it is over
-                if stream.short_way is None and life.direct is not None:
-                    stream.short_way = _ShortWay(life, life.direct, self._pause_s, self._metrics)
-                if not life.num_open:
-                    _add_decode_time(life, news.timings, began)
-                    list(news.pieces.values())[-1].summary = life.summary()
+                    await self._pace(state)
+                news = await _next(state, session, stream)
+                state.entry.leave()  # the first step with it is over
+                if stream.short_way is None and state.direct is not None:
+                    stream.short_way = _ShortWay(state, state.direct, self._pause_s, self._metrics)
+                if not state.num_open:
+                    _add_decode_time(state, news.timings, began)
+                    list(news.pieces.values())[-1].summary = state.summary()
                 for piece in news.pieces.values():
                     if piece.token_ids:
                         yield piece
                 if news.error is not None:
                     raise news.error
         except WorkerLost as lost:
-            _add_decode_time(life, None, began)
+            _add_decode_time(state, None, began)
             if lost.suspect:
                 place.suspect()
             raise
@@ -124,14 +124,14 @@ class DecodeHalf:
             session.cancel(stream)
             place.release()
 
-    def _account(self, life: Life, hand_over: HandOver, session: DecodeSession) -> None:
-        life.handed_over = tokens_of(hand_over.done.ticket, hand_over.prefill.block_size)
-        self._metrics.handed_over(life.handed_over)
+    def _account(self, state: RequestState, hand_over: HandOver, session: DecodeSession) -> None:
+        state.handed_over = tokens_of(hand_over.done.ticket, hand_over.prefill.block_size)
+        self._metrics.handed_over(state.handed_over)
         self._metrics.dispatched("decode", session.record.worker_id)
 
-    async def _pace(self, life: Life) -> None:
+    async def _pace(self, state: RequestState) -> None:
         """Hold the next message back while there are many streams and this one has just sent."""
-        if (pause := self._pause_s(life.emitted_at)) > MIN_PAUSE_S:
+        if (pause := self._pause_s(state.emitted_at)) > MIN_PAUSE_S:
             await asyncio.sleep(pause)
 
     def _pause_s(self, emitted_at: float) -> float:
@@ -146,9 +146,9 @@ class _ShortWay:
     __slots__ = ("_direct", "_life", "_metrics", "_pause_after")
 
     def __init__(
-        self, life: Life, direct: Direct[Any], pause_after: Callable[[float], float], metrics: Metrics
+        self, state: RequestState, direct: Direct[Any], pause_after: Callable[[float], float], metrics: Metrics
     ) -> None:
-        self._life = life
+        self._life = state
         self._direct = direct
         self._pause_after = pause_after
         self._metrics = metrics
@@ -158,29 +158,29 @@ class _ShortWay:
         return self._pause_after(samples[sample].emitted_at) if sample < len(samples) else 0.0
 
     def take(self, sample: int, first_index: int, token_ids: Sequence[int]) -> bool:
-        life, direct = self._life, self._direct
-        if sample >= len(life.samples) or not direct.ready:
+        state, direct = self._life, self._direct
+        if sample >= len(state.samples) or not direct.ready:
             return False
-        its = life.samples[sample]
+        its = state.samples[sample]
         if not its.emitted_at or (text := its.accept_plain(first_index, token_ids)) is None:
             return False
         now = time.monotonic()
         self._metrics.next_tokens(len(token_ids), now - its.emitted_at)
-        life.emitted_at = its.emitted_at = now
+        state.emitted_at = its.emitted_at = now
         direct.send(sample, token_ids, text)
         return True
 
 
-async def _next(life: Life, session: DecodeSession, stream: OutputStream) -> _News:
+async def _next(state: RequestState, session: DecodeSession, stream: OutputStream) -> _News:
     """All that has come since the last pieces, up to the last sample's end or what went wrong."""
     news = _News()
     try:
         for output in await stream.get():
-            if not life.num_open:
+            if not state.num_open:
                 break
             if output.rejection:
-                raise rejected(output.rejection, life.request.timeout_s)
-            if life.accept(news.pieces, output):
+                raise rejected(output.rejection, state.request.timeout_s)
+            if state.accept(news.pieces, output):
                 session.cancel_sample(stream, output.sample_index)
             elif output.finish_reason:
                 news.timings = output.timings
@@ -189,9 +189,9 @@ async def _next(life: Life, session: DecodeSession, stream: OutputStream) -> _Ne
     return news
 
 
-def _add_decode_time(life: Life, timings: types_pb.Timings | None, began: float) -> None:
+def _add_decode_time(state: RequestState, timings: types_pb.Timings | None, began: float) -> None:
     """The worker's own account, or the gateway's where the worker gave none (a stop string, a loss)."""
     if timings is not None and timings.decode_ns:
-        life.took(hand_over_ns=timings.hand_over_ns, decode_ns=timings.decode_ns)
+        state.took(hand_over_ns=timings.hand_over_ns, decode_ns=timings.decode_ns)
     else:
-        life.took(decode_ns=int((time.monotonic() - began) * 1e9))
+        state.took(decode_ns=int((time.monotonic() - began) * 1e9))

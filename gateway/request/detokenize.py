@@ -7,7 +7,7 @@ not hold up the text. The pieces put together equal the full decode; the one exc
 turns a whole run of bytes into U+FFFD if any is wrong) when a wrong byte, or a literal U+FFFD spelled in bytes, is in
 the run of a character that is out already.
 
-Where a token always stands for the same bytes (byte-level BPE) there is a short way: only an unfinished character is
+Where a token always stands for the same bytes (byte-level BPE) there is a fast path: only an unfinished character is
 looked at again, and the pieces are exactly the full decode.
 """
 

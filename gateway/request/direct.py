@@ -1,8 +1,8 @@
-"""The short way of tokens to their client: written by whoever brings them.
+"""The fast path of tokens to their client: written by the caller that brings them.
 
 The ordinary way wakes the request's task and goes through its generators, which costs more than all the rest. It is
 left only when there is nothing to decide: the task waits for outputs, or is about to, everything before is written, and
-nothing but tokens of samples that go on has come. Knows nothing of tokenizers, gRPC or HTTP.
+nothing but tokens of samples that go on has come. Independent of tokenizers, gRPC and HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ Write = Callable[[T], Coroutine[Any, Any, None]]
 
 
 class Direct(Generic[T]):
-    """A stream's writes, one at a time: from the request's task by `write`, from whoever brings tokens by `send`."""
+    """A stream's writes, one at a time: from the request's task by `write`, from the caller that brings tokens by
+    `send`.
+    """
 
     __slots__ = ("_error", "_in_flight", "_message", "_settled", "_write")
 

@@ -1,9 +1,8 @@
-"""Requests whose workers died while they had them: after the second death nobody is sent such a request any more.
+"""Isolation of requests whose workers died: after the second death a request is not sent to a worker any more.
 
-A worker's death strikes every request that it had, the guilty one and its neighbours. Whoever was struck is prefilled
-again with nobody beside it, and others wait until decode has gone on with it too: so the next death names the guilty
-one, and a neighbour is not struck twice. Progress in decode is proof of innocence. Knows no workers, only names of
-their lives.
+The death of a worker makes every request that it had a suspect, the guilty one and its neighbours. A suspect is
+prefilled again alone, while others wait until decode has produced a token of it: so the next death names the guilty
+request, and a neighbour is not struck twice. A token from decode clears a suspect. Workers are only names here.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ MOST_REMEMBERED = 4096
 
 @dataclass(slots=True)
 class _Deaths:
-    lives: set[str] = field(default_factory=set)
-    """Each worker's death counts once, however many equal requests it had."""
+    incarnations: set[str] = field(default_factory=set)
+    """Of workers: the death of one counts once, however many equal requests it had."""
     last_at: float = 0.0
 
 
-class _Company:
-    """Who of this gateway is in its first steps in one life of a worker."""
+class _Neighbours:
+    """The requests of this gateway that one incarnation of a worker prefills now."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """First come, first served; whoever must be alone keeps it."""
+        """First come, first served; a suspect keeps it while it is alone."""
         self.empty = asyncio.Event()
         self.empty.set()
         self._inside = 0
@@ -55,8 +54,8 @@ class _Company:
             self.empty.set()
 
 
-class Entry:
-    """Leave to be with a worker, until `leave`."""
+class IsolationTicket:
+    """Permission for a request to be with a worker, until `leave`."""
 
     __slots__ = ("_leave", "alone")
 
@@ -65,56 +64,56 @@ class Entry:
         self.alone = alone
 
     def leave(self) -> None:
-        """Once or more often."""
+        """Idempotent."""
         if self._leave is not None:
             self._leave()
             self._leave = None
 
 
-class PoisonList:
-    """Deaths by request. One thread."""
+class Isolation:
+    """The deaths of workers by request, and which requests may be together. One thread."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
-        self._companies: WeakValueDictionary[str, _Company] = WeakValueDictionary()
+        self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
         """Internal: the request's workers died twice."""
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
             del self._deaths[digest]
-        elif deaths is not None and len(deaths.lives) >= MOST_DEATHS:
+        elif deaths is not None and len(deaths.incarnations) >= MOST_DEATHS:
             raise Internal("the workers of this request died more than once; it is not tried again for a while")
 
-    async def enter(self, digest: bytes, life: str) -> Entry:
-        """Wait until a request may be sent to this life of a worker: alone if a death has struck it, else beside all
-        others that no death has struck. Internal as `check`."""
-        company = self._companies.setdefault(life, _Company())
-        await company.turn.acquire()
+    async def enter(self, digest: bytes, incarnation: str) -> IsolationTicket:
+        """Wait until a request may be sent to this incarnation of a worker: alone if it is a suspect, else beside all
+        others that are not. Internal as `check`."""
+        neighbours = self._by_worker.setdefault(incarnation, _Neighbours())
+        await neighbours.turn.acquire()
         try:
             self.check(digest)
             if digest in self._deaths:
-                await company.empty.wait()
+                await neighbours.empty.wait()
                 self.check(digest)
-                return Entry(company.end_turn, alone=True)
+                return IsolationTicket(neighbours.end_turn, alone=True)
         except BaseException:
-            company.end_turn()
+            neighbours.end_turn()
             raise
-        company.enter()
-        company.end_turn()
-        return Entry(company.leave, alone=False)
+        neighbours.enter()
+        neighbours.end_turn()
+        return IsolationTicket(neighbours.leave, alone=False)
 
-    def died(self, digest: bytes, life: str) -> None:
-        """The worker named by `life` ended while it had the request."""
+    def died(self, digest: bytes, incarnation: str) -> None:
+        """The worker named by `incarnation` ended while it had the request."""
         deaths = self._deaths.setdefault(digest, _Deaths())
-        deaths.lives.add(life)
+        deaths.incarnations.add(incarnation)
         deaths.last_at = time.monotonic()
         self._deaths.move_to_end(digest)
         if len(self._deaths) > MOST_REMEMBERED:
             self._deaths.popitem(last=False)
 
     def survived(self, digest: bytes) -> None:
-        """Decode went on with the request since the last death, or it is complete: it did not cause that."""
+        """Decode has produced a token of the request since the last death, or it is complete: it is no suspect."""
         self._deaths.pop(digest, None)
 
 

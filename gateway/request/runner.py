@@ -29,16 +29,16 @@ from gateway.metrics import Metrics
 from gateway.request.decode_half import DecodeHalf, HandOver, PendingTicket
 from gateway.request.detokenize import Detokenizers
 from gateway.request.direct import Direct
-from gateway.request.isolation import PoisonList, digest_of
+from gateway.request.isolation import Isolation, digest_of
 from gateway.request.sample import Piece
-from gateway.request.state import Life, Pieces
+from gateway.request.state import Pieces, RequestState
 from protos.v1 import prefill_pb2
 
 logger = logging.getLogger("requests")
 WAIT_FOR_WORKERS_S = 0.05
 NO_PAIR = "no pair of prefill and decode workers is ready"
 PROBATION_S = 0.5
-"""Others wait no longer for the first step of decode with a request that a worker's death has struck."""
+"""Others wait no longer for the first step of decode with a suspect."""
 
 
 class RequestRunner:
@@ -63,7 +63,7 @@ class RequestRunner:
         self._max_attempts = max_attempts
         self._recover_s = recover_s
         self._used = used
-        self._poison = PoisonList()
+        self._isolation = Isolation()
         self._decode = DecodeHalf(workers, gate, metrics)
         self._again = Burst(_tell_again)
 
@@ -75,18 +75,18 @@ class RequestRunner:
 
         Closing this (or cancelling its reader) cancels the work. Errors: any LooseleafError.
         """
-        life = Life.begin(request, self._detokenizers, digest_of(request.prompt_ids, request.salt), direct)
+        state = RequestState.begin(request, self._detokenizers, digest_of(request.prompt_ids, request.salt), direct)
         outcome = "abort"
         try:
-            place = await self._enter(life)
+            place = await self._enter(state)
             try:
-                async with aclosing(self._attempts(life, place)) as pieces:
+                async with aclosing(self._attempts(state, place)) as pieces:
                     async for piece in pieces:
-                        self._note(life, piece)
+                        self._note(state, piece)
                         if piece.summary is not None:
                             assert piece.finish_reason is not None
                             outcome = piece.finish_reason.value
-                            self._poison.survived(life.digest)
+                            self._isolation.survived(state.digest)
                         yield piece
             finally:
                 self._workers.keep_promise(place)
@@ -95,122 +95,122 @@ class RequestRunner:
             outcome = "error"
             raise
         finally:
-            summary = life.summary()
-            self._metrics.ended(outcome, time.monotonic() - life.arrived, summary)
+            summary = state.summary()
+            self._metrics.ended(outcome, time.monotonic() - state.arrived, summary)
             if summary.attempts:
                 self._used(request.tenant, summary.prompt_tokens + summary.completion_tokens)
 
-    async def _enter(self, life: Life) -> Place:
+    async def _enter(self, state: RequestState) -> Place:
         """Wait for a place with the workers; refused at once if it kills them, or if there have been none for longer
         than a successor takes to come."""
-        self._poison.check(life.digest)
+        self._isolation.check(state.digest)
         if self._workers.missing_for() > self._recover_s:
             raise Unavailable(NO_PAIR, retry_after_s=1.0)
-        request = life.request
+        request = state.request
         try:
-            async with asyncio.timeout(life.remaining_s()):
+            async with asyncio.timeout(state.remaining_s()):
                 place = await self._gate.enter(request.priority, request.tenant, request.sampling.width, request.cost)
         except TimeoutError:
             raise too_late(request.timeout_s) from None
-        life.rank = place.rank
-        life.took(queue_ns=_since_ns(life.arrived))
+        state.rank = place.rank
+        state.took(queue_ns=_since_ns(state.arrived))
         return place
 
-    def _note(self, life: Life, piece: Piece) -> None:
+    def _note(self, state: RequestState, piece: Piece) -> None:
         """A piece leaves: count its tokens and times; the first of all brings the prompt's log-probabilities."""
-        if life.prompt_logprobs:
-            piece.prompt_logprobs, life.prompt_logprobs = life.prompt_logprobs, ()
+        if state.prompt_logprobs:
+            piece.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, ()
         if not piece.token_ids:
             return
-        now, count, sample = time.monotonic(), len(piece.token_ids), life.samples[piece.index]
-        if life.emitted_at == 0.0:
-            self._metrics.first_token(now - life.arrived, life.summary())
+        now, count, sample = time.monotonic(), len(piece.token_ids), state.samples[piece.index]
+        if state.emitted_at == 0.0:
+            self._metrics.first_token(now - state.arrived, state.summary())
             count -= 1
-        if life.is_beam_search or (life.emitted_at and not sample.emitted_at):
+        if state.is_beam_search or (state.emitted_at and not sample.emitted_at):
             self._metrics.tokens(count)  # there is no time between these tokens
         else:
             self._metrics.next_tokens(count, now - (sample.emitted_at or now))
-        life.emitted_at = sample.emitted_at = now
+        state.emitted_at = sample.emitted_at = now
 
-    async def _attempts(self, life: Life, place: Place) -> AsyncGenerator[Piece, None]:
+    async def _attempts(self, state: RequestState, place: Place) -> AsyncGenerator[Piece, None]:
         while True:
             try:
-                async with aclosing(self._attempt(life, place)) as pieces:
+                async with aclosing(self._attempt(state, place)) as pieces:
                     async for piece in pieces:
                         yield piece
                 return
             except WorkerLost as lost:
-                self._account_loss(life, lost)
+                self._account_loss(state, lost)
                 given_back = lost.given_back
             finally:
-                life.entry.leave()
+                state.entry.leave()
             if given_back:
-                await self._come_back(life, place)
+                await self._come_back(state, place)
             else:
-                await asyncio.sleep(min(0.02 * life.losses, life.remaining_s()))
+                await asyncio.sleep(min(0.02 * state.losses, state.remaining_s()))
 
-    def _account_loss(self, life: Life, lost: WorkerLost) -> None:
+    def _account_loss(self, state: RequestState, lost: WorkerLost) -> None:
         self._metrics.retried(lost.reason)
-        life.losses += lost.counted
-        logger.debug("request %s is prefilled again: %s", life.request.request_id, lost.reason)
+        state.losses += lost.counted
+        logger.debug("request %s is prefilled again: %s", state.request.request_id, lost.reason)
         self._again.note(lost.reason)
-        if life.output_len > life.decoded_from:
-            self._poison.survived(life.digest)
+        if state.output_len > state.decoded_from:
+            self._isolation.survived(state.digest)
         if lost.death is not None:
-            self._poison.died(life.digest, lost.death)
-            self._poison.check(life.digest)
-        if life.losses >= self._max_attempts:
+            self._isolation.died(state.digest, lost.death)
+            self._isolation.check(state.digest)
+        if state.losses >= self._max_attempts:
             raise lost.final
 
-    async def _come_back(self, life: Life, place: Place) -> None:
+    async def _come_back(self, state: RequestState, place: Place) -> None:
         """Wait until there are blocks for a group that decode gave back; it is ahead of everything new."""
         began = time.monotonic()
         try:
-            async with asyncio.timeout(life.remaining_s()):
-                await self._gate.come_back(place, lambda: self._workers.promise(place, life.blocks_to_come_back))
+            async with asyncio.timeout(state.remaining_s()):
+                await self._gate.come_back(place, lambda: self._workers.promise(place, state.blocks_to_come_back))
         except TimeoutError:
-            raise too_late(life.request.timeout_s) from None
-        life.took(queue_ns=_since_ns(began))
+            raise too_late(state.request.timeout_s) from None
+        state.took(queue_ns=_since_ns(began))
 
-    async def _attempt(self, life: Life, place: Place) -> AsyncGenerator[Piece, None]:
+    async def _attempt(self, state: RequestState, place: Place) -> AsyncGenerator[Piece, None]:
         """One prefill and one decode."""
-        life.decoded_from = life.output_len
+        state.decoded_from = state.output_len
         try:
-            async with asyncio.timeout(life.remaining_s()):
-                prefill = await self._enter_prefill(life)
-                done = await self._prefill(life, prefill)
-                if life.attempts == 1:
-                    self._gate.waited(place, life.times.queue_ns / 1e9)
+            async with asyncio.timeout(state.remaining_s()):
+                prefill = await self._enter_prefill(state)
+                done = await self._prefill(state, prefill)
+                if state.attempts == 1:
+                    self._gate.waited(place, state.times.queue_ns / 1e9)
         except TimeoutError:
-            raise too_late(life.request.timeout_s) from None
+            raise too_late(state.request.timeout_s) from None
         finally:
             self._workers.keep_promise(place)
         with PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None) as ticket:
             first: Pieces = {}
-            going = life.accept_first(first, done)
-            life.decoded_from = life.output_len
-            if not life.num_open:
-                list(first.values())[-1].summary = life.summary()
+            going = state.accept_first(first, done)
+            state.decoded_from = state.output_len
+            if not state.num_open:
+                list(first.values())[-1].summary = state.summary()
                 for piece in first.values():
                     yield piece
                 return
-            async with aclosing(self._decode.run(life, HandOver(prefill, done, first, ticket, going))) as pieces:
+            async with aclosing(self._decode.run(state, HandOver(prefill, done, first, ticket, going))) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def _enter_prefill(self, life: Life) -> WorkerRecord:
+    async def _enter_prefill(self, state: RequestState) -> WorkerRecord:
         """A prefill worker that the request may be sent to now."""
-        worker = await self._pick_prefill(life)
-        life.entry = await self._poison.enter(life.digest, incarnation(worker))
+        worker = await self._pick_prefill(state)
+        state.entry = await self._isolation.enter(state.digest, incarnation(worker))
         if self._workers.failed(worker):  # while this waited for its turn
-            life.entry.leave()
-            worker = await self._pick_prefill(life)
-            life.entry = await self._poison.enter(life.digest, incarnation(worker))
+            state.entry.leave()
+            worker = await self._pick_prefill(state)
+            state.entry = await self._isolation.enter(state.digest, incarnation(worker))
         return worker
 
-    async def _pick_prefill(self, life: Life) -> WorkerRecord:
+    async def _pick_prefill(self, state: RequestState) -> WorkerRecord:
         """A prefill worker with a reachable partner; waits for one if workers were lost a moment ago."""
-        request, need, began = life.request, life.need, time.monotonic()
+        request, need, began = state.request, state.need, time.monotonic()
         while True:
             worker = await self._workers.pick_prefill(request, need)
             if worker is not None:
@@ -220,29 +220,29 @@ class RequestRunner:
             if waited_s > self._recover_s:
                 why = "no decode worker holds a group of this size" if too_small else NO_PAIR
                 raise Unavailable(why, retry_after_s=1.0)
-            await asyncio.sleep(min(WAIT_FOR_WORKERS_S, life.remaining_s()))
+            await asyncio.sleep(min(WAIT_FOR_WORKERS_S, state.remaining_s()))
 
-    async def _prefill(self, life: Life, worker: WorkerRecord) -> prefill_pb2.PrefillDone:
-        message, again = life.prefill_request(), life.attempts > 0
-        life.attempts += 1
+    async def _prefill(self, state: RequestState, worker: WorkerRecord) -> prefill_pb2.PrefillDone:
+        message, again = state.prefill_request(), state.attempts > 0
+        state.attempts += 1
         self._metrics.dispatched("prefill", worker.worker_id)
         began = time.monotonic()
         try:
-            done = await self._workers.prefill(worker, message, life.remaining_s())
+            done = await self._workers.prefill(worker, message, state.remaining_s())
         except WorkerLost:
-            life.took(prefill_ns=_since_ns(began))
+            state.took(prefill_ns=_since_ns(began))
             raise
-        if life.entry.alone and not life.is_beam_search:  # nothing is heard of beams before their end
-            asyncio.get_running_loop().call_later(PROBATION_S, life.entry.leave)
+        if state.entry.alone and not state.is_beam_search:  # nothing is heard of beams before their end
+            asyncio.get_running_loop().call_later(PROBATION_S, state.entry.leave)
         else:
-            life.entry.leave()
-        life.took(queue_ns=done.timings.queue_ns, prefill_ns=done.timings.prefill_ns)
-        if life.sources is None:
-            life.sources = convert.sources_from_pb(done.sources)
-            life.prompt_logprobs = done.prompt_logprobs
+            state.entry.leave()
+        state.took(queue_ns=done.timings.queue_ns, prefill_ns=done.timings.prefill_ns)
+        if state.sources is None:
+            state.sources = convert.sources_from_pb(done.sources)
+            state.prompt_logprobs = done.prompt_logprobs
         if again:
-            lengths = [len(sample.output_ids) for sample in life.open_samples]
-            logger.debug("request %s goes on at token %s", life.request.request_id, lengths)
+            lengths = [len(sample.output_ids) for sample in state.open_samples]
+            logger.debug("request %s goes on at token %s", state.request.request_id, lengths)
         return done
 
 

@@ -1,4 +1,4 @@
-"""What a request has produced: accepted tokens by index, text, stop strings, the end. Knows nothing of workers."""
+"""What a request has produced: accepted tokens by index, text, stop strings, the end. Independent of workers."""
 
 from __future__ import annotations
 

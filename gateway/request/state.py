@@ -1,6 +1,7 @@
 """What outlives the attempts of a request: its samples, its times, its account; and what workers are told of it.
 
-A beam search has as many samples as beams are returned; nothing of them is known before its end. Knows no workers.
+A beam search has as many samples as beams are returned; nothing of them is known before its end. Independent of
+workers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gateway.fleet.lost import internal, too_late
 from gateway.intake.validate import ResolvedRequest
 from gateway.request.detokenize import Detokenizers
 from gateway.request.direct import Direct
-from gateway.request.isolation import Entry
+from gateway.request.isolation import IsolationTicket
 from gateway.request.sample import Piece, Sample, Summary
 from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
@@ -29,7 +30,7 @@ Pieces = dict[int, Piece]
 
 
 @dataclass(slots=True)
-class Life:
+class RequestState:
     """Everything of one request that outlives an attempt. Times are `time.monotonic`'s."""
 
     request: ResolvedRequest
@@ -42,8 +43,8 @@ class Life:
     """Samples that have not ended."""
     attempts: int = 0
     losses: int = 0
-    entry: Entry = field(default_factory=lambda: Entry(lambda: None, alone=False))
-    """With the prefill worker; where a death has struck the request, until decode has gone on with it."""
+    entry: IsolationTicket = field(default_factory=lambda: IsolationTicket(lambda: None, alone=False))
+    """With the prefill worker; of a suspect, until decode has gone on with it."""
     decoded_from: int = 0
     """`output_len` when the attempt began, then when its decode did."""
     times: Timings = field(default_factory=Timings)
@@ -53,12 +54,12 @@ class Life:
     handed_over: int = 0
     emitted_at: float = 0.0
     direct: Direct[Any] | None = None
-    """The short way to the client, if there is one."""
+    """The fast path to the client, if there is one."""
 
     @classmethod
     def begin(
         cls, request: ResolvedRequest, detokenizers: Detokenizers, digest: bytes, direct: Direct[Any] | None = None
-    ) -> Life:
+    ) -> RequestState:
         count = request.sampling.num_sequences
         samples = [Sample(request, detokenizers, index) for index in range(count)]
         plain = not request.stop and request.sampling.logprobs is None and request.sampling.beam_width is None

@@ -1,7 +1,7 @@
 """The bf16 linear on Intel's AMX tiles: finding its build, asking the system for the tiles, packing, calling.
 
 Its one purpose beside speed: oneDNN's AMX product adds up a row in an order that depends on the other rows, ours does
-not. Knows nothing of the model.
+not. Independent of the model.
 """
 
 from __future__ import annotations

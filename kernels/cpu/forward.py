@@ -1,4 +1,5 @@
-"""A whole pass of a Llama-like decoder as one C call: the structures of forward.cpp, and the call. Knows no step.
+"""A whole pass of a Llama-like decoder as one C call: the structures of forward.cpp, and the call. Independent of
+steps.
 
 Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last.
 """

@@ -1,6 +1,6 @@
 """The linear in vectors, bf16 and fp32, of whichever build of the C++ kernels is in use: packing and calling.
 
-A row's bits depend neither on the other rows nor on threads; linear_simd.cpp says why. Knows nothing of the model.
+A row's bits depend neither on the other rows nor on threads; linear_simd.cpp says why. Independent of the model.
 """
 
 from __future__ import annotations

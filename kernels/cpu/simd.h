@@ -1,5 +1,5 @@
 // Vectors of W floats for one instruction set, chosen by a -DLL_* flag. Every operation is elementwise or has a fixed
-// order, so a result never depends on how many elements sit beside it. Knows nothing of kernels.
+// order, so a result never depends on how many elements sit beside it. Independent of kernels.
 #pragma once
 
 #include <cmath>

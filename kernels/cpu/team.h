@@ -1,9 +1,9 @@
-// The threads of this process's kernels: a loop's indices are handed out one by one to whoever is free, the caller among
+// The threads of this process's kernels: a loop's indices are handed out one by one to the thread that is free, the caller among
 // them. So a thread that the system takes a core from, as it does on a small machine that also runs gateway and clients,
 // delays what it holds and nothing else, and one that still sleeps is not waited for.
 //
 // OpenMP's threads either spin after every loop, on cores that others need, or sleep, and then each of a pass's seventy
-// loops pays for waking them. These spin between the loops of a pass (`Awake`) and sleep outside of one. Knows no kernel.
+// loops pays for waking them. These spin between the loops of a pass (`Awake`) and sleep outside of one. Independent of kernels.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // How queries, keys and values of each dtype are held for the two products of attention: in 32-bit words, which for
-// bf16 hold a pair. Knows nothing of pieces and tiles.
+// bf16 hold a pair. Independent of pieces and tiles.
 #pragma once
 
 #include "simd.h"

@@ -1,4 +1,4 @@
-"""Triton code of paged attention: one kernel for decode and prefill, and the merge of split keys. Knows no torch.
+"""Triton code of paged attention: one kernel for decode and prefill, and the merge of split keys. Independent of torch.
 
 A program holds ROWS rows of scores, some queries of one sequence each with the GROUP heads that share a KV head (packed
 GQA), and walks over that head's keys in tiles of TILE. Every key looks up its own block, so a tile may span several.

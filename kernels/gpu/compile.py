@@ -1,7 +1,7 @@
 """Compiles Triton kernels for NVIDIA chips ahead of time, on a machine that need not have one, and says what they use.
 
-Uses only what triton's package carries (ptxas, cuobjdump). Knows no kernel of ours. What it says of a kernel is the
-compiler's word: that the kernel also launches and is right there, only a GPU can show.
+Uses only what triton's package carries (ptxas, cuobjdump). Independent of kernels of ours. What it says of a kernel is
+the compiler's word: that the kernel also launches and is right there, only a GPU can show.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the launchers of this folder share: tile sizes and warps. Knows no kernel.
+"""What the launchers of this folder share: tile sizes and warps. Independent of kernels.
 
 Triton compiles a variant of a kernel for what it sees of a launch: an integer that is 1 or divisible by 16, a pointer
 aligned to 16 bytes. Another variant may reduce in another order, so nothing that varies with the batch may be seen: the

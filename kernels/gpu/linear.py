@@ -1,4 +1,4 @@
-"""A linear layer whose rows do not depend on each other, in Triton. Knows nothing of the model or of packed weights.
+"""A linear layer whose rows do not depend on each other, in Triton. Independent of the model and of packed weights.
 
 cuBLAS picks an algorithm, and with it an order of summation, by the number of rows. Here the tile follows from the
 weight's shape alone, the inner dimension is never split, and its tiles are added in ascending order into one fp32

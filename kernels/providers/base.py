@@ -1,6 +1,6 @@
-"""What the engine asks of attention, whoever computes it: the interface of a provider and what it is told.
+"""What the engine asks of attention, on any provider: the interface of a provider and what it is told.
 
-Knows no provider (see `kernels.providers.choice`), no layers and no sequences.
+Independent of providers (see `kernels.providers.choice`), layers and sequences.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from engine.runner import ModelRunner, RunnerSettings
 from looseleaf.both_roles.settings import BothSettings
 from prefill_svc import role as prefill
 from prefill_svc.settings import PrefillSettings
+from worker.fair_lock import FairLock
 from worker.role import load_model
-from worker.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
         decode.needs_of(sharing, settings, f"{name}.decode"),
     ]
     for_prefill, for_decode = attach(settings.block_store, needs, trust_of(settings))
-    turns = Turns() if take_turns(settings, runner) else None
+    turns = FairLock() if take_turns(settings, runner) else None
     return [
         prefill.PrefillRole(runner, needs[0], for_prefill, settings, turns),
         decode.DecodeRole(sharing, needs[1], for_decode, settings, turns),

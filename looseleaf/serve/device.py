@@ -19,7 +19,7 @@ Device = Literal["cpu", "cuda"]
 def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
     """`auto` is cuda where torch was built for it and the driver sees a GPU, as it is for a worker.
 
-    StartupError: cuda was asked for and is not to be had.
+    StartupError: cuda was asked for and is unavailable.
     """
     if asked == "cpu":
         return "cpu"

@@ -250,7 +250,7 @@ class Launcher:
                 child.hang_up()
 
     def kill(self) -> None:
-        """SIGKILL to every service, for whoever does not want to wait for `stop`."""
+        """SIGKILL to every service, for callers that do not wait for `stop`."""
         for child in [*self._children, *self._spare]:
             child.kill()
         if self._redis is not None:

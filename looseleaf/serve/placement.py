@@ -21,7 +21,7 @@ _TORCHLESS = ("block_store", "gateway")
 
 
 def settled(settings: ServeSettings) -> ServeSettings:
-    """`settings` with device and roles decided. StartupError: the device is not to be had, or the counts differ."""
+    """`settings` with device and roles decided. StartupError: the device is unavailable, or the counts differ."""
     device = resolve_device(settings.device)
     paired = settings.prefill == settings.decode
     roles = settings.roles

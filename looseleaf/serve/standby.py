@@ -1,6 +1,6 @@
 """The spare worker of a launch: whether there is one, its process, and whose place it takes.
 
-Knows nothing of models; `looseleaf.both_roles.spare` is the process.
+Independent of models; `looseleaf.both_roles.spare` is the process.
 """
 
 from __future__ import annotations

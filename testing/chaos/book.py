@@ -1,6 +1,6 @@
 """What is asked in a chaos run, and the right answers: seeded requests with shared prefixes, answered by the oracle.
 
-Knows nothing of services: one process, a batch of one, no cache.
+Independent of services: one process, a batch of one, no cache.
 """
 
 from __future__ import annotations

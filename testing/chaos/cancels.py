@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from block_store.ledger.inspection import inspect
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from looseleaf.client import AsyncClient
 from testing.chaos.book import Case
 from testing.chaos.report import Report, percentile
@@ -47,7 +47,7 @@ def cancels(run: Run) -> Report:
         report.told("until nobody computes for them, most", f"{max(took, default=0):.0f} ms")
         with run.traffic(stack) as traffic:
             traffic.wait_for(2 * run.concurrency, timeout_s=60)
-            judge(report, stack, traffic.stop())  # of whoever comes after
+            judge(report, stack, traffic.stop())  # of those that come after
         assert_nothing_held(stack.addresses.block_store)
     return report
 
@@ -58,7 +58,9 @@ async def _rounds(stack: Stack, book: Sequence[Case], num_rounds: int, rng: rand
         return [await _round(client, stack.ledger(), book, rng) for _ in range(num_rounds)]
 
 
-async def _round(client: AsyncClient, ledger: Ledger, book: Sequence[Case], rng: random.Random) -> tuple[int, float]:
+async def _round(
+    client: AsyncClient, ledger: LedgerScripts, book: Sequence[Case], rng: random.Random
+) -> tuple[int, float]:
     salt = str(rng.getrandbits(60))
     tasks = [asyncio.create_task(ask(client, rng.choice(book), salt)) for _ in range(TOGETHER)]
     await asyncio.sleep(rng.random() * LATEST_S)
@@ -75,7 +77,7 @@ async def _round(client: AsyncClient, ledger: Ledger, book: Sequence[Case], rng:
     return len(running), seconds
 
 
-def _idle(ledger: Ledger) -> bool:
+def _idle(ledger: LedgerScripts) -> bool:
     """Whether all that workers hold is what decode workers keep in reserve. Tickets, which compute nothing, may be."""
     now = inspect(ledger)
     held = {holder.name: holder.num_references for holder in now.holders if holder.kind == "worker"}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from block_store.arena.arena import Arena
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from decode_svc.worker import DecodeWorker
 from engine.runner import ModelRunner
 from prefill_svc.worker import PrefillWorker
@@ -42,7 +42,7 @@ class Faults:
     stop_notes: str | None = None
     """A directory; a worker that finds a file with its name there stops in its next step, about to compute."""
     poison_token: int | None = None
-    """Whoever computes this token dies."""
+    """The worker that computes this token dies."""
     lease_s: float | None = None
     """The lease of workers, renewed six times as often."""
     reader_rule: bool = True
@@ -59,8 +59,8 @@ def install() -> None:
     """Patch this process. Before the service's `main`, once."""
     faults = Faults(**json.loads(os.environ.get(VARIABLE, "{}")))
     if faults.lease_s is not None:
-        register = Holder.register
-        _replace(Holder, "register", partial(register, lease_s=faults.lease_s, beat_s=faults.lease_s / 6))
+        register = LedgerClient.register
+        _replace(LedgerClient, "register", partial(register, lease_s=faults.lease_s, beat_s=faults.lease_s / 6))
     if faults.poison_token is not None:
         _replace(ModelRunner, "step", _dying_of(faults.poison_token, ModelRunner.step))
     if faults.death_notes is not None:
@@ -82,9 +82,9 @@ def _switch_off_the_reader_rule() -> None:
 
 def _install_deaths(note: Path) -> None:
     _replace(ModelRunner, "step", _then(ModelRunner.step, lambda: _die_if_told(note, "fill")))
-    seal = _then(Holder.seal, lambda: _die_if_told(note, "after seal"))
-    _replace(Holder, "seal", _first(seal, lambda: _die_if_told(note, "before seal")))
-    _replace(Holder, "hand_over", _then(Holder.hand_over, lambda: _die_if_told(note, "hand-over")))
+    seal = _then(LedgerClient.seal, lambda: _die_if_told(note, "after seal"))
+    _replace(LedgerClient, "seal", _first(seal, lambda: _die_if_told(note, "before seal")))
+    _replace(LedgerClient, "hand_over", _then(LedgerClient.hand_over, lambda: _die_if_told(note, "hand-over")))
 
 
 def _die_if_told(note: Path, phase: str) -> None:

@@ -1,6 +1,6 @@
 """What the dead still hold some seconds after their death, looked up in the ledger at that moment.
 
-Knows the ledger; knows nothing of how they died.
+Uses the ledger; independent of how they died.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from block_store.arena.arena import Arena
 from block_store.errors import LedgerUnavailable
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
-from block_store.ledger.scripts import CHUNK, Ledger
+from block_store.ledger.scripts import CHUNK, LedgerScripts
 from block_store.redis.redis_server import open_client
 from common.types import BlockRef
 
@@ -36,7 +36,7 @@ class Holding:
     def __init__(self, arena: Arena, redis_url: str, name: str) -> None:
         slot = arena.acquire_writer_slot()
         client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
-        holder = _register(Ledger.attach(client, arena), name, slot.number)
+        holder = _register(LedgerScripts.attach(client, arena), name, slot.number)
         self.held = HeldBlocks(holder, arena, slot, RESERVE)
         self.refs: list[BlockRef] = []
         self.longest_step_s = 0.0
@@ -74,10 +74,10 @@ class Holding:
         return len({*self.refs, *self.held._reserve} ^ set(self.held.holder.holdings()))
 
 
-def _register(ledger: Ledger, name: str, slot: int) -> Holder:
+def _register(ledger: LedgerScripts, name: str, slot: int) -> LedgerClient:
     while True:
         with suppress(LedgerUnavailable):  # all come at once
-            return Holder.register(ledger, name, writer_slot=slot)
+            return LedgerClient.register(ledger, name, writer_slot=slot)
         time.sleep(PACE_S)
 
 

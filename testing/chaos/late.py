@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from block_store.ledger import scripts as ledger_module
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 
 REFUSED = "refused"
 HARMLESS = "of no effect"
@@ -58,7 +58,7 @@ def counted(name: str, script: str) -> str:
     return _COUNTED.format(operation=script, name=name, **words)
 
 
-def late_calls(ledger: Ledger) -> Counter[tuple[int, str, str]]:
+def late_calls(ledger: LedgerScripts) -> Counter[tuple[int, str, str]]:
     """How often each (epoch, operation, verdict) came, since Redis was last emptied."""
     found: dict[bytes, bytes] = ledger.client.hgetall(ledger.tag + "late")  # type: ignore[assignment]
     calls: Counter[tuple[int, str, str]] = Counter()

@@ -1,4 +1,6 @@
-"""Scenario of a request that kills whoever computes it: two workers die, then it is refused; nobody else notices."""
+"""Scenario of a request that kills the worker which computes it: two workers die, then it is refused; nobody else
+notices.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A Redis of the chaos suite's own, which can be killed, emptied, frozen, and brought back with an older snapshot.
 
-Knows nothing of the ledger.
+Independent of the ledger.
 """
 
 from __future__ import annotations

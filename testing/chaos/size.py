@@ -25,7 +25,7 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import inspect
 from block_store.ledger.reaper import Reaper
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import CHUNK, RELEASE_CHUNK, Lane, Ledger, chunks
+from block_store.ledger.scripts import CHUNK, RELEASE_CHUNK, Lane, LedgerScripts, chunks
 from block_store.redis import redis_server
 from block_store.redis.registry import StoreRecord
 from block_store.server.fsck import fsck
@@ -106,8 +106,8 @@ class Store:
     reaper: Reaper
 
     @property
-    def ledger(self) -> Ledger:
-        return Ledger.attach(self.redis.client, self.arena)
+    def ledger(self) -> LedgerScripts:
+        return LedgerScripts.attach(self.redis.client, self.arena)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _scripts(report: Report, store: Store, slack: float) -> None:
     report.at_most(f"the longest of them ({worst})", costs[worst], slack * LIMIT_MS, "ms of Redis CPU")
 
 
-def _life_of_a_table(ledger: Ledger, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
+def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
     one, two = (ledger.register(name, writer_slot=0, lease_s=60) for name in ("one", "two"))
     numbers: dict[Epoch, int] = {one: 0, two: 0}
 

@@ -1,6 +1,6 @@
 """A whole stack under test: Redis, every service as a process, their log lines with times, and ways to hurt them.
 
-Knows processes and the ledger; knows nothing of requests or of what a scenario wants to see.
+Processes and the ledger; independent of requests and of what a scenario wants to see.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 
 from block_store.arena.arena import Arena
 from block_store.ledger.inspection import HolderView, Inspection, inspect
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from common.types import Epoch
 from looseleaf.llm import serve_settings
 from looseleaf.serve.children import Child, ServiceSpec, wait_ready
@@ -117,9 +117,9 @@ class Stack:
                 total += float(value)
         return total
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> LedgerScripts:
         """The ledger that the arena's header names now."""
-        return Ledger.attach(self.redis.client, self.arena)
+        return LedgerScripts.attach(self.redis.client, self.arena)
 
     def inspect(self) -> Inspection:
         return inspect(self.ledger(), with_blocks=True)

@@ -24,7 +24,7 @@ from testing.chaos.stack import Plan, Stack
 
 LEASE_S = 0.5
 MOST_STOPPED_S = 20.0
-"""By then half of the blocks of a stopped worker should live another life; if not, it is woken nevertheless. An idle
+"""By then half of the blocks of a stopped worker should be reallocated; if not, it is woken nevertheless. An idle
 machine takes a second, a loaded one ten: blocks of the reaped are the last that are evicted."""
 STEP_S = 1.0
 """A worker that has something to do steps within."""

@@ -1,4 +1,7 @@
-"""The requests of the equality suite, what the oracle answers to them, and how answers differ. Knows no workers."""
+"""The requests of the equality suite, what the oracle answers to them, and how answers differ.
+
+Independent of workers.
+"""
 
 from __future__ import annotations
 

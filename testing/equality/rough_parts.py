@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from block_store.arena.arena import Arena
 from block_store.errors import Fenced
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from prefill_svc.job import Job
 from prefill_svc.worker import Done
 from testing.equality.workers import Asked, Attachment
@@ -51,7 +51,7 @@ class RoughAttachment(Attachment):
     def __init__(self, arena: Arena, client: Any, name: Role, sweep: Callable[[], object], reserve: int) -> None:
         self.line = LossyRedis(client)
         self._sweep = sweep
-        ledger = Ledger(self.line, arena.arena_id, arena.fixed.dataset)
+        ledger = LedgerScripts(self.line, arena.arena_id, arena.fixed.dataset)
         super().__init__(arena, ledger, name, reserve=reserve, beat_s=None, budget_s=BUDGET_S)
 
     def renew(self) -> None:

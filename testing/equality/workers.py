@@ -16,10 +16,10 @@ from block_store.arena.arena import Arena
 from block_store.errors import StaleDataset
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
-from block_store.ledger.client import BEAT_S, Holder
+from block_store.ledger.client import BEAT_S, LedgerClient
 from block_store.ledger.reaper import sweep
 from block_store.ledger.rebuild import open_ledger, rebuild
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from common.errors import Aborted
 from common.group_need import GroupNeed
 from common.types import Branch, WorkerLoad
@@ -45,7 +45,7 @@ class Attachment:
     """What a worker has of the block store."""
 
     def __init__(
-        self, arena: Arena, ledger: Ledger, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
+        self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
         budget_s: float = BUDGET_S,
     ) -> None:  # fmt: skip
         """`beat_s` None: it beats only when `held.holder.probe` is called."""
@@ -58,7 +58,7 @@ class Attachment:
     def _register(self) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()
         ledger = self._ledger.under(self.arena.fixed.dataset)
-        holder = Holder.register(
+        holder = LedgerClient.register(
             ledger, self._name, writer_slot=slot.number, beat_s=self._beat_s, budget_s=self._budget_s
         )
         return HeldBlocks(holder, self.arena, slot, self._reserve)

@@ -1,4 +1,4 @@
-"""Sends one input and says what came of it. Knows no inputs of its own."""
+"""Sends one input and says what came of it. Independent of inputs of its own."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Thief:
         assert line(self._process) == "ready"
 
     def take(self, block: int) -> None:
-        """Returns when the block lives another life, with other bytes."""
+        """Returns when the block has been reallocated, with other bytes."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{block}\n")
         assert line(self._process) == "taken"

@@ -15,7 +15,7 @@ from block_store import errors
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState, Inspection
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import TICKET_SECRET_BYTES, Lane, Ledger, ReapReport, Standing
+from block_store.ledger.scripts import TICKET_SECRET_BYTES, Lane, LedgerScripts, ReapReport, Standing
 from common.types import BlockRef, CacheQuota, TicketId
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
 
@@ -57,7 +57,7 @@ class LedgerWalk:
         """
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> LedgerScripts:
         return self.store.ledger
 
     def _now(self) -> Inspection:
@@ -354,7 +354,7 @@ class LedgerWalk:
     def _read(self, mine: Mine) -> None:
         """I7, by the reader rule: what is read is what was sealed under this hash."""
         refs = [ref for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
-        assert self.store.arena.check_refs(refs), "a held block lives another life"
+        assert self.store.arena.check_refs(refs), "a held block was reallocated"
         blocks = self._now().blocks
         for ref in refs:
             assert (self.store.arena.data[ref.block] == content(mine.held[ref])).all(), f"I7: {ref}"

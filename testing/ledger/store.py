@@ -25,11 +25,11 @@ from block_store.arena.device_memory import DeviceBlocks
 from block_store.arena.writer_slots import WriterSlot
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger import invariants
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import Inspection, inspect
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import Lane, Ledger
+from block_store.ledger.scripts import Lane, LedgerScripts
 from common import convert
 from common.types import BlockRef, CacheQuota, Epoch, KvLayout, KvSpec, TicketId
 from protos.v1 import block_store_pb2 as pb
@@ -51,7 +51,7 @@ def chain(name: str, length: int) -> list[bytes]:
 class Caller:
     """A holder driven by hand, without beats: it keeps the running number only."""
 
-    ledger: Ledger
+    ledger: LedgerScripts
     epoch: Epoch
     slot: WriterSlot
     number: int = 0
@@ -83,7 +83,7 @@ class TestStore:
 
     def held(self, name: str = "worker", floor: int = 0, reserve: int = 0, beat_s: float | None = None) -> HeldBlocks:
         slot = self.arena.acquire_writer_slot()
-        holder = Holder.register(self.ledger, name, writer_slot=slot.number, floor=floor, beat_s=beat_s)
+        holder = LedgerClient.register(self.ledger, name, writer_slot=slot.number, floor=floor, beat_s=beat_s)
         return HeldBlocks(holder, self.arena, slot, reserve)
 
     def expire(self, *epochs: Epoch) -> None:

@@ -70,7 +70,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """I7 for whoever comes next: what the index offers is what its hash says."""
+        """I7 for the next reader: what the index offers is what its hash says."""
         for block, view in enumerate(self.store.moment().blocks):
             if view.prefix_hash is not None and int(self.store.arena.generations[block]) == view.generation:
                 as_sealed = (self.store.arena.data[block] == content(view.prefix_hash)).all()

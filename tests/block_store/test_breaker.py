@@ -17,11 +17,11 @@ import pytest
 from block_store.errors import LedgerUnavailable
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
-from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.client import Attempt, LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import HolderView
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import CHUNK, Ledger
+from block_store.ledger.scripts import CHUNK, LedgerScripts
 from block_store.redis import redis_server
 from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef, Ticket
@@ -40,7 +40,9 @@ class Silenceable:
     def worker(self, reserve: int = 0) -> HeldBlocks:
         arena = self.store.arena
         slot, client = arena.acquire_writer_slot(), self.client()
-        holder = Holder.register(Ledger.attach(client, arena), "worker", writer_slot=slot.number, beat_s=None)
+        holder = LedgerClient.register(
+            LedgerScripts.attach(client, arena), "worker", writer_slot=slot.number, beat_s=None
+        )
         return HeldBlocks(holder, arena, slot, reserve)
 
     def client(self) -> redis_server.redis.Redis:
@@ -159,16 +161,16 @@ def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silencea
 @contextmanager
 def unheard(*names: str) -> Iterator[None]:
     """The ledger does what it is asked; answers to these operations get lost."""
-    execute = Ledger._execute
+    execute = LedgerScripts._execute
 
-    def lose(self: Ledger, name: str, *args: bytes | str | int) -> object:
+    def lose(self: LedgerScripts, name: str, *args: bytes | str | int) -> object:
         answer = execute(self, name, *args)
         if name in names:
             raise LedgerUnavailable("the answer was lost")
         return answer
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Ledger, "_execute", lose)
+        patched.setattr(LedgerScripts, "_execute", lose)
         yield
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.reaper import sweep
-from block_store.ledger.scripts import Lane, Ledger
+from block_store.ledger.scripts import Lane, LedgerScripts
 from block_store.redis import redis_server
 from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef
@@ -27,8 +27,8 @@ from testing.ledger.store import TestStore, chain
 
 
 def test_beats_keep_a_lease_and_silence_loses_it(store: TestStore) -> None:
-    lives = Holder.register(store.ledger, "lives", writer_slot=1, lease_s=0.4, beat_s=0.1)
-    silent = Holder.register(store.ledger, "silent", writer_slot=2, lease_s=0.4, beat_s=None)
+    lives = LedgerClient.register(store.ledger, "lives", writer_slot=1, lease_s=0.4, beat_s=0.1)
+    silent = LedgerClient.register(store.ledger, "silent", writer_slot=2, lease_s=0.4, beat_s=None)
     silent_blocks = silent.alloc(2)
     time.sleep(0.7)
     assert store.ledger.reap().reaped == (silent.epoch,)
@@ -49,7 +49,7 @@ def test_a_beat_learns_of_the_fence_and_says_so_once(store: TestStore) -> None:
         told.append(1)
         event.set()
 
-    holder = Holder.register(store.ledger, "w", writer_slot=1, beat_s=0.05, on_fenced=on_fenced)
+    holder = LedgerClient.register(store.ledger, "w", writer_slot=1, beat_s=0.05, on_fenced=on_fenced)
     store.expire(holder.epoch)
     while not store.ledger.reap().reaped and not event.is_set():
         store.expire(holder.epoch)
@@ -117,7 +117,7 @@ def test_a_dead_writers_blocks_are_free_after_one_sweep(store: TestStore) -> Non
     assert store.moment().counts.free == 12
 
 
-class Forgetful(Ledger):
+class Forgetful(LedgerScripts):
     """The real ledger, whose answers get lost as often as told: the operation happens, the caller does not hear."""
 
     lose = 0
@@ -138,7 +138,7 @@ def forgetful(store: TestStore) -> Forgetful:
 @pytest.mark.parametrize("lost", [1, 3])
 def test_an_unanswered_call_is_repeated_and_happens_once(store: TestStore, lost: int) -> None:
     ledger = forgetful(store)
-    holder = Holder.register(ledger, "w", writer_slot=1, beat_s=None)
+    holder = LedgerClient.register(ledger, "w", writer_slot=1, beat_s=None)
     ledger.lose = lost
     refs = holder.alloc(3)
     assert holder.holdings() == refs and store.moment().counts.reserved == 3

@@ -21,7 +21,7 @@ from common.errors import StartupError
 from common.types import BlockRef, Epoch, TicketId, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, StoreProcess, chain, content, line, python, view, wait_until
-from worker.role import Member
+from worker.role import WorkerRole
 
 MIB = 1 << 20
 WORKER = """if True:
@@ -120,7 +120,7 @@ def test_a_restarted_store_makes_a_new_arena_and_workers_end_themselves(
         [attached] = attach(store.address, [needs(cuda_library)])
         refs, lost = fill(attached, "a", 2), threading.Event()
         record = WorkerRecord("p", "prefill", "x:1", "m", attached.arena.arena_id, 16, "", "", 64, 1)
-        member = Member(attached, record, lambda: None, WorkerLoad, None)
+        member = WorkerRole(attached, record, lambda: None, WorkerLoad, None)
         member.start(lost.set)
         member.announce("x:1")
         store.kill()

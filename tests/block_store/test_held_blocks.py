@@ -162,7 +162,7 @@ def test_seal_checks_the_header(store: TestStore) -> None:
     held = store.held()
     refs = held.alloc(1)
     store.arena.generations[refs[0].block] += 1
-    with pytest.raises(Exception, match="another life"):
+    with pytest.raises(Exception, match="was reallocated"):
         held.seal([SealItem(refs[0])])
     with pytest.raises(NotHolder):
         held.seal([SealItem(BlockRef(5, 5))])

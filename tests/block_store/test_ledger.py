@@ -159,7 +159,7 @@ def test_hand_over_moves_and_keeps(store: TestStore) -> None:
 
 
 def test_a_ticket_is_claimed_by_who_was_given_its_secret(store: TestStore) -> None:
-    """Its epoch is the next number; whoever guesses it gets nothing, and takes nothing from who was meant."""
+    """Its epoch is the next number; a caller that guesses it gets nothing, and takes nothing from the claimer."""
     one, two, thief, ledger = store.caller(), store.caller(), store.caller(), store.ledger
     first, second = store.fill(one, chain("a", 2)), store.fill(one, chain("b", 2))
     ticket, other = ledger.hand_over(one.lane(), first), ledger.hand_over(one.lane(), second)

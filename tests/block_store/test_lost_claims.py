@@ -9,10 +9,10 @@ import pytest
 
 from block_store.errors import Fenced, Gone, LedgerUnavailable
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.client import Attempt, LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import CHUNK, Ledger
+from block_store.ledger.scripts import CHUNK, LedgerScripts
 from common.types import BlockRef, Ticket
 from testing.ledger.lossy_redis import LossyRedis
 from testing.ledger.store import TestStore, chain, content
@@ -25,9 +25,9 @@ class Unheard:
 
     def __init__(self, store: TestStore, num_blocks: int, lost: int) -> None:
         self.store, self.prefill, self.line = store, store.held("prefill"), LossyRedis(store.client)
-        ledger = Ledger(self.line, store.arena.arena_id, store.ledger.dataset)
+        ledger = LedgerScripts(self.line, store.arena.arena_id, store.ledger.dataset)
         slot = store.arena.acquire_writer_slot()
-        holder = Holder.register(ledger, "decode", writer_slot=slot.number, beat_s=None, budget_s=-1.0)
+        holder = LedgerClient.register(ledger, "decode", writer_slot=slot.number, beat_s=None, budget_s=-1.0)
         self.decode = HeldBlocks(holder, store.arena, slot)
         self.refs = self.fill("a", num_blocks)
         self.ticket = self.hand_over()

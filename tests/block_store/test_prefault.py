@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from block_store.arena.arena import FILE_NAME, Arena
-from block_store.arena.prefault import MemoryAhead
+from block_store.arena.prefault import Prefault
 from block_store.errors import ArenaExists, NotEnoughSharedMemory
 from testing.ledger.store import LAYOUT
 from testing.system import wait_for
 
 
-def taken(shm: Path, most_bytes: int) -> MemoryAhead:
-    ahead = MemoryAhead(shm, most_bytes)
+def taken(shm: Path, most_bytes: int) -> Prefault:
+    ahead = Prefault(shm, most_bytes)
     wait_for(lambda: ahead.num_bytes, lambda size: size == most_bytes, 5.0, "the memory is not taken")
     return ahead
 
@@ -56,7 +56,7 @@ def test_less_memory_than_hoped_for_is_no_error_yet(shm: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # as a full file system: EFBIG instead of ENOSPC
     try:
-        ahead = MemoryAhead(shm, 8 << 20)
+        ahead = Prefault(shm, 8 << 20)
         ahead.stop()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -17,12 +17,12 @@ from block_store.arena.arena import Arena
 from block_store.errors import Exhausted, LedgerUnavailable, StaleDataset
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger import invariants
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState, inspect
 from block_store.ledger.reaper import SWEEP_S, Reaper
 from block_store.ledger.rebuild import open_ledger, rebuild
-from block_store.ledger.scripts import RELEASE_CHUNK, Lane, Ledger, chunks
+from block_store.ledger.scripts import RELEASE_CHUNK, Lane, LedgerScripts, chunks
 from block_store.redis import private_redis, redis_server
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord
@@ -38,15 +38,15 @@ class Running:
 
     handle: RedisHandle
     arena: Arena
-    ledger: Ledger
+    ledger: LedgerScripts
 
     def worker(self, reserve: int = 0, beat_s: float | None = 0.05, floor: int = 0) -> HeldBlocks:
         slot, client = (
             self.arena.acquire_writer_slot(),
             redis_server.open_client(self.handle.url, lambda: self.arena.fixed.run_id, 0.5),
         )
-        ledger = Ledger.attach(client, self.arena)
-        holder = Holder.register(ledger, "worker", writer_slot=slot.number, floor=floor, beat_s=beat_s)
+        ledger = LedgerScripts.attach(client, self.arena)
+        holder = LedgerClient.register(ledger, "worker", writer_slot=slot.number, floor=floor, beat_s=beat_s)
         return HeldBlocks(holder, self.arena, slot, reserve)
 
     def wait_for_rebuild(self, number: int, *workers: HeldBlocks) -> None:
@@ -246,7 +246,7 @@ def test_restarted_with_everything(shm: Path) -> None:
 # --- by hand, step by step, in the shared Redis
 
 
-class Interrupted(Ledger):
+class Interrupted(LedgerScripts):
     """The real ledger; `then` runs between the answer to `alloc` and its arrival."""
 
     then: Callable[[], object] = staticmethod(lambda: None)
@@ -353,21 +353,21 @@ def test_half_a_rejoining_is_made_again(store: TestStore) -> None:
     reserve = set(held._reserve)
     assert reserve
     build_anew(store)
-    assert_held = Ledger.assert_held
+    assert_held = LedgerScripts.assert_held
 
     def lost(*args: object, **kwargs: object) -> None:
         assert_held(*args, **kwargs)  # type: ignore[arg-type]
         raise LedgerUnavailable("lost")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Ledger, "assert_held", lost)
+        patched.setattr(LedgerScripts, "assert_held", lost)
         held.holder.probe()
     assert held.holder.breaker.is_open
     join(held)
     assert set(held.holder.holdings()) == {*refs, *reserve} and set(held._reserve) == reserve
     build_anew(store)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Ledger, "assert_held", lost)
+        patched.setattr(LedgerScripts, "assert_held", lost)
         held.holder.probe()
     store.expire(held.holder._joining.epoch)  # type: ignore[union-attr]
     store.ledger.reap()

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from block_store.errors import LedgerUnavailable, RedisUnusable
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis import redis_server
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord, WorkerRegistry
@@ -59,9 +59,9 @@ def test_a_connection_to_another_server_is_not_used(redis_handle: RedisHandle, s
     store = TestStore(redis_handle.client, shm)
     other = redis_server.open_client(redis_handle.url, "0" * 40)
     with pytest.raises(LedgerUnavailable, match="not the Redis in which the ledger was built"):
-        Ledger.attach(other, store.arena).register("w", writer_slot=1)
+        LedgerScripts.attach(other, store.arena).register("w", writer_slot=1)
     right = redis_server.open_client(redis_handle.url, store.arena.fixed.run_id)
-    Ledger.attach(right, store.arena).register("w", writer_slot=1)
+    LedgerScripts.attach(right, store.arena).register("w", writer_slot=1)
     store.close()
 
 

@@ -18,9 +18,9 @@ import pytest
 from block_store.arena.arena import Arena
 from block_store.arena.header import arena_bytes
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.client import Attempt, LedgerClient
 from block_store.ledger.codec import SealItem
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from block_store.server.service import read_block
@@ -64,8 +64,8 @@ def attach_both(store: StoreProcess) -> tuple[pb.AttachResponse, float]:
 def held_by(reply: pb.AttachResponse, name: str) -> HeldBlocks:
     arena = Arena.open(reply.directory, LAYOUT.fingerprint)
     slot = arena.acquire_writer_slot()
-    ledger = Ledger.attach(open_client(reply.redis_url, arena.fixed.run_id), arena)
-    return HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number), arena, slot)
+    ledger = LedgerScripts.attach(open_client(reply.redis_url, arena.fixed.run_id), arena)
+    return HeldBlocks(LedgerClient.register(ledger, name, writer_slot=slot.number), arena, slot)
 
 
 def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from block_store.arena.header import arena_bytes
-from block_store.server.sizing import CannotSize, Limits, WorkerNeeds, available_memory, size_arena
+from block_store.server.sizing import CannotSize, DeviceLimits, WorkerNeeds, available_memory, size_arena
 from common.types import KvLayout, KvSpec
 
 GIB = 1 << 30
@@ -20,7 +20,7 @@ def test_opt_13b_needs_what_the_paper_says() -> None:
 
 def test_blocks_are_what_is_left_of_the_budget() -> None:
     needs = [WorkerNeeds(2 * GIB, GIB, 2048, 0), WorkerNeeds(2 * GIB, GIB, 2048, 128)]
-    sizing = size_arena(OPT_13B, needs, Limits(16 * GIB, 64 * GIB, GIB))
+    sizing = size_arena(OPT_13B, needs, DeviceLimits(16 * GIB, 64 * GIB, GIB))
     assert arena_bytes(sizing.num_blocks, OPT_13B.block_bytes) <= 9 * GIB
     assert arena_bytes(sizing.num_blocks + 2, OPT_13B.block_bytes) > 9 * GIB - (4 << 20)
     text = "\n".join(sizing.lines())
@@ -30,7 +30,7 @@ def test_blocks_are_what_is_left_of_the_budget() -> None:
 
 
 def test_shared_memory_bounds_the_arena_too() -> None:
-    sizing = size_arena(OPT_13B, [], Limits(64 * GIB, GIB, 0))
+    sizing = size_arena(OPT_13B, [], DeviceLimits(64 * GIB, GIB, 0))
     assert arena_bytes(sizing.num_blocks, OPT_13B.block_bytes) <= GIB < arena_bytes(83, OPT_13B.block_bytes)
 
 
@@ -38,14 +38,14 @@ def test_shared_memory_bounds_the_arena_too() -> None:
 def test_less_than_the_floors_is_refused(num_blocks: int | None) -> None:
     needs = [WorkerNeeds(GIB, 0, 2048, 128), WorkerNeeds(GIB, 0, 2048, 0)]
     with pytest.raises(CannotSize, match=r"have (76|100) blocks but the workers need at least 128: budget 3.00 GiB"):
-        size_arena(OPT_13B, needs, Limits(3 * GIB, GIB * 9, 64 << 20), num_blocks)
+        size_arena(OPT_13B, needs, DeviceLimits(3 * GIB, GIB * 9, 64 << 20), num_blocks)
     with pytest.raises(CannotSize, match="0 blocks"):
-        size_arena(OPT_13B, needs, Limits(GIB, GIB, 0))
+        size_arena(OPT_13B, needs, DeviceLimits(GIB, GIB, 0))
 
 
 def test_two_groups_share_the_blocks() -> None:
     layout = KvLayout(16, (OPT_13B.groups[0], OPT_13B.groups[0]))
-    sizing = size_arena(layout, [WorkerNeeds(0, 0, 160, 0)], Limits(GIB, GIB, 0), num_blocks=40)
+    sizing = size_arena(layout, [WorkerNeeds(0, 0, 160, 0)], DeviceLimits(GIB, GIB, 0), num_blocks=40)
     assert sizing.num_tokens == 320 and sizing.max_concurrency == 2.0
 
 

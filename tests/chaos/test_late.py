@@ -11,7 +11,7 @@ import pytest
 
 from block_store.errors import Fenced
 from block_store.ledger.codec import SealItem
-from block_store.ledger.scripts import Ledger, library, source
+from block_store.ledger.scripts import LedgerScripts, library, source
 from block_store.redis import redis_server
 from testing.chaos.late import EFFECTIVE, HARMLESS, REFUSED, counted, late_calls
 from testing.ledger.store import TestStore, chain
@@ -28,7 +28,7 @@ def store() -> Iterator[TestStore]:
         redis.close()
 
 
-def count(ledger: Ledger, right: str = "", wrong: str = "") -> None:
+def count(ledger: LedgerScripts, right: str = "", wrong: str = "") -> None:
     """The scripts of `ledger` count from here on; in that of `release`, `right` becomes `wrong`."""
     for name in ledger._scripts:
         script = source(name).replace(right, wrong) if name == "release" and right else source(name)

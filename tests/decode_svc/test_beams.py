@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from common.types import BlockRef, SamplingParams, StoppingParams
-from decode_svc import progress
+from decode_svc import sampling_step
 from decode_svc.blocks import RunningBlocks
 from decode_svc.outputs import Outbox, Session
-from decode_svc.progress import Progress
+from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import Group
 from engine import sampler
 from engine.beam_search import Beam, BeamSearch, Candidates
@@ -100,7 +100,7 @@ def test_a_skipped_copy_shows(small: DecodeBench, monkeypatch: pytest.MonkeyPatc
 
 def test_all_kinds_go_in_one_pass_and_one_draw(small: DecodeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for owner, name in ((small.runner, "step"), (sampler, "sample"), (progress, "beam_candidates")):
+    for owner, name in ((small.runner, "step"), (sampler, "sample"), (sampling_step, "beam_candidates")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, call=call, name=name: calls.append(name) or call(*args))
     asked: list[tuple[int, SamplingParams, StoppingParams]] = [
@@ -153,11 +153,11 @@ def test_the_step_of_figure_9(small: DecodeBench) -> None:
 
     blocks, outbox = RunningBlocks(small.runner, small.worker._attached), Outbox()
     outbox.open(Session(lambda *_: None), group)
-    Progress(blocks, outbox, 256, outbox.close).advance(group, search, [unlikely, likely, likely, unlikely])
+    SamplingStep(blocks, outbox, 256, outbox.close).advance(group, search, [unlikely, likely, likely, unlikely])
 
     assert [list(s.table) for s in group.live] == [[block[n] for n in tables[parent]] for parent in (1, 2, 1, 2)]
     assert [held.count(ref) for ref in block] == [4, 4, 0, 4, 0, 0, 2, 2, 0]
-    assert blocks.writes.needy(group.live) == group.live
+    assert blocks.writes.needing_block(group.live) == group.live
     fresh = held.alloc(4)
     for sequence, ref in zip(group.live, fresh, strict=True):
         blocks.writes.give(sequence, ref)

@@ -222,7 +222,7 @@ def test_where_nothing_runs_a_waiting_group_makes_way_for_one_that_is_swapped(ti
 
 
 def test_without_the_ledger_nobody_makes_way(tight: Tight, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no blocks to be had, but none would come of it."""
+    """No blocks are available, but none would come of it."""
     bench = tight.bench
     first, second = swap_one(tight), bench.submit(2, PROMPTS[2], SAMPLED, STOPPING)
     bench.worker.cancel(bench.inbox.session, 0)

@@ -23,7 +23,7 @@ def test_beside_others_a_group_starts_with_one_block_more_for_each_of_its_sequen
     small.worker.step()
     held = small.held
     group = small.submit(1, PROMPT, replace(SAMPLED, num_sequences=3), SHORT)
-    needed = len(small.worker._blocks.writes.needy(group.live)) + 3
+    needed = len(small.worker._blocks.writes.needing_block(group.live)) + 3
     held.holder.beat()
     others = small.prefill.alloc(held.num_free_hint - needed + 1)
     held.holder.beat()

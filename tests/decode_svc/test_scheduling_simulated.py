@@ -190,13 +190,13 @@ class World:
         return [s for s in group.live if self._own(request, s.num_computed + 1) > own[s]]
 
     def _reserve(self, group: Group) -> bool:
-        needy = self._needy(group)
-        while len(needy) > self.room:
+        needing_block = self._needy(group)
+        while len(needing_block) > self.room:
             victim = self.scheduler.victim()
             if victim is None or victim is group:
                 return False
             self.preempt(victim)
-        for sequence in needy:
+        for sequence in needing_block:
             self.uses[group].own[sequence] += 1
         return True
 

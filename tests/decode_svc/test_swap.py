@@ -12,7 +12,7 @@ import pytest
 
 from block_store.arena.arena import Arena
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, next_hash
 from block_store.ledger.rebuild import open_ledger
@@ -36,7 +36,7 @@ class Place:
         self.runner = runner
         self.arena = Arena.create(directory, runner.layout, NUM_BLOCKS)
         ledger, slot = open_ledger(redis_client, self.arena), self.arena.acquire_writer_slot()
-        holder = Holder.register(ledger, "decode", writer_slot=slot.number)
+        holder = LedgerClient.register(ledger, "decode", writer_slot=slot.number)
         self.held = HeldBlocks(holder, self.arena, slot, 0)
         runner.bind(self.arena.data)
         self.attached: Any = SimpleNamespace(arena=self.arena, held=self.held)

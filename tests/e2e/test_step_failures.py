@@ -15,7 +15,7 @@ import torch
 
 from block_store.arena.arena import Arena
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.rebuild import open_ledger
 from block_store.redis import redis_server
 from common.errors import Internal
@@ -94,7 +94,9 @@ def pair(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         held: list[HeldBlocks] = []
         for name in ("prefill", "decode"):
             slot = arena.acquire_writer_slot()
-            held.append(HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number, floor=0), arena, slot, 0))
+            held.append(
+                HeldBlocks(LedgerClient.register(ledger, name, writer_slot=slot.number, floor=0), arena, slot, 0)
+            )
         attached: list[Any] = [SimpleNamespace(arena=arena, held=h, is_fenced=False, floor_blocks=8) for h in held]
         runner.bind(arena.data)
         by_prefill = PrefillScheduler(max_num_batched_tokens=64, max_num_seqs=4, max_queue=4)

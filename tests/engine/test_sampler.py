@@ -84,7 +84,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 
 
 def test_a_sampler_draws_step_after_step_what_rows_alone_draw() -> None:
-    """Whoever joins, leaves or comes to its min_tokens changes what it has laid out."""
+    """A sequence that joins, leaves or reaches its min_tokens changes what is laid out."""
     seeds = ((1 << 63) - 1, -1, -(1 << 63))
     rows = [*mixed_rows(), *(row(SamplingParams(seed=seed, logprobs=2), [5], [6], sample_index=3) for seed in seeds)]
     sequences = [Sequence(list(r.prompt_ids), list(r.output_ids), r.params, r.stopping, r.sample_index) for r in rows]

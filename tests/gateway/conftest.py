@@ -18,7 +18,7 @@ from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
 from gateway.api.credentials import Authenticator
-from gateway.fleet.decode_client import Limits
+from gateway.fleet.decode_client import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import ModelAssets
 from gateway.intake.salts import Salts
@@ -86,7 +86,8 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         ]
         records = [await worker.start() for worker in scripted]
         workers = Workers(
-            Limits(options.pop("silence_s", 60.0), options.pop("stall_s", 60.0)), Trust(options.pop("shown", secret))
+            LivenessLimits(options.pop("silence_s", 60.0), options.pop("stall_s", 60.0)),
+            Trust(options.pop("shown", secret)),
         )
         metrics = Metrics("tiny")
         gate = Gate(workers.gate_capacity)

@@ -1,4 +1,4 @@
-"""Tokens that take the short way: never two writes at once, in order, and the same answer as by the ordinary way."""
+"""Tokens that take the fast path: never two writes at once, in order, and the same answer as by the ordinary way."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_writes_wait_for_what_was_sent_before() -> None:
     assert client.got == [(0, (7,)), (0, (8,))] and client.direct.ready
 
 
-async def test_a_failed_write_is_told_to_whoever_writes_next() -> None:
+async def test_a_failed_write_is_told_to_the_next_writer() -> None:
     client = Client(slow=True)
     client.direct.send(0, [7], "a")
     settling = asyncio.create_task(client.direct.settle())
@@ -206,14 +206,14 @@ def test_decode_time_is_the_workers_account_or_else_the_gateways(
     monkeypatch: pytest.MonkeyPatch, timings: Timings | None, told: dict[str, int]
 ) -> None:
     took: dict[str, int] = {}
-    life: Any = SimpleNamespace(took=took.update)
+    state: Any = SimpleNamespace(took=took.update)
     monkeypatch.setattr(time, "monotonic", lambda: 12.0)
-    _add_decode_time(life, timings, began=10.0)
+    _add_decode_time(state, timings, began=10.0)
     assert took == told
 
 
 class Short:
-    """A short way that takes what it is told to, after a pause."""
+    """A fast path that takes what it is told to, after a pause."""
 
     def __init__(self, pause_s: float = 0.0, *takes: bool | Exception) -> None:
         self.pause = pause_s

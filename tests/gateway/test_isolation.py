@@ -8,51 +8,51 @@ import pytest
 
 from common.errors import Internal
 from gateway.fleet.lost import incarnation
-from gateway.request.isolation import MOST_REMEMBERED, PoisonList, digest_of
+from gateway.request.isolation import MOST_REMEMBERED, Isolation, digest_of
 from testing.gateway.parts import make_record
 
 DIGEST = digest_of([1, 2, 3], b"salt")
 
 
 def test_two_deaths_of_different_workers_make_a_request_poison() -> None:
-    poison = PoisonList()
+    isolation = Isolation()
     for _ in range(5):  # five equal requests lost the same worker
-        poison.died(DIGEST, "d0@1")
-        poison.check(DIGEST)
-    poison.died(DIGEST, "d0@2")
+        isolation.died(DIGEST, "d0@1")
+        isolation.check(DIGEST)
+    isolation.died(DIGEST, "d0@2")
     with pytest.raises(Internal):
-        poison.check(DIGEST)
-    poison.check(digest_of([1, 2, 3], b"another tenant"))
+        isolation.check(DIGEST)
+    isolation.check(digest_of([1, 2, 3], b"another tenant"))
 
 
 def test_what_survives_is_forgotten_and_so_is_what_is_old() -> None:
-    poison = PoisonList()
-    poison.died(DIGEST, "a")
-    poison.survived(DIGEST)
-    poison.died(DIGEST, "b")
-    poison.check(DIGEST)
-    poison.died(DIGEST, "c")
+    isolation = Isolation()
+    isolation.died(DIGEST, "a")
+    isolation.survived(DIGEST)
+    isolation.died(DIGEST, "b")
+    isolation.check(DIGEST)
+    isolation.died(DIGEST, "c")
     for number in range(MOST_REMEMBERED):
-        poison.died(digest_of([number], b""), "d")
-    poison.check(DIGEST)
+        isolation.died(digest_of([number], b""), "d")
+    isolation.check(DIGEST)
 
 
-async def test_whoever_was_struck_is_prefilled_alone() -> None:
+async def test_a_suspect_is_prefilled_alone() -> None:
     """The second death is the guilty one's alone, a guilty one that was never struck comes after or before it."""
-    poison = PoisonList()
+    isolation = Isolation()
     for name in (b"guilty", b"neighbour"):
-        poison.died(name, "w0")
+        isolation.died(name, "w0")
     inside: list[bytes] = []
-    company: dict[bytes, list[bytes]] = {}
+    neighbours: dict[bytes, list[bytes]] = {}
 
-    async def attempt(name: bytes, life: str = "w1") -> None:
-        entry = await poison.enter(name, life)
+    async def attempt(name: bytes, incarnation: str = "w1") -> None:
+        entry = await isolation.enter(name, incarnation)
         inside.append(name)
         for _ in range(5):
-            company.setdefault(name, []).extend(inside)
+            neighbours.setdefault(name, []).extend(inside)
             await asyncio.sleep(0)
         if name == b"guilty":
-            poison.died(name, life)
+            isolation.died(name, incarnation)
         inside.remove(name)
         entry.leave()
         entry.leave()
@@ -62,38 +62,38 @@ async def test_whoever_was_struck_is_prefilled_alone() -> None:
     assert [isinstance(result, Internal) for result in results] == [
         name == b"guilty" and i > 2 for i, name in enumerate(names)
     ]
-    assert set(company[b"guilty"]) == {b"guilty"} and set(company[b"neighbour"]) == {b"neighbour"}
-    assert {b"unstruck", b"other"} <= set(company[b"unstruck"])  # those that nothing has struck share
-    poison.check(b"neighbour")
+    assert set(neighbours[b"guilty"]) == {b"guilty"} and set(neighbours[b"neighbour"]) == {b"neighbour"}
+    assert {b"unstruck", b"other"} <= set(neighbours[b"unstruck"])  # those that nothing has struck share
+    isolation.check(b"neighbour")
 
 
 async def test_another_worker_need_not_wait() -> None:
-    """The struck are alone in one life of one worker; a life that nobody waits for is forgotten."""
-    poison = PoisonList()
-    poison.died(DIGEST, "w0")
+    """Suspects are alone with an incarnation of a worker; one that nobody waits for is forgotten."""
+    isolation = Isolation()
+    isolation.died(DIGEST, "w0")
     async with asyncio.timeout(1.0):
         names = {DIGEST: "w1", b"other": "w2", b"third": "w2"}
-        entries = [await poison.enter(name, life) for name, life in names.items()]
-    assert [entry.alone for entry in entries] == [True, False, False] and len(poison._companies) == 2
+        entries = [await isolation.enter(name, incarnation) for name, incarnation in names.items()]
+    assert [entry.alone for entry in entries] == [True, False, False] and len(isolation._by_worker) == 2
     for entry in entries:
         entry.leave()
     del entries, entry
-    assert len(poison._companies) == 0
+    assert len(isolation._by_worker) == 0
 
 
 async def test_who_gives_up_waiting_holds_nothing() -> None:
-    poison = PoisonList()
-    poison.died(DIGEST, "w0")
-    other = await poison.enter(b"other", "w1")
+    isolation = Isolation()
+    isolation.died(DIGEST, "w0")
+    other = await isolation.enter(b"other", "w1")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await poison.enter(DIGEST, "w1")
+            await isolation.enter(DIGEST, "w1")
     async with asyncio.timeout(1.0):
-        third = await poison.enter(b"third", "w1")
+        third = await isolation.enter(b"third", "w1")
     other.leave()
     third.leave()
     async with asyncio.timeout(1.0):
-        assert (await poison.enter(DIGEST, "w1")).alone
+        assert (await isolation.enter(DIGEST, "w1")).alone
 
 
 def test_one_process_with_both_roles_has_one_life() -> None:

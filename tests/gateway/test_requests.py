@@ -19,7 +19,7 @@ from common.errors import (
     Unavailable,
 )
 from common.types import FinishReason, Ticket
-from gateway.fleet.decode_client import Limits
+from gateway.fleet.decode_client import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.wanted import IdsPrompt, TextPrompt, Wanted
 from gateway.request.sample import Piece
@@ -285,7 +285,7 @@ async def test_without_workers_for_long_a_request_is_refused_at_once(make_rig: M
     with pytest.raises(Unavailable) as caught:
         await run(rig)
     assert caught.value.retry_after_s is not None and rig.gate.inside == 0
-    never = Workers(Limits())
+    never = Workers(LivenessLimits())
     assert never.missing_for() == float("inf")
     await never.close()
 

@@ -13,7 +13,7 @@ from gateway.fleet.lost import WorkerLost
 from gateway.intake.wanted import IdsPrompt, Wanted
 from gateway.request.detokenize import Detokenizers
 from gateway.request.sample import Piece
-from gateway.request.state import Life
+from gateway.request.state import RequestState
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
@@ -151,30 +151,30 @@ async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: M
     """As when some of a step's outputs come and others do not."""
     rig = await make_rig(Script(submits=[Fault("die", 3)]))
     request = await rig.validator.resolve(wanted(n=2))
-    life = Life.begin(request, Detokenizers(rig.assets.tokenizer), b"")
+    state = RequestState.begin(request, Detokenizers(rig.assets.tokenizer), b"")
     for sample, count in ((0, 5), (1, 3)):
         output = pb.SequenceOutput(sample_index=sample, token_ids=expected_ids(PROMPT, count, sample))
-        assert life.accept({}, output) is False
-    message = life.prefill_request()
+        assert state.accept({}, output) is False
+    message = state.prefill_request()
     assert [list(b.output_token_ids) for b in message.branches] == [
         expected_ids(PROMPT, 5, 0),
         expected_ids(PROMPT, 3, 1),
     ]
     # 4 + 5 + 1 and 4 + 3 + 1 tokens, nothing shared: three blocks of four each, two of these
-    assert life.blocks_to_come_back(4) == 1 + (3 - 1) + (2 - 1)
+    assert state.blocks_to_come_back(4) == 1 + (3 - 1) + (2 - 1)
     with pytest.raises(WorkerLost):
-        life.accept({}, pb.SequenceOutput(sample_index=2, token_ids=[5]))
+        state.accept({}, pb.SequenceOutput(sample_index=2, token_ids=[5]))
 
 
 async def test_decode_is_told_the_time_left_and_computes_no_log_probabilities_of_the_prompt(make_rig: MakeRig) -> None:
     rig = await make_rig()
     request = await rig.validator.resolve(wanted(prompt_logprobs=2, timeout_s=10.0))
-    life = Life.begin(request, Detokenizers(rig.assets.tokenizer), b"")
-    assert life.prefill_request().sampling.prompt_logprobs == 2
-    life.attempts = 1
-    before = life.remaining_s()
-    message = life.submit_request(prefill_pb2.PrefillDone(), life.open_samples)
-    assert int(life.remaining_s() * 1000) <= message.timeout_ms <= before * 1000
+    state = RequestState.begin(request, Detokenizers(rig.assets.tokenizer), b"")
+    assert state.prefill_request().sampling.prompt_logprobs == 2
+    state.attempts = 1
+    before = state.remaining_s()
+    message = state.submit_request(prefill_pb2.PrefillDone(), state.open_samples)
+    assert int(state.remaining_s() * 1000) <= message.timeout_ms <= before * 1000
     assert not message.sampling.HasField("prompt_logprobs")
 
 

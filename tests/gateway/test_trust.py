@@ -9,7 +9,7 @@ import pytest
 from common.access import Door
 from common.errors import Unavailable
 from common.trust import Trust
-from gateway.fleet.decode_client import DecodeSession, Limits
+from gateway.fleet.decode_client import DecodeSession, LivenessLimits
 from testing.gateway.parts import Script
 from testing.gateway.scripted_workers import ScriptedWorker
 from tests.gateway.conftest import MakeRig
@@ -25,7 +25,9 @@ async def test_workers_that_ask_for_the_secret_are_shown_it(make_rig: MakeRig) -
 
 async def test_a_decode_worker_that_refuses_gets_no_session(caplog: pytest.LogCaptureFixture) -> None:
     worker = ScriptedWorker("decode", "d0", Script(), SECRET)
-    session = DecodeSession(await worker.start(), lambda worker_id, load: None, Limits(), Trust("that of another"))
+    session = DecodeSession(
+        await worker.start(), lambda worker_id, load: None, LivenessLimits(), Trust("that of another")
+    )
     session.start()
     await until(lambda: session.ended)
     assert "session with decode worker d0 ended: UNAUTHENTICATED" in caplog.text and SECRET not in caplog.text

@@ -8,9 +8,9 @@ import pytest
 
 from block_store.arena.arena import Arena
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from looseleaf.cli import main
 from testing.ledger.store import StoreProcess, chain, content
@@ -22,7 +22,9 @@ def test_the_map_and_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str
     reply = store.attach("w")
     arena = Arena.open(reply.directory)
     slot, client = arena.acquire_writer_slot(), open_client(reply.redis_url, lambda: arena.fixed.run_id)
-    held = HeldBlocks(Holder.register(Ledger.attach(client, arena), "w", writer_slot=slot.number), arena, slot)
+    held = HeldBlocks(
+        LedgerClient.register(LedgerScripts.attach(client, arena), "w", writer_slot=slot.number), arena, slot
+    )
     refs, hashes = held.alloc(3), chain("a", 2)
     for ref, prefix_hash in zip(refs, hashes, strict=False):
         arena.data[ref.block] = content(prefix_hash)

@@ -14,9 +14,9 @@ import torch
 
 from block_store.arena.arena import Arena
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Holder
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import Ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis import redis_server
 from common.types import BlockRef, Branch, SamplingParams, StoppingParams, Ticket
 from engine.runner import ModelRunner, RunnerSettings
@@ -33,7 +33,7 @@ class World:
 
     runner: ModelRunner
     arena: Arena
-    ledger: Ledger
+    ledger: LedgerScripts
     held: HeldBlocks
     claimer: HeldBlocks
     worker: PrefillWorker
@@ -106,7 +106,9 @@ def make_world(
         held: list[HeldBlocks] = []
         for name in ("prefill", "claimer"):
             slot = arena.acquire_writer_slot()
-            held.append(HeldBlocks(Holder.register(ledger, name, writer_slot=slot.number, floor=0), arena, slot, 0))
+            held.append(
+                HeldBlocks(LedgerClient.register(ledger, name, writer_slot=slot.number, floor=0), arena, slot, 0)
+            )
         attached: Any = SimpleNamespace(arena=arena, held=held[0], is_fenced=False)
         runner.bind(arena.data)
         scheduler = PrefillScheduler(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_queue=16)

@@ -14,7 +14,7 @@ from block_store.errors import LedgerUnavailable
 from block_store.ledger.inspection import inspect
 from common.types import Branch, SamplingParams, StoppingParams
 from prefill_svc.job import Job
-from prefill_svc.worker import Done, Progress
+from prefill_svc.worker import ChunkDone, Done
 
 BLOCK = 16
 PROMPT = list(range(10, 47))  # two full blocks and a partial one
@@ -115,7 +115,7 @@ def test_cancelled_between_two_chunks(make_world: Make) -> None:
     (job, events), (_, others) = put(world, PROMPT), put(world, OTHER)
     world.worker.step()
     assert 0 < job.trunk.num_computed < len(PROMPT)
-    assert events == [Progress(job.trunk.num_computed)], "who waits hears of it"
+    assert events == [ChunkDone(job.trunk.num_computed)], "who waits hears of it"
     world.worker.cancel(job)
     world.run(others)
     world.claim(others[-1].ticket)

@@ -1,4 +1,4 @@
-"""What a prefill worker refuses, whoever sends it."""
+"""What a prefill worker refuses, from any caller."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from common.errors import InvalidArgument
 from common.types import CacheQuota
-from prefill_svc.requests import Limits, job_of
+from prefill_svc.requests import RequestLimits, job_of
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as pb
 
-LIMITS = Limits(max_model_len=64, vocab_size=100, max_num_seqs=4)
+LIMITS = RequestLimits(max_model_len=64, vocab_size=100, max_num_seqs=4)
 BRANCH = pb.Branch
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from worker.fair_lock import FairLock
 from worker.step_thread import StepThread
-from worker.turns import Turns
 
 
 @pytest.mark.parametrize("by_turns", [True, False])
@@ -27,7 +27,7 @@ def test_steps_overlap_only_without_turns(by_turns: bool) -> None:
             done[number] += 1
         return 0.0 if done[number] < 50 else None
 
-    turns = Turns() if by_turns else None
+    turns = FairLock() if by_turns else None
     threads = [StepThread(lambda number=number: step_of(number), turns) for number in range(2)]  # type: ignore[misc]
     for thread in threads:
         thread.start(lambda: None)
@@ -41,7 +41,7 @@ def test_steps_overlap_only_without_turns(by_turns: bool) -> None:
 
 
 def test_commands_run_while_another_thread_steps() -> None:
-    turns, ran, stepping, go_on = Turns(), threading.Event(), threading.Event(), threading.Event()
+    turns, ran, stepping, go_on = FairLock(), threading.Event(), threading.Event(), threading.Event()
 
     def long_step() -> None:
         stepping.set()
@@ -59,7 +59,7 @@ def test_commands_run_while_another_thread_steps() -> None:
 
 
 def test_a_step_that_fails_is_told_and_gives_its_turn_back() -> None:
-    turns, failed = Turns(), threading.Event()
+    turns, failed = FairLock(), threading.Event()
 
     def fail() -> None:
         raise RuntimeError("on purpose")

@@ -2,7 +2,7 @@
 
     python tools/gpu/check.py [--out DIR] [--rehearse]
 
-Every kernel un-interpreted; the engine's bits, graphs, streams and every attention provider that is to be had; an arena
+Every kernel un-interpreted; the engine's bits, graphs, streams and every attention provider that is installed; an arena
 opened over CUDA IPC; every test of token equality through real services, in deterministic mode, workers killed too; the
 models against transformers. The most telling stages come first, each has a limit of its own, and all together end
 within `SECONDS`. What failed or was skipped is listed under its stage. Logs and check.json go to DIR (default

@@ -1,4 +1,7 @@
-"""Which mutants a Python file has: one small change each, of the kinds that people make by mistake. Knows no tests."""
+"""Which mutants a Python file has: one small change each, of the kinds that people make by mistake.
+
+Independent of tests.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ local records, sides, letters = read_all(blocks), hmget(REFS, blocks), { '+' }
 local sealed, sealed_records, taken, taken_records, new_sides = {}, {}, {}, {}, {}
 local num_reserved, num_sealed, seen = 0, 0, {}
 
--- Nobody else asserts a block that is nobody's yet; its writer is whoever does.
+-- The holder that asserts a block without a holder becomes its writer; no other asserts it.
 local function take(i, state)
   taken[#taken + 1] = blocks[i]
   taken_records[#taken] = string.sub(in_state(records[i], state, 0), 1, 16) .. epoch8 .. string.sub(records[i], 25)

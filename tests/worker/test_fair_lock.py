@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from testing.system import wait_for
-from worker.turns import SharedTurns, Turns
+from worker.fair_lock import FairFileLock, FairLock
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_one_at_a_time() -> None:
-    turns, inside, most = Turns(), 0, 0
+    turns, inside, most = FairLock(), 0, 0
 
     def work() -> None:
         nonlocal inside, most
@@ -41,7 +41,7 @@ def test_one_at_a_time() -> None:
 
 def test_who_waits_comes_before_who_was_just_served() -> None:
     """The holder gives its turn back and asks again at once: the other, who has waited, is first."""
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
     waiting = threading.Event()
 
     def other() -> None:
@@ -63,7 +63,7 @@ def test_who_waits_comes_before_who_was_just_served() -> None:
 
 
 def test_an_error_gives_the_turn_back() -> None:
-    turns = Turns()
+    turns = FairLock()
     for _ in range(2):
         try:
             with turns:
@@ -77,7 +77,7 @@ def test_an_error_gives_the_turn_back() -> None:
 STEPPING = """
 import sys, time
 from pathlib import Path
-from worker.turns import SharedTurns
+from worker.fair_lock import SharedTurns
 turns = SharedTurns(Path(sys.argv[1]))
 while True:
     with turns:
@@ -124,7 +124,7 @@ def test_processes_step_one_at_a_time_and_by_turns(stepping: Callable[[], subpro
 
 
 def test_the_turn_of_a_dead_process_is_free(stepping: Callable[[], subprocess.Popen[str]], tmp_path: Path) -> None:
-    other, turns = stepping(), SharedTurns(tmp_path / "turns")
+    other, turns = stepping(), FairFileLock(tmp_path / "turns")
     other.kill()
     began = time.monotonic()
     with turns:
@@ -132,7 +132,7 @@ def test_the_turn_of_a_dead_process_is_free(stepping: Callable[[], subprocess.Po
 
 
 def test_a_frozen_process_is_waited_for_once(stepping: Callable[[], subprocess.Popen[str]], tmp_path: Path) -> None:
-    other, turns = stepping(), SharedTurns(tmp_path / "turns", patience_s=0.3)
+    other, turns = stepping(), FairFileLock(tmp_path / "turns", patience_s=0.3)
     while True:
         os.kill(other.pid, signal.SIGSTOP)
         if holds(tmp_path / "turns", other.pid):
@@ -150,7 +150,7 @@ def test_a_frozen_process_is_waited_for_once(stepping: Callable[[], subprocess.P
         assert is_in_turn(turns)
 
 
-def is_in_turn(turns: SharedTurns) -> bool:
+def is_in_turn(turns: FairFileLock) -> bool:
     before = dict(turns.fallbacks.counts)
     with turns:
         return turns.fallbacks.counts == before

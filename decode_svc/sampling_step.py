@@ -22,7 +22,7 @@ Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
 """Beam searches and the candidates of their running beams."""
 
 
-class Progress:
+class SamplingStep:
     """Takes groups one step further. In the step thread."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """What a worker's blocks have to do with the ledger when it does not answer, comes back, or was built anew.
 
 The reserve; the calls that are made up for; the assertion of what is held after a rebuild. Knows how blocks are counted
-only as a set: `held.HeldBlocks` counts them.
+only as a set: `HeldBlocks` counts them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from block_store.arena.arena import Arena
 from block_store.arena.header import FixedHeader
 from block_store.arena.writer_slots import WriterSlot
 from block_store.errors import ArenaLost, Exhausted, Fenced, HeaderAheadError, LedgerUnavailable, Stale, StaleDataset
-from block_store.ledger.client import Attempt, Holder
+from block_store.ledger.client import Attempt, LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.scripts import CHUNK, Standing
 from common.telemetry import Fallbacks
@@ -26,7 +26,7 @@ from common.types import BlockRef
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
-L = TypeVar("L", bound="LedgerLink")
+L = TypeVar("L", bound="OutageBuffer")
 
 
 def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
@@ -40,10 +40,10 @@ def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P]
     return run  # type: ignore[return-value]
 
 
-class LedgerLink:
+class OutageBuffer:
     """The side of `HeldBlocks` that faces the ledger. One thread, and beside it the holder's beat thread."""
 
-    def __init__(self, holder: Holder, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
+    def __init__(self, holder: LedgerClient, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
         self.holder = holder
         self.arena = arena
         self.writer_slot = writer_slot
@@ -166,7 +166,7 @@ class LedgerLink:
                 raise ArenaLost(f"arena {self.arena.arena_id} is lost") from error
             self._contradicted(str(error))
             raise LedgerUnavailable(str(error)) from error
-        # Whoever began a rebuild since then may not have seen us in the header (`rebuild`): these are not ours.
+        # A rebuild that began since then may not have seen us in the header (`rebuild`): these are not ours.
         if self.arena.rebuild_count != self._rebuild_count:
             raise LedgerUnavailable("the ledger is built anew")
         self._reserve.update(dict.fromkeys(refs))

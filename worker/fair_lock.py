@@ -20,7 +20,7 @@ it again."""
 _COUNT_BYTES = 8
 
 
-class Turns:
+class FairLock:
     """A fair lock: `with turns:` waits for everybody who asked before. A `threading.Lock` is not fair: the thread that
     has just released it usually gets it again.
     """
@@ -50,7 +50,7 @@ class Turns:
             self._changed.notify_all()
 
 
-class SharedTurns:
+class FairFileLock:
     """Turns of processes on the same cores, one thread of each, through locks on two bytes of a file.
 
     Who has waited comes before who has just stepped. The kernel takes a dead process' turn from it. A frozen one, or
@@ -105,4 +105,4 @@ class SharedTurns:
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
 
 
-AnyTurns = Turns | SharedTurns
+AnyFairLock = FairLock | FairFileLock
