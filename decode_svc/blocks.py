@@ -30,7 +30,7 @@ class RunningBlocks:
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._attached = attached
-        self.writes = CopyOnWrite(runner, attached.held)
+        self.writes = CopyOnWrite(runner, attached)
         self._block_size = runner.layout.block_size
 
     # --- before the step, and after it

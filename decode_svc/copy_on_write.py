@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from block_store.holder.held_blocks import HeldBlocks
+from block_store.holder.attach import Attached
 from common.types import BlockRef
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -18,9 +18,9 @@ from engine.sequence import Sequence
 class CopyOnWrite:
     """The copies of one worker's running sequences."""
 
-    def __init__(self, runner: ModelRunner, held: HeldBlocks) -> None:
+    def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._runner = runner
-        self._held = held
+        self._attached = attached  # whose `held` is another one after each renewal
         self._block_size = runner.layout.block_size
 
     def needing_block(self, live: Seq[Sequence]) -> list[Sequence]:
@@ -37,7 +37,7 @@ class CopyOnWrite:
         for sequence in live:
             if sequence in found:
                 needing_block.append(sequence)
-            elif self._held.count(tail := sequence.table[-1]) - leaving[tail] > 1:
+            elif self._attached.held.count(tail := sequence.table[-1]) - leaving[tail] > 1:
                 leaving[tail] += 1
                 needing_block.append(sequence)
         return needing_block
@@ -60,7 +60,7 @@ class CopyOnWrite:
         """The copies are good: give their sources up."""
         if not copying:
             return
-        self._held.release_many([[source_of(sequence)] for sequence in copying])
+        self._attached.held.release_many([[source_of(sequence)] for sequence in copying])
         for sequence in copying:
             sequence.copy_from = None
 

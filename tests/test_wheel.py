@@ -63,3 +63,8 @@ def test_what_is_read_at_run_time_is_there(names: list[str]) -> None:
     ]
     missing = sorted(set(tracked) - set(names))
     assert not missing and any(name.endswith("LICENSE") for name in names)
+
+
+def test_the_build_context_of_images_has_what_the_wheel_is_built_from() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().split("\n") if line.startswith("!")}
+    assert allowed == PACKAGES | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}

@@ -89,7 +89,7 @@ def open_client(
     Connecting may fail later, at the first call: redis.ConnectionError, also when the server is another one.
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
-    # The retries of redis-py are off: a repeated call must carry the same running number, which Holder sees to.
+    # The retries of redis-py are off: a repeated call must carry the same running number, which LedgerClient sees to.
     return redis.Redis.from_url(
         url,
         socket_timeout=call_timeout_s,

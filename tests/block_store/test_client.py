@@ -64,15 +64,16 @@ WRITER = """if True:
     import sys, time
     from block_store.arena.arena import Arena
     from block_store.holder.held_blocks import HeldBlocks
-    from block_store.ledger.client import Holder
-    from block_store.ledger.scripts import Ledger
+    from block_store.ledger.client import LedgerClient
+    from block_store.ledger.scripts import LedgerScripts
     from block_store.redis.redis_server import open_client
     from testing.ledger.store import chain
     from block_store.ledger.codec import SealItem
     arena = Arena.open(sys.argv[1])
     slot = arena.acquire_writer_slot()
     client = open_client(sys.argv[2], arena.fixed.run_id)
-    held = HeldBlocks(Holder.register(Ledger.attach(client, arena), "w", writer_slot=slot.number), arena, slot)
+    ledger = LedgerScripts.attach(client, arena)
+    held = HeldBlocks(LedgerClient.register(ledger, "w", writer_slot=slot.number), arena, slot)
     refs = held.alloc(5)
     held.seal([SealItem(ref, h) for ref, h in zip(refs[:3], chain("a", 3))])
     print(slot.number, held.epoch, flush=True)

@@ -77,8 +77,8 @@ def test_an_error_gives_the_turn_back() -> None:
 STEPPING = """
 import sys, time
 from pathlib import Path
-from worker.fair_lock import SharedTurns
-turns = SharedTurns(Path(sys.argv[1]))
+from worker.fair_lock import FairFileLock
+turns = FairFileLock(Path(sys.argv[1]))
 while True:
     with turns:
         print(time.monotonic(), flush=True)
