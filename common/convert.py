@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+from common.ticket import Ticket, TicketId
 from common.types import (
     BlockRef,
     Branch,
@@ -20,8 +21,6 @@ from common.types import (
     PromptSources,
     SamplingParams,
     StoppingParams,
-    Ticket,
-    TicketId,
     Timings,
     TokenLogprob,
     WorkerLoad,

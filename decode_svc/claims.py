@@ -16,7 +16,7 @@ from block_store.holder.attach import Attached
 from block_store.ledger.client import Attempt
 from block_store.ledger.prefix_hash import next_hash
 from common.group_need import GroupNeed, blocks_of
-from common.types import Ticket
+from common.ticket import Ticket
 from decode_svc.scheduler import Group
 from engine.beam_search import Candidates
 from engine.block_table import BlockTable

@@ -9,7 +9,8 @@ import time
 from typing import NamedTuple
 
 from common import convert
-from common.types import CacheQuota, SamplingParams, StoppingParams, Ticket
+from common.ticket import Ticket
+from common.types import CacheQuota, SamplingParams, StoppingParams
 from decode_svc.scheduler import Group
 from engine.beam_search import Candidates
 from engine.sequence import Sequence

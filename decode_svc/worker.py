@@ -12,7 +12,8 @@ from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
 from common.group_need import blocks_of
-from common.types import BlockRef, Ticket, WorkerLoad
+from common.ticket import Ticket
+from common.types import BlockRef, WorkerLoad
 from decode_svc.blocks import Plan, RunningBlocks, copying, forget
 from decode_svc.claims import Claim, Claims, adopt, fits_ticket, most_needed
 from decode_svc.outputs import Outbox, Rejection, Session

@@ -15,7 +15,8 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import next_hash
 from common.group_need import blocks_of
 from common.telemetry import Burst
-from common.types import BlockRef, Ticket
+from common.ticket import Ticket
+from common.types import BlockRef
 from engine.block_table import BlockTable
 from engine.sequence import Chunk, Sequence
 from prefill_svc.job import Job

@@ -14,7 +14,8 @@ from block_store.errors import LedgerUnavailable, NotHolder, Stale
 from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
-from common.types import FinishReason, PromptSources, Ticket, Timings, TokenLogprob, WorkerLoad
+from common.ticket import Ticket
+from common.types import FinishReason, PromptSources, Timings, TokenLogprob, WorkerLoad
 from engine.beam_search import Candidates
 from engine.runner import ModelRunner
 from engine.sampler import Sampled

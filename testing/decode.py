@@ -18,17 +18,8 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, next_hash
 from block_store.ledger.rebuild import open_ledger
 from common.group_need import blocks_of
-from common.types import (
-    Branch,
-    Epoch,
-    FinishReason,
-    SamplingParams,
-    StoppingParams,
-    Ticket,
-    TicketId,
-    TokenLogprob,
-    WorkerLoad,
-)
+from common.ticket import Ticket, TicketId
+from common.types import Branch, Epoch, FinishReason, SamplingParams, StoppingParams, TokenLogprob, WorkerLoad
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.submits import Submission

@@ -24,7 +24,8 @@ from block_store.holder.outage import OutageBuffer, locked
 from block_store.ledger.client import Attempt
 from block_store.ledger.codec import SealItem
 from block_store.ledger.scripts import chunks, parts_of
-from common.types import BlockRef, Epoch, Ticket, TicketId
+from common.ticket import Ticket, TicketId
+from common.types import BlockRef, Epoch
 
 Tables = Sequence[Sequence[Sequence[BlockRef]]]
 """tables[branch][group] is a block table."""

@@ -40,7 +40,8 @@ from block_store.ledger.scripts import (
     chunks,
 )
 from common.telemetry import Fallbacks
-from common.types import BlockRef, Epoch, TicketId
+from common.ticket import TicketId
+from common.types import BlockRef, Epoch
 
 _LOG = logging.getLogger(__name__)
 BEAT_S = 1.0

@@ -22,7 +22,8 @@ import redis
 from block_store import errors
 from block_store.ledger import codec
 from block_store.ledger.codec import SealItem
-from common.types import BlockRef, Epoch, TicketId
+from common.ticket import TicketId
+from common.types import BlockRef, Epoch
 
 if TYPE_CHECKING:  # gateways, which have no arena, start without numpy
     from block_store.arena.arena import Arena

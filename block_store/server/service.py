@@ -32,7 +32,8 @@ from common.errors import (
     PermissionDenied,
     Unavailable,
 )
-from common.types import BlockRef, Epoch, KvLayout, TicketId
+from common.ticket import TicketId
+from common.types import BlockRef, Epoch, KvLayout
 from protos.v1 import block_store_pb2 as pb
 
 _LOG = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from common.telemetry import Fallbacks
-from common.types import Ticket, WorkerRecord
+from common.ticket import Ticket
+from common.types import WorkerRecord
 
 logger = logging.getLogger("discovery")
 T = TypeVar("T")

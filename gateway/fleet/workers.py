@@ -13,8 +13,9 @@ from typing import Any
 
 from common import convert
 from common.group_need import GroupNeed, GroupRoom
+from common.ticket import Ticket
 from common.trust import NO_TRUST, Trust
-from common.types import Ticket, WorkerLoad, WorkerRecord
+from common.types import WorkerLoad, WorkerRecord
 from gateway.admission.gate import Place
 from gateway.fleet.decode_client import DecodeSession, LivenessLimits, SessionPool
 from gateway.fleet.lost import WorkerLost

@@ -16,7 +16,8 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState, Inspection
 from block_store.ledger.rebuild import rebuild
 from block_store.ledger.scripts import TICKET_SECRET_BYTES, Lane, LedgerScripts, ReapReport, Standing
-from common.types import BlockRef, CacheQuota, TicketId
+from common.ticket import TicketId
+from common.types import BlockRef, CacheQuota
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
 
 QUOTAS = {"ax": CacheQuota(b"a" * 32, 34), "bx": CacheQuota(b"b" * 32, 9)}

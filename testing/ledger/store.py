@@ -31,7 +31,8 @@ from block_store.ledger.inspection import Inspection, inspect
 from block_store.ledger.rebuild import open_ledger
 from block_store.ledger.scripts import Lane, LedgerScripts
 from common import convert
-from common.types import BlockRef, CacheQuota, Epoch, KvLayout, KvSpec, TicketId
+from common.ticket import TicketId
+from common.types import BlockRef, CacheQuota, Epoch, KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 

@@ -24,7 +24,8 @@ from block_store.ledger.rebuild import rebuild
 from block_store.ledger.scripts import CHUNK, LedgerScripts
 from block_store.redis import redis_server
 from block_store.redis.redis_server import RedisHandle
-from common.types import BlockRef, Ticket
+from common.ticket import Ticket
+from common.types import BlockRef
 from testing.ledger.store import TestStore, chain, content, wait_until
 
 T = TypeVar("T")

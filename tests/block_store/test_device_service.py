@@ -18,7 +18,8 @@ from block_store.holder.attach import Attached, Needs, attach
 from block_store.ledger.codec import SealItem
 from block_store.redis.redis_server import RedisHandle
 from common.errors import StartupError
-from common.types import BlockRef, Epoch, TicketId, WorkerLoad, WorkerRecord
+from common.ticket import TicketId
+from common.types import BlockRef, Epoch, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, StoreProcess, chain, content, line, python, view, wait_until
 from worker.role import WorkerRole

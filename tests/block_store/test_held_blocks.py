@@ -15,7 +15,8 @@ from block_store.ledger.client import Attempt
 from block_store.ledger.codec import SealItem
 from block_store.ledger.scripts import CHUNK
 from block_store.redis.redis_server import RedisHandle
-from common.types import BlockRef, Ticket
+from common.ticket import Ticket
+from common.types import BlockRef
 from testing.ledger.store import TestStore, chain, content
 
 

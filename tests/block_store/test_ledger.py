@@ -13,7 +13,8 @@ from block_store.ledger.inspection import BlockState
 from block_store.ledger.rebuild import rebuild
 from block_store.ledger.scripts import CHUNK, Lane, chunks
 from block_store.redis.redis_server import RedisHandle
-from common.types import BlockRef, CacheQuota, Epoch, TicketId
+from common.ticket import TicketId
+from common.types import BlockRef, CacheQuota, Epoch
 from testing.ledger.store import TestStore, chain
 
 

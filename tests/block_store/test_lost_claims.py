@@ -13,7 +13,8 @@ from block_store.ledger.client import Attempt, LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.rebuild import rebuild
 from block_store.ledger.scripts import CHUNK, LedgerScripts
-from common.types import BlockRef, Ticket
+from common.ticket import Ticket
+from common.types import BlockRef
 from testing.ledger.lossy_redis import LossyRedis
 from testing.ledger.store import TestStore, chain, content
 

@@ -129,7 +129,7 @@ def test_what_was_held_goes_on(running: Running, loss: str) -> None:
     reader.share(shared)
     decode = running.worker()
     tables = ((tuple(shared),),)
-    from common.types import Ticket
+    from common.ticket import Ticket
 
     assert decode.claim(Ticket(running.arena.arena_id, reader.hand_over(tables), tables, (48,))) == tables
     fresh = decode.alloc(4)

@@ -27,7 +27,8 @@ from block_store.server.service import read_block
 from common import convert
 from common.errors import Aborted
 from common.rpc import check_health
-from common.types import BlockRef, KvLayout, KvSpec, TicketId
+from common.ticket import TicketId
+from common.types import BlockRef, KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, StoreProcess, chain, wait_until
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.types import Branch, FinishReason, SamplingParams, StoppingParams, TicketId
+from common.ticket import TicketId
+from common.types import Branch, FinishReason, SamplingParams, StoppingParams
 from decode_svc.outputs import Rejection
 from testing.decode import DecodeBench
 from testing.oracle import Oracle

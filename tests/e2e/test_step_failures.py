@@ -19,7 +19,8 @@ from block_store.ledger.client import LedgerClient
 from block_store.ledger.rebuild import open_ledger
 from block_store.redis import redis_server
 from common.errors import Internal
-from common.types import BlockRef, SamplingParams, StoppingParams, Ticket
+from common.ticket import Ticket
+from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc.outputs import AnyOutput, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.worker import DecodeWorker

@@ -18,7 +18,8 @@ from common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from common.types import FinishReason, Ticket
+from common.ticket import Ticket
+from common.types import FinishReason
 from gateway.fleet.decode_client import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.wanted import IdsPrompt, TextPrompt, Wanted

@@ -18,7 +18,8 @@ from block_store.ledger.client import LedgerClient
 from block_store.ledger.rebuild import open_ledger
 from block_store.ledger.scripts import LedgerScripts
 from block_store.redis import redis_server
-from common.types import BlockRef, Branch, SamplingParams, StoppingParams, Ticket
+from common.ticket import Ticket
+from common.types import BlockRef, Branch, SamplingParams, StoppingParams
 from engine.runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from prefill_svc.job import Job
