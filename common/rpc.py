@@ -51,7 +51,7 @@ HEARTBEAT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a server takes from those who may be strangers; None: no limit but gRPC's own."""
+    """What a server takes from unknown callers; None: no limit but gRPC's own."""
 
     message_bytes: int = MAX_MESSAGE_BYTES
     rpcs: int | None = None

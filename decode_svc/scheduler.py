@@ -1,9 +1,10 @@
-"""Which sequence groups run, which wait, and who goes when blocks run out. Plain Python: no torch, no I/O, no clock.
+"""Which sequence groups run, which wait, and which is preempted when blocks run out. Plain Python: no torch, no I/O, no
+clock.
 
 Continuous batching: every running group is in every step. Waiting groups have been claimed already, so they hold
-blocks; preempted ones hold none on the device, their KV lies in the host tier (`swap`). Whoever arrives while one is
-preempted starts after it. The oldest group of the highest priority is never a victim: with the floors it can always
-finish, then the next is the oldest, and so nobody starves within a priority.
+blocks; preempted ones hold none on the device, their KV lies in the host tier (`swap`). A group that arrives while one
+is preempted starts after it. The oldest group of the highest priority is never a victim: with the floors it can always
+finish, then the next is the oldest, and so none starves within a priority.
 
     add -> waiting -- admit --> running -- preempt --> preempted -- resume --> running
                   \\------------- preempt ------------/
@@ -137,8 +138,8 @@ class DecodeScheduler:
     # --- inside
 
     def _next(self) -> Group | None:
-        """Who is to run next. By rank alone, so that of one priority all who run came before all who do not: otherwise
-        the last one that runs could wait for blocks of an earlier one, and that one for it."""
+        """The group to run next, by rank alone: so within a priority every running group came before every other one.
+        Otherwise the last running group could wait for blocks of an earlier one, and that one for it."""
         return min([*self._preempted[:1], *self._waiting[:1]], key=_rank, default=None)
 
     @property

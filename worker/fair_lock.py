@@ -15,13 +15,13 @@ from common.telemetry import Fallbacks
 logger = logging.getLogger("turns")
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
-"""Bytes of the file that are locked. Who has the second waits for the first, so that who has just stepped does not get
-it again."""
+"""Bytes of the file that are locked. The process with the second waits for the first, so that the one which has just
+stepped does not get it again."""
 _COUNT_BYTES = 8
 
 
 class FairLock:
-    """A fair lock: `with turns:` waits for everybody who asked before. A `threading.Lock` is not fair: the thread that
+    """A fair lock: `with lock:` waits for all that asked before. A `threading.Lock` is not fair: the thread that
     has just released it usually gets it again.
     """
 
@@ -51,10 +51,10 @@ class FairLock:
 
 
 class FairFileLock:
-    """Turns of processes on the same cores, one thread of each, through locks on two bytes of a file.
+    """A fair lock between processes on the same cores, for one thread of each: locks on two bytes of a file.
 
-    Who has waited comes before who has just stepped. The kernel takes a dead process' turn from it. A frozen one, or
-    one whose step is long, is waited for `patience_s` and then passed by until a turn is given back: nothing but speed
+    Waiters go before the process that has just stepped. The kernel takes the lock from a dead process. A frozen one, or
+    one whose step is long, is waited for `patience_s` and then ignored until a turn is given back: nothing but speed
     depends on turns.
     """
 
@@ -88,7 +88,7 @@ class FairFileLock:
             self._unlock(_TURN)
 
     def _num_given_back(self) -> int:
-        """Turns that any process has given back: the file's content, which only who has the turn writes."""
+        """Turns that any process has given back: the file's content, which only the process with the turn writes."""
         return int.from_bytes(os.pread(self._fd, _COUNT_BYTES, 0), "little")
 
     def _lock(self, byte: int, deadline: float) -> bool:

@@ -42,7 +42,7 @@ _RECORD = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What the header says of every block, as the ledger's records, and who is to be awaited."""
+    """What the header says of every block, as the ledger's records, and the writers to wait for."""
 
     records: npt.NDArray[np.void]
     awaited: tuple[int, ...]
@@ -73,7 +73,7 @@ def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
 def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
     """Builds the ledger anew; returns its dataset generation. The store's business only.
 
-    For `grace_s` at most, cached blocks are not evicted while somebody who may hold them has yet to assert them.
+    For `grace_s` at most, cached blocks are not evicted while a worker that may hold them has yet to assert them.
     Errors: those of redis, StaleDataset (Redis was flushed meanwhile: try again).
     """
     tag = f"{{looseleaf:{arena.arena_id}}}:"

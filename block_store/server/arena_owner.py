@@ -138,7 +138,7 @@ class ArenaOwner:
         self.arena, self.ledger = arena, ledger
 
     def _lose(self, arena: Arena) -> None:
-        """The end of an arena: nobody who has it mapped may use it any more, and its ledger refuses everything."""
+        """The end of an arena: no process that has it mapped may use it any more, and its ledger refuses everything."""
         _LOG.info("arena %s is over: its blocks, its ledger and its files are given up", arena.arena_id)
         arena.declare_lost()
         try:

@@ -65,7 +65,7 @@ class Admission:
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Raise what `enter` would, and take nothing: for who asks before a message is received."""
+        """Raise what `enter` would, and take nothing: for callers that have not received a message yet."""
         if self.draining:
             raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
         self._check_room(tenant, 1)

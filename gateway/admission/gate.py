@@ -24,7 +24,7 @@ RETURN_POLL_S = 0.05
 BUSY_SHARE = 0.7
 """Of the places (`Workers.gate_capacity`)."""
 RESERVED_RANK = -(1 << 32)
-"""Added to the priority of who has a reserved place: it goes before every priority that there is."""
+"""Added to the priority of a request with a reserved place: it goes before every other priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Gate:
             self._admit(waiter, reserved=False)
 
     def _with_reserve(self) -> Iterator[_Waiter]:
-        """Those who may enter beyond all places, taken out of their queues one after the other."""
+        """The waiters that may enter beyond all places, taken out of their queues one after the other."""
         if self._shares.num_tenants < 2:
             return
         for priority in sorted(self._queues):

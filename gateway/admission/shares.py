@@ -1,8 +1,8 @@
-"""How much each tenant has at the gate, and who may enter although all places are taken. Plain Python, no clock.
+"""What each tenant has at the gate, and which may enter although all places are taken. Plain Python, no clock.
 
 A tenant that has less than an even share of the places may enter beyond them, with a rank that goes before everybody's
-surplus: workers then preempt the last that came of those who have more. Only a few sequences of a tenant at a time, or
-one request, and together never more than half of the places: so what is not reserved goes on too.
+surplus: workers then preempt the newest group of the tenants that have more. Only a few sequences of a tenant at a
+time, or one request, and together never more than half of the places: so what is not reserved goes on too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the gateway meets the world: its certificate, and a word of warning where strangers reach it unhindered."""
+"""The gateway's certificate, and warnings where other machines reach it without a key or TLS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
 
 
 def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
-    """One line for each thing that other machines should not find so."""
+    """One line for each thing that is open to other machines."""
     if is_loopback(settings.host):
         return
     if not has_keys:

@@ -14,7 +14,7 @@ logger = logging.getLogger("keys")
 
 
 class KeyRing:
-    """Where keys come from, and who has to know them."""
+    """Where keys come from, and which objects must know them."""
 
     def __init__(
         self, api_key: str | None, api_key_file: str | None, authenticator: Authenticator, tenants: Tenants

@@ -1,9 +1,9 @@
-"""Who is there: polls the registry in Redis, tells router and sessions, and looks up cached prefixes for routing.
+"""Discovery: polls the registry in Redis, tells router and sessions, and looks up cached prefixes for routing.
 
 All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to workers it knows; a
 few lookups without an answer and no request waits for one any more, until a poll is answered as fast as a lookup must.
-And when Redis is back it has forgotten who is there, or could not be told: nobody counts as gone until all had time to
-enter themselves again.
+When Redis is back it may have forgotten the workers, or they could not write to it: none counts as gone until all had
+time to register again.
 """
 
 from __future__ import annotations

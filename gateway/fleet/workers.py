@@ -1,4 +1,4 @@
-"""All workers as one thing: who is ready, who gets a request, and the connections to them.
+"""All workers as one object: which are ready, which gets a request, and the connections to them.
 
 Joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted here, at dispatch.
 """

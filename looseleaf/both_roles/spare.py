@@ -43,7 +43,7 @@ class SpareSettings(BothSettings):
 
 def load(settings: SpareSettings) -> Loaded:
     """Import what a worker imports, load the model and measure it. By one thread: the kernels' others, once they have
-    begun, stay, with the priority of who has begun them.
+    begun, stay, with the priority of the thread that began them.
     """
     from looseleaf.both_roles.roles import Loaded  # here: torch is imported with the priority of this thread
 

@@ -103,7 +103,8 @@ def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[
 
     OpenMP threads that find nothing to do sleep: on few cores, those that spin keep others from working. numpy's
     OpenBLAS, which nobody here computes with, gets no pool of its own. Weights lie in huge pages where the system has
-    them for who asks (glibc 2.35 and later): they are read whole for every token. What the user has set stays.
+    them for processes that ask (glibc 2.35 and later): they are read whole for every token. What the user has set
+    stays.
     """
     environment = dict(base)
     environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)
