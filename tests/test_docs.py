@@ -66,6 +66,26 @@ def test_what_a_page_names_is_there(page: str) -> None:
     assert not missing, f"{page} names what is not there: {missing}"
 
 
+@cache
+def bodies() -> dict[str, str]:
+    """The text of every class of the code and every message of the protos, by its name."""
+    found: dict[str, str] = {}
+    for name in tracked():
+        if name.endswith((".py", ".proto")) and not name.startswith("tests/") and "_pb2" not in name:
+            for part in re.split(r"^(?=class |message |@dataclass)", (ROOT / name).read_text(), flags=re.MULTILINE):
+                if (header := re.search(r"^(?:class|message) (\w+)", part, re.MULTILINE)) is not None:
+                    found[header[1]] = found.get(header[1], "") + part
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page.startswith("docs/") and "benchmarks" not in page])
+def test_the_methods_that_a_page_names_are_there(page: str) -> None:
+    code = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / page).read_text()))
+    named = set(re.findall(r"(?<![\w./])([A-Z][a-z]\w+)\.([a-z_]\w+)", code))
+    missing = [f"{name}.{member}" for name, member in named if not re.search(rf"\b{member}\b", bodies().get(name, ""))]
+    assert not missing, f"{page} names what is not there: {missing}"
+
+
 def test_comments_refer_to_sections_of_the_design_that_are_there() -> None:
     headings = set(re.findall(r"^## (.+)$", (ROOT / "docs/design.md").read_text(), re.MULTILINE))
     references = []
