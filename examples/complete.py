@@ -10,9 +10,9 @@ from looseleaf import Client
 def main(address: str = "127.0.0.1:50051") -> None:
     with Client(address) as client:
         usage = None
-        for piece in client.generate("Once upon a time", max_tokens=48, temperature=0.8, seed=7, stream=True):
-            print(piece.text, end="", flush=True)
-            usage = piece.usage or usage
+        for delta in client.generate("Once upon a time", max_tokens=48, temperature=0.8, seed=7, stream=True):
+            print(delta.text, end="", flush=True)
+            usage = delta.usage or usage
     assert usage is not None
     print(f"\n\n{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached; run it again to see more")
 

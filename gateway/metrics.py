@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from gateway.request.sample import Summary
+from gateway.request.delta import Summary
 from gateway.token_tally import TokenTally
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -83,6 +83,7 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token")
         self._tally = TokenTally(model_name, _TOKEN_SECONDS)
         self._registry.register(self._tally)
+        self.next_tokens = self._tally.add
         self._given_back = self._counter("requests_given_back", "Requests preempted by decode and prefilled again")
         self._hand_overs = self._counter("hand_overs", "Tickets submitted to decode workers")
         self._handed_tokens = self._counter("handed_over_tokens", "Token positions handed from prefill to decode")
@@ -155,11 +156,6 @@ class Metrics:
     def tokens(self, count: int) -> None:
         """`count` tokens leave that followed none: of another sample's first message, or of a beam search."""
         self._tally.num_tokens += count
-
-    def next_tokens(self, count: int, since_s: float) -> None:
-        """`count` tokens leave in one message, `since_s` after the sample's last one."""
-        if count:
-            self._tally.between(since_s / count, count)
 
     def dispatched(self, role: str, worker: str) -> None:
         """A request was sent to this worker."""

@@ -28,11 +28,12 @@ class TokenTally(Collector):
         self._buckets = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
-    def between(self, since_s: float, count: int) -> None:
-        """`count` tokens came at once, each counted as `since_s` after the one before it."""
-        self.num_tokens += count
-        self._buckets[bisect_left(self._bounds_s, since_s)] += count
-        self._sum_s += since_s * count
+    def add(self, count: int, since_s: float) -> None:
+        """`count` tokens leave in one message, `since_s` after the sample's last one: each counts as a part of it."""
+        if count:
+            self.num_tokens += count
+            self._buckets[bisect_left(self._bounds_s, since_s / count)] += count
+            self._sum_s += since_s
 
     def collect(self) -> Iterator[Metric]:
         tokens = CounterMetricFamily("looseleaf_generation_tokens", "Tokens produced", labels=_LABELS)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from common.errors import LooseleafError, StartupError
     from looseleaf.client import AsyncClient, Client
     from looseleaf.llm import LLM
-    from looseleaf.results import Completion, ModelInfo, Piece, Sample, Usage
+    from looseleaf.results import Completion, Delta, ModelInfo, Sample, Usage
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,9 +17,9 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Completion",
+    "Delta",
     "LooseleafError",
     "ModelInfo",
-    "Piece",
     "Sample",
     "StartupError",
     "Usage",

@@ -2,12 +2,12 @@
 
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
-        for piece in client.generate("Once upon a time", stream=True):
-            print(piece.text, end="")
+        for delta in client.generate("Once upon a time", stream=True):
+            print(delta.text, end="")
         for sample in client.generate("Once upon a time", n=4).samples:
             print(sample.text)
 
-With `n` or `beam_width` the pieces of a stream are of several samples: `piece.index` says which.
+With `n` or `beam_width` the deltas of a stream are of several samples: `delta.index` says which.
 
 A refused or failed call raises a subclass of `LooseleafError` whose message is the gateway's one sentence. Leaving a
 stream early (break, `close`, garbage collection) cancels the request at the gateway.
@@ -28,7 +28,7 @@ from common.errors import Unavailable
 from common.rpc import CHANNEL_OPTIONS, open_channel
 from common.status import error_of
 from looseleaf.options import GenerateOptions, Message, Prompt, build_request, chat_to_pb
-from looseleaf.results import Completion, ModelInfo, Piece, join, model_from_pb, piece_from_pb
+from looseleaf.results import Completion, Delta, ModelInfo, delta_from_pb, join, model_from_pb
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc as pb_grpc
 
@@ -89,13 +89,13 @@ class Client(_Base):
     @overload
     def generate(
         self, prompt: Prompt, *, stream: Literal[True], **options: Unpack[GenerateOptions]
-    ) -> Iterator[Piece]: ...
+    ) -> Iterator[Delta]: ...
     def generate(
         self, prompt: Prompt, *, stream: bool = False, **options: Unpack[GenerateOptions]
-    ) -> Completion | Iterator[Piece]:
-        """Continue a prompt (text, token ids, or turns of a chat): a Completion, or with `stream` its pieces."""
-        pieces = self._pieces(build_request(prompt, options), options)
-        return pieces if stream else join(pieces)
+    ) -> Completion | Iterator[Delta]:
+        """Continue a prompt (text, token ids, or turns of a chat): a Completion, or with `stream` its deltas."""
+        deltas = self._deltas(build_request(prompt, options), options)
+        return deltas if stream else join(deltas)
 
     @overload
     def chat(
@@ -104,13 +104,13 @@ class Client(_Base):
     @overload
     def chat(
         self, messages: str | Sequence[Message], *, stream: Literal[True], **options: Unpack[GenerateOptions]
-    ) -> Iterator[Piece]: ...
+    ) -> Iterator[Delta]: ...
     def chat(
         self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[GenerateOptions]
-    ) -> Completion | Iterator[Piece]:
+    ) -> Completion | Iterator[Delta]:
         """The assistant's next turn after `messages`; a string is one turn of the user."""
-        pieces = self._pieces(build_request(turns_of(messages), options), options)
-        return pieces if stream else join(pieces)
+        deltas = self._deltas(build_request(turns_of(messages), options), options)
+        return deltas if stream else join(deltas)
 
     def tokenize(self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Token ids of a text, or of turns put through the chat template."""
@@ -135,11 +135,11 @@ class Client(_Base):
         except grpc.RpcError as error:
             raise self._error(error) from None
 
-    def _pieces(self, request: pb.GenerateRequest, options: GenerateOptions) -> Iterator[Piece]:
+    def _deltas(self, request: pb.GenerateRequest, options: GenerateOptions) -> Iterator[Delta]:
         call = self._stub.Generate(request, **self._call(options))
         try:
             for message in call:
-                yield piece_from_pb(message)
+                yield delta_from_pb(message)
         except grpc.RpcError as error:
             raise self._error(error) from None
         finally:
@@ -155,7 +155,7 @@ class Client(_Base):
 
 
 class AsyncClient(_Base):
-    """The same for asyncio: `await client.generate(...)`, `async for piece in client.stream(...)`."""
+    """The same for asyncio: `await client.generate(...)`, `async for delta in client.stream(...)`."""
 
     def __init__(
         self,
@@ -174,18 +174,18 @@ class AsyncClient(_Base):
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Continue a prompt (text, token ids, or turns of a chat)."""
-        return join([piece async for piece in self.stream(prompt, **options)])
+        return join([delta async for delta in self.stream(prompt, **options)])
 
     async def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
         """The assistant's next turn after `messages`; a string is one turn of the user."""
         return await self.generate(turns_of(messages), **options)
 
-    async def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncIterator[Piece]:
-        """The pieces of a continuation as they come."""
+    async def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncIterator[Delta]:
+        """The deltas of a continuation as they come."""
         call = self._stub.Generate(build_request(prompt, options), **self._call(options))
         try:
             async for message in call:
-                yield piece_from_pb(message)
+                yield delta_from_pb(message)
         except grpc.RpcError as error:
             raise self._error(error) from None
         finally:

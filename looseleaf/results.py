@@ -28,14 +28,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One message of a stream: news of one sample. A sample's last piece has its `finish_reason`, the request's last
+class Delta:
+    """One message of a stream: news of one sample. A sample's last delta has its `finish_reason`, the request's last
     one `usage` and `timings`."""
 
     text: str
     """New text; never part of a character."""
     token_ids: tuple[int, ...]
-    """New tokens; their text may come with a later piece."""
+    """New tokens; their text may come with a later delta."""
     index: int = 0
     """Which of the request's samples or beams."""
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -46,7 +46,7 @@ class Piece:
     usage: Usage | None = None
     timings: Timings | None = None
     beam_score: float | None = None
-    """Score of a beam, which comes as one piece; None: no beam search."""
+    """Score of a beam, which comes as one delta; None: no beam search."""
     request_id: str = ""
 
 
@@ -111,9 +111,9 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
 
 
-def piece_from_pb(message: pb.GenerateResponse) -> Piece:
+def delta_from_pb(message: pb.GenerateResponse) -> Delta:
     """One streamed message."""
-    return Piece(
+    return Delta(
         text=message.text_delta,
         token_ids=tuple(message.token_ids),
         index=message.index,
@@ -149,25 +149,25 @@ def _usage(message: pb.Usage) -> Usage:
     )
 
 
-def join(pieces: Iterable[Piece]) -> Completion:
+def join(deltas: Iterable[Delta]) -> Completion:
     """The completion that a whole stream amounts to. Raises Internal if the stream ended before every sample had."""
-    everything = tuple(pieces)
-    parts: dict[int, list[Piece]] = {}
-    for piece in everything:
-        parts.setdefault(piece.index, []).append(piece)
+    everything = tuple(deltas)
+    parts: dict[int, list[Delta]] = {}
+    for delta in everything:
+        parts.setdefault(delta.index, []).append(delta)
     if not parts or sorted(parts) != list(range(len(parts))):
-        raise Internal("the stream ended without a piece of every sample")
+        raise Internal("the stream ended without a delta of every sample")
     return Completion(
         samples=tuple(_sample(parts[index]) for index in range(len(parts))),
         usage=next((p.usage for p in everything if p.usage is not None), Usage(0, 0, 0, 0, 0, 0)),
         timings=next((p.timings for p in everything if p.timings is not None), Timings()),
-        prompt_logprobs=tuple(item for piece in everything for item in piece.prompt_logprobs),
+        prompt_logprobs=tuple(item for delta in everything for item in delta.prompt_logprobs),
         request_id=everything[-1].request_id,
     )
 
 
-def _sample(parts: list[Piece]) -> Sample:
-    """All pieces of one sample, in order. Raises Internal."""
+def _sample(parts: list[Delta]) -> Sample:
+    """All deltas of one sample, in order. Raises Internal."""
     last = parts[-1]
     if last.finish_reason is None:
         raise Internal(f"the stream ended without a finish reason of sample {last.index}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -100,3 +101,11 @@ def test_comments_refer_to_sections_of_the_design_that_are_there() -> None:
 def test_no_page_names_a_design_that_is_not_in_the_repository() -> None:
     naming = [page for page in pages() if re.search(r"\bDESIGN\b", (ROOT / page).read_text())]
     assert not naming
+
+
+def test_the_core_that_the_architecture_quotes_is_the_gateways() -> None:
+    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
+    assert len(quoted) == 1
+    core = textwrap.dedent(quoted[0].rstrip(" "))
+    assert core.count("\n") <= 9
+    assert textwrap.indent(core, " " * 8) in (ROOT / "gateway/request/runner.py").read_text()

@@ -67,12 +67,12 @@ async def client_loop(client: AsyncClient, work: Iterator[Request], seen: Seen) 
     for request in work:
         at = started = time.perf_counter()
         stream = client.stream(request.prompt_ids, max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
-        async for piece in stream:
-            if piece.token_ids:
+        async for delta in stream:
+            if delta.token_ids:
                 now = time.perf_counter()
                 waits = seen.gap_s if at > started else seen.first_s
                 waits.append(now - at)
-                seen.num_tokens += len(piece.token_ids)
+                seen.num_tokens += len(delta.token_ids)
                 at = now
 
 

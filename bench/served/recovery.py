@@ -77,10 +77,10 @@ class Outcome:
 
 
 async def follow(client: AsyncClient, prompt: Sequence[int], max_tokens: int, seen: Stream) -> None:
-    pieces = client.stream(list(prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    async for piece in pieces:
-        if piece.token_ids:
-            seen.token_ids += piece.token_ids
+    deltas = client.stream(list(prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    async for delta in deltas:
+        if delta.token_ids:
+            seen.token_ids += delta.token_ids
             seen.stamps.append(time.monotonic())
 
 

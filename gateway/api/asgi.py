@@ -6,23 +6,20 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, LooseleafError
 from gateway.api.openai_reply import DONE, dumps, error_body
-from gateway.request.direct import Direct
+from gateway.request.outlet import LAST_WORD_S
 
 logger = logging.getLogger("http")
 T = TypeVar("T")
 BODY_TIMEOUT_S = 30.0
-LAST_WORD_S = 5.0
-"""A client that does not read is not told its error for longer."""
 SERVER_SEND = "looseleaf.send"
 OnError = Callable[[LooseleafError], None]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -104,11 +101,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def event_message(event: bytes) -> dict[str, Any]:
-    """ASGI's message for a server-sent event that is not the last."""
-    return {"type": "http.response.body", "body": event, "more_body": True}
-
-
 def with_server_send(app: ASGIApp) -> ASGIApp:
     """`app`, with the server's own `send` in the scope: Starlette wraps it three times over, for every message."""
 
@@ -119,26 +111,35 @@ def with_server_send(app: ASGIApp) -> ASGIApp:
     return run
 
 
-class EventStream(Response):
-    """Server-sent events, ready-made by an async iterator; closed when the client goes away.
+class EventSender:
+    """Sends server-sent events to one client. Headers go with the first, so what fails before has its own status."""
 
-    Headers wait for the first event, so that what fails before it has its own status.
-    """
+    __slots__ = ("_direct", "_send", "started")
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._send = send
+        self._direct: Send = scope.get(SERVER_SEND, send)
+        self.started = False
+
+    def send(self, events: bytes) -> Awaitable[None]:
+        message = {"type": "http.response.body", "body": events, "more_body": True}
+        return self._direct(message) if self.started else self._start(message)
+
+    async def _start(self, first: Message) -> None:
+        self.started = True
+        await self._send(_STREAM_START)
+        await self._direct(first)
+
+
+class EventStream(Response):
+    """Server-sent events that `work` sends. It is cancelled when the client goes away."""
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        direct: Direct[Any],
-        on_error: OnError,
-        scope: AbstractAsyncContextManager[None],
-        at_end: contextlib.ExitStack,
+        self, work: Callable[[EventSender], Awaitable[None]], on_error: OnError, at_end: contextlib.ExitStack
     ) -> None:
-        """`direct` may send events too, made by `event_message`, from the first event on. All is written within
-        `scope` (`OpenAnswers.within`). `at_end` is closed when there is nothing more to send."""
-        self._events = events
-        self._direct = direct
+        """`at_end` is closed when there is nothing more to send."""
+        self._work = work
         self._on_error = on_error
-        self._scope = scope
         self._at_end = at_end
         self.background = None
 
@@ -150,15 +151,9 @@ class EventStream(Response):
             logger.debug("a client went away")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        sender = EventSender(scope, send)
         try:
-            async with self._scope, aclosing(self._events) as events:  # type: ignore[type-var]
-                async for event in events:
-                    if not started:
-                        started = True
-                        await send(_STREAM_START)
-                        self._direct.open(scope.get(SERVER_SEND, send))
-                    await self._direct.write(event_message(event))
+            await self._work(sender)
         except Exception as failure:
             error = expected(failure)
         else:
@@ -167,11 +162,9 @@ class EventStream(Response):
         self._on_error(error)
         try:
             async with asyncio.timeout(LAST_WORD_S):
-                if not started:
+                if not sender.started:
                     await error_response(error)(scope, receive, send)
                     return
-                with contextlib.suppress(Exception):
-                    await self._direct.settle()
                 last = b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
                 await send({"type": "http.response.body", "body": last})
         except TimeoutError:

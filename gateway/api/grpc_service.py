@@ -1,12 +1,8 @@
-"""InferenceService over gRPC. Turns messages into `Wanted` and pieces into messages; policy is elsewhere."""
+"""InferenceService over gRPC. Turns messages into `Wanted` and deltas into messages; policy is elsewhere."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,16 +17,14 @@ from gateway.intake.limits import RANGES
 from gateway.intake.validate import ResolvedRequest, Validator
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 from gateway.metrics import Metrics
-from gateway.request.direct import Direct, Write
+from gateway.request.delta import Delta, Summary
+from gateway.request.outlet import Outlet
 from gateway.request.runner import RequestRunner
-from gateway.request.sample import Piece, Summary
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc, types_pb2
 
 STALLED_CLIENT_S = 5.0
 """How long after its deadline a request may still wait for a client that does not read."""
-LAST_WORD_S = 5.0
-"""How long its status waits for that."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -60,23 +54,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 wanted.timeout_s = _time_left(context)
                 resolved = await self._validator.resolve(wanted, tenant)
                 entry.take([resolved])
-                await self._stream(resolved, context.write)
+                await self._stream(resolved, context)
         except LooseleafError as error:
             self._metrics.failed(error.grpc_code)
             raise
 
-    async def _stream(self, request: ResolvedRequest, write: Write[pb.GenerateResponse]) -> None:
-        direct = Direct(partial(_token_response, request.request_id), write)
-        scope = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
-        try:
-            async with scope, aclosing(self._runner.generate(request, direct)) as pieces:
-                async for piece in pieces:
-                    await direct.write(response_of(request.request_id, piece))
-        except LooseleafError:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(LAST_WORD_S):
-                    await direct.settle()  # the status goes after the last message
-            raise
+    async def _stream(self, request: ResolvedRequest, context: Context) -> None:
+        messages = _Messages(request.request_id, context)
+        in_time = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
+        async with Outlet(messages.write) as outlet, in_time:
+            await self._runner.run(request, outlet)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         self._authenticator.tenant(_authorization(context))
@@ -100,6 +87,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             eos_token_ids=self._assets.eos_token_ids,
         )
         return pb.ListModelsResponse(models=[model])
+
+
+class _Messages:
+    """Writes one request's deltas as messages."""
+
+    __slots__ = ("_request_id", "_write")
+
+    def __init__(self, request_id: str, context: Context) -> None:
+        self._request_id = request_id
+        self._write = context.write
+
+    def write(self, deltas: list[Delta]) -> Any:
+        if len(deltas) == 1:
+            return self._write(response_of(self._request_id, deltas[0]))
+        return self._write_all(deltas)
+
+    async def _write_all(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            await self._write(response_of(self._request_id, delta))
 
 
 def key_check(
@@ -204,31 +210,30 @@ def _early_stopping(value: int) -> EarlyStopping:
     return found
 
 
-def _token_response(request_id: str, index: int, token_ids: Sequence[int], text: str) -> pb.GenerateResponse:
-    """`response_of` for tokens in the middle of a sample."""
-    return pb.GenerateResponse(request_id=request_id, index=index, text_delta=text, token_ids=token_ids)
-
-
-def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
+def response_of(request_id: str, delta: Delta) -> pb.GenerateResponse:
+    if delta.is_plain:
+        return pb.GenerateResponse(
+            request_id=request_id, index=delta.index, text_delta=delta.text, token_ids=delta.token_ids
+        )
     message = pb.GenerateResponse(
         request_id=request_id,
-        index=piece.index,
-        text_delta=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=piece.logprobs,
-        beam_score=piece.beam_score,
+        index=delta.index,
+        text_delta=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        beam_score=delta.beam_score,
     )
-    if piece.prompt_logprobs:
-        message.prompt_logprobs.extend(piece.prompt_logprobs)
-    if piece.finish_reason is not None:
-        message.finish_reason = convert.finish_reason_to_pb(piece.finish_reason)
-        if piece.stop_string is not None:
-            message.stop_string = piece.stop_string
-        elif piece.stop_token_id is not None:
-            message.stop_token_id = piece.stop_token_id
-    if piece.summary is not None:
-        message.usage.CopyFrom(_usage(piece.summary))
-        message.timings.CopyFrom(convert.timings_to_pb(piece.summary.timings))
+    if delta.prompt_logprobs:
+        message.prompt_logprobs.extend(delta.prompt_logprobs)
+    if delta.finish_reason is not None:
+        message.finish_reason = convert.finish_reason_to_pb(delta.finish_reason)
+        if delta.stop_string is not None:
+            message.stop_string = delta.stop_string
+        elif delta.stop_token_id is not None:
+            message.stop_token_id = delta.stop_token_id
+    if delta.summary is not None:
+        message.usage.CopyFrom(_usage(delta.summary))
+        message.timings.CopyFrom(convert.timings_to_pb(delta.summary.timings))
     return message
 
 

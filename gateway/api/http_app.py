@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from starlette.types import ASGIApp
 from common.errors import NotFound, Unimplemented
 from gateway.admission.admission import Admission, Entry
 from gateway.api.asgi import (
+    EventSender,
     EventStream,
     error_response,
-    event_message,
     guarded,
     while_connected,
     with_server_send,
@@ -34,10 +34,10 @@ from gateway.api.openai_stream import Answer
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import ResolvedRequest, Validator
 from gateway.metrics import Metrics
+from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
-from gateway.request.direct import Direct
+from gateway.request.outlet import Outlet
 from gateway.request.runner import RequestRunner
-from gateway.request.sample import Piece
 
 STALLED_CLIENT_S = 5.0
 BODY_BUDGET_BYTES = 32 << 20
@@ -116,11 +116,7 @@ class HttpApi:
     async def _answer(self, request: Request, answer: Answer, entry: Entry, stack: ExitStack) -> Response:
         """`stack` closes the entry; where the answer is a stream, with its end."""
         if answer.body.stream:
-            writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
-            direct = Direct(partial(_token_event, writer))
-            scope = self._admission.answers.within(self._timeout_s)
-            events = self._events(answer, entry, writer, direct)
-            return EventStream(events, direct, self._count_error, scope, stack.pop_all())
+            return EventStream(partial(self._stream, answer, entry), self._count_error, stack.pop_all())
         content = await while_connected(request.receive, self._whole(answer, entry))
         return Response(content, media_type="application/json")
 
@@ -139,20 +135,31 @@ class HttpApi:
     async def _whole(self, answer: Answer, entry: Entry) -> bytes:
         async with self._admission.answers.within(self._timeout_s):
             await self._take(answer, entry)
-            await _together(
-                _collect(self._runner, resolved, partial(answer.add, number))
-                for number, resolved in enumerate(answer.requests)
-            )
+            outlets = [Outlet(partial(answer.add, number)) for number in range(len(answer.requests))]
+            await self._run(answer.requests, outlets)
             return answer.whole()
 
-    async def _events(
-        self, answer: Answer, entry: Entry, writer: ChunkWriter, direct: Direct[Any]
-    ) -> AsyncGenerator[bytes, None]:
-        await self._take(answer, entry)
-        async with aclosing(_merged(self._runner, answer.requests, direct)) as pieces:
-            async for number, piece in pieces:
-                for chunk in answer.chunks(writer, number, piece):
-                    yield chunk
+    async def _stream(self, answer: Answer, entry: Entry, sender: EventSender) -> None:
+        writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
+        async with AsyncExitStack() as opened, self._admission.answers.within(self._timeout_s):
+            await self._take(answer, entry)
+            send = sender.send if len(answer.requests) == 1 else _in_turn(sender.send)
+            outlets = [Outlet(_Events(answer, number, writer, send).write) for number in range(len(answer.requests))]
+            for outlet in outlets:
+                await opened.enter_async_context(outlet)
+            await self._run(answer.requests, outlets)
+
+    async def _run(self, requests: list[ResolvedRequest], outlets: list[Outlet]) -> None:
+        """All of them at once; the first failure cancels the others and is raised as it is, for its status."""
+        runs = [self._runner.run(request, outlet) for request, outlet in zip(requests, outlets, strict=True)]
+        if len(runs) == 1:
+            return await runs[0]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for run in runs:
+                    group.create_task(run)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
     async def models(self, request: Request) -> Response:
         self._tenant(request)
@@ -190,59 +197,31 @@ class HttpApi:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """All of them at once; the first failure cancels the others and is raised as it is, for its status."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+class _Events:
+    """Writes one request's deltas as chunks of its answer."""
+
+    __slots__ = ("_answer", "_number", "_send", "_writer")
+
+    def __init__(self, answer: Answer, number: int, writer: ChunkWriter, send: Callable[[bytes], Any]) -> None:
+        self._answer = answer
+        self._number = number
+        self._writer = writer
+        self._send = send
+
+    def write(self, deltas: list[Delta]) -> Any:
+        events = self._answer.chunks(self._writer, self._number, deltas)
+        return self._send(events) if events else None
 
 
-async def _collect(runner: RequestRunner, request: ResolvedRequest, add: Callable[[Piece], None]) -> None:
-    async with aclosing(runner.generate(request)) as pieces:
-        async for piece in pieces:
-            add(piece)
+def _in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Of several outlets of one client, one sends at a time."""
+    turn = asyncio.Lock()
 
+    async def send_in_turn(events: bytes) -> None:
+        async with turn:
+            await send(events)
 
-def _token_event(writer: ChunkWriter, index: int, token_ids: Sequence[int], text: str) -> dict[str, Any] | None:
-    """What tokens in the middle of a sample send; the choice's number is the sample's where there is one request."""
-    return event_message(writer.text(index, text)) if text else None
-
-
-async def _merged(
-    runner: RequestRunner, requests: list[ResolvedRequest], direct: Direct[Any]
-) -> AsyncGenerator[tuple[int, Piece], None]:
-    """(number of the request, piece) of all requests as they come; `direct` helps one alone."""
-    if len(requests) == 1:
-        async with aclosing(runner.generate(requests[0], direct)) as pieces:
-            async for piece in pieces:
-                yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(4 * len(requests))
-
-    async def feed(number: int, request: ResolvedRequest) -> None:
-        try:
-            async with aclosing(runner.generate(request)) as pieces:
-                async for piece in pieces:
-                    await queue.put((number, piece))
-        except Exception as error:
-            await queue.put((number, error))
-
-    tasks = [asyncio.create_task(feed(number, request)) for number, request in enumerate(requests)]
-    left = len(requests)
-    try:
-        while left:
-            number, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            left -= item.summary is not None
-            yield number, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return send_in_turn
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

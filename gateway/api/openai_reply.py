@@ -16,8 +16,8 @@ from typing import Any
 from common.errors import LooseleafError
 from common.types import FinishReason
 from gateway.intake.validate import ResolvedRequest
+from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizer, TokenTexts
-from gateway.request.sample import Piece, Summary
 from protos.v1 import types_pb2 as pb
 
 DONE = b"data: [DONE]\n\n"
@@ -64,11 +64,11 @@ def finish_name(reason: FinishReason | None) -> str | None:
     return None if reason is None else reason.value
 
 
-def stop_reason(piece: Piece, eos: frozenset[int]) -> str | int | None:
+def stop_reason(delta: Delta, eos: frozenset[int]) -> str | int | None:
     """vLLM's stop_reason: the stop string or id; None for the model's own end."""
-    if piece.stop_string is not None:
-        return piece.stop_string
-    return None if piece.stop_token_id in eos else piece.stop_token_id
+    if delta.stop_string is not None:
+        return delta.stop_string
+    return None if delta.stop_token_id in eos else delta.stop_token_id
 
 
 class LogprobFormat:
@@ -153,14 +153,14 @@ class Choice:
     text: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
     prompt_logprobs: Sequence[pb.TokenLogprob] = ()
-    last: Piece | None = None
+    last: Delta | None = None
     offset: int = 0
 
-    def add(self, piece: Piece) -> None:
-        self.text.append(piece.text)
-        self.logprobs += piece.logprobs
-        if piece.finish_reason is not None:
-            self.last = piece
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.last = delta
 
 
 @dataclass(frozen=True, slots=True)

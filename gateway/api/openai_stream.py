@@ -5,7 +5,7 @@ Each prompt has as many choices as samples (`n`), or as beams that are returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from gateway.api.openai_reply import Choice, ChunkWriter, Envelope, LogprobForma
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import ResolvedRequest
+from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import TokenTexts
-from gateway.request.sample import Piece, Summary
 from protos.v1 import types_pb2 as pb
 
 
@@ -46,19 +46,20 @@ class Answer:
             Choice(index, requests[index // self._samples]) for index in range(self._samples * len(requests))
         ]
 
-    def _choice_of(self, number: int, piece: Piece) -> Choice:
-        """Whose piece of request `number` this is. The request's first piece brings what all its choices show."""
+    def _choice_of(self, number: int, delta: Delta) -> Choice:
+        """Whose delta of request `number` this is. The request's first delta brings what all its choices show."""
         first = number * self._samples
-        if piece.prompt_logprobs:
+        if delta.prompt_logprobs:
             for choice in self.choices[first : first + self._samples]:
-                choice.prompt_logprobs = piece.prompt_logprobs
-        return self.choices[first + piece.index]
+                choice.prompt_logprobs = delta.prompt_logprobs
+        return self.choices[first + delta.index]
 
     # --- whole
 
-    def add(self, number: int, piece: Piece) -> None:
-        """Take a piece of request `number` for the whole answer."""
-        self._choice_of(number, piece).add(piece)
+    def add(self, number: int, deltas: Sequence[Delta]) -> None:
+        """Take deltas of request `number` for the whole answer."""
+        for delta in deltas:
+            self._choice_of(number, delta).add(delta)
 
     def whole(self) -> bytes:
         summaries = [
@@ -67,7 +68,7 @@ class Answer:
         return self.envelope.whole([self._choice(choice) for choice in self.choices], summaries)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        last = choice.last or Piece()
+        last = choice.last or Delta()
         answer: dict[str, Any] = {"index": choice.index}
         text = "" if self._scores_only else "".join(choice.text)
         if self._chat:
@@ -93,25 +94,32 @@ class Answer:
 
     # --- in chunks
 
-    def chunks(self, writer: ChunkWriter, number: int, piece: Piece) -> Iterator[bytes]:
-        """The chunks for a piece of request `number`; the stream's last piece brings usage and account too."""
-        choice = self._choice_of(number, piece)
-        if not choice.text:
-            yield from self._opening(writer, choice, piece)
-        choice.text.append("")  # opened
-        choice.logprobs += piece.logprobs
-        if not self._scores_only and (piece.text or (choice.logprobs and self._with_logprobs)):
-            yield writer.text(choice.index, piece.text, self._chunk_logprobs(choice))
-        if piece.finish_reason is None:
+    def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
+        """The chunks for deltas of request `number`; the stream's last delta brings usage and account too."""
+        first, events = number * self._samples, b""
+        for delta in deltas:
+            if not delta.is_plain:
+                events += b"".join(self._chunks(writer, self._choice_of(number, delta), delta))
+            elif delta.text:
+                events += writer.text(first + delta.index, delta.text)
+        return events
+
+    def _chunks(self, writer: ChunkWriter, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        if delta.is_first:
+            yield from self._opening(writer, choice, delta)
+        choice.logprobs += delta.logprobs
+        if not self._scores_only and (delta.text or (choice.logprobs and self._with_logprobs)):
+            yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice))
+        if delta.finish_reason is None:
             return
-        self._summaries += [] if piece.summary is None else [self._summary(piece.summary)]
-        done = piece.summary is not None and len(self._summaries) == len(self.requests)
+        self._summaries += [] if delta.summary is None else [self._summary(delta.summary)]
+        done = delta.summary is not None and len(self._summaries) == len(self.requests)
         account = self._summaries if done and not self.body.include_usage else None
-        yield writer.finish(choice.index, self._ending(piece), account)
+        yield writer.finish(choice.index, self._ending(delta), account)
         if done and self.body.include_usage:
             yield writer.usage(self._summaries)
 
-    def _opening(self, writer: ChunkWriter, choice: Choice, piece: Piece) -> Iterator[bytes]:
+    def _opening(self, writer: ChunkWriter, choice: Choice, delta: Delta) -> Iterator[bytes]:
         if self._chat:
             yield writer.role(choice.index)
         elif self._echo:
@@ -132,8 +140,8 @@ class Answer:
 
     # --- common
 
-    def _ending(self, last: Piece) -> dict[str, Any]:
-        """What a choice's last piece says of its end."""
+    def _ending(self, last: Delta) -> dict[str, Any]:
+        """What a choice's last delta says of its end."""
         if self._scores_only:
             return {"finish_reason": "length", "stop_reason": None}
         ending: dict[str, Any] = {

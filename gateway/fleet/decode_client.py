@@ -1,7 +1,7 @@
 """Sessions with decode workers: one bidirectional stream per worker carries all sequences.
 
-One writer task per session (grpc.aio breaks on concurrent writes), one reader that hands each step's outputs to the
-requests' streams. A lost session fails its sequences; they may be prefilled again. Independent of tokens' meaning.
+One writer task per session (grpc.aio breaks on concurrent writes), one reader that calls each group's receiver with its
+outputs. A lost session fails its groups; they may be prefilled again. Independent of tokens' meaning.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,18 +28,6 @@ logger = logging.getLogger("sessions")
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 0.5
 OnLoad = Callable[[str, WorkerLoad], None]
-MIN_PAUSE_S = 0.001
-"""Less is not worth a timer."""
-
-
-class ShortWay(Protocol):
-    """Puts plain tokens out without waking the reader of a stream."""
-
-    def pause_s(self, sample: int) -> float:
-        """How long the sample's next tokens still wait, to go out together."""
-
-    def take(self, sample: int, first_index: int, token_ids: Sequence[int]) -> bool:
-        """Put out tokens from this output index on. False: it cannot, the reader has to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,128 +40,65 @@ class LivenessLimits:
     """Heartbeats, but no step although it has sequences of ours."""
 
 
-class OutputStream:
-    """The outputs of one submitted sequence group, in order. One reader.
+class Receiver(Protocol):
+    """Takes the outputs of one group as they are read. What it raises ends the group's attempt, not the session."""
 
-    Bounded by samples and max_tokens: a worker sends each token once.
-    """
+    def take_token(self, sample: int, output_index: int, token_id: int) -> None:
+        """One token of a sample that goes on, with nothing else to it."""
 
-    __slots__ = ("_closed", "_outputs", "_runs", "_timer", "_waiter", "attempt", "handle", "running", "short_way")
+    def take(self, output: pb.SequenceOutput) -> None:
+        """Any other output."""
 
-    def __init__(self, handle: int, attempt: int, samples: Iterable[int]) -> None:
+    def flush(self) -> None:
+        """The outputs that came one after the other have been taken."""
+
+
+class SubmittedGroup:
+    """A sequence group that was submitted to a worker."""
+
+    __slots__ = ("_error", "_over", "attempt", "handle", "is_over", "receiver", "running")
+
+    def __init__(self, handle: int, attempt: int, samples: Iterable[int], receiver: Receiver) -> None:
         self.handle = handle
         self.attempt = attempt
+        self.receiver = receiver
         self.running = set(samples)
         """Samples, or returned beams, that the worker has not ended and that were not cancelled."""
-        self.short_way: ShortWay | None = None
-        """Gets plain tokens while the reader waits and there is nothing else to read."""
-        self._outputs: list[pb.SequenceOutput] = []
-        self._runs: dict[int, pb.SequenceOutput] = {}
-        """By sample, the output that its next plain token is added to: its last one in `_outputs`, if that is plain and
-        the fast path has not refused it."""
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        """While plain tokens wait for the fast path."""
-        self._closed: Exception | None = None
+        self.is_over = False
+        """Whether it takes no more outputs."""
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: Exception | None = None
 
-    def put(self, output: pb.SequenceOutput) -> bool:
-        """Take an output; one of another attempt is late and dropped. Whether the worker is done with the group."""
-        if output.attempt != self.attempt:
-            return False
-        self._stop_timer()
-        self._outputs.append(output)
-        self._wake()
-        if output.finish_reason:
-            self.running.discard(output.sample_index)
-            return not self.running
-        return output.rejection != pb.REJECTION_UNSPECIFIED
-
-    def put_token(self, attempt: int, sample: int, output_index: int, token_id: int) -> None:
-        """`put` of one token and nothing else. If the fast path fails, this stream is over, the session goes on."""
-        if attempt != self.attempt:
-            return
-        run = self._runs.get(sample)
-        if run is not None and run.first_index + len(run.token_ids) == output_index:
-            run.token_ids.append(token_id)
-            return
-        if not self._outputs and self.short_way is not None and self._reader_waits:
-            try:
-                if not self._waits(sample) and self.short_way.take(sample, output_index, (token_id,)):
-                    return
-            except Exception as error:
-                return self.fail(error)
-        run = self._runs[sample] = pb.SequenceOutput(
-            attempt=attempt, sample_index=sample, first_index=output_index, token_ids=[token_id]
-        )
-        self._outputs.append(run)
-        if self._timer is None:
-            self._wake()
+    def end(self) -> None:
+        """The receiver has what it wanted."""
+        self.is_over = True
+        if not self._over.done():
+            self._over.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """No more outputs will come; what is there is still read."""
-        self._closed = self._closed or error
-        self._wake()
+        """No more outputs are taken. After `end`, or another failure, nothing happens."""
+        if not self.is_over:
+            self._error = error
+            self.end()
 
-    async def get(self) -> list[pb.SequenceOutput]:
-        """All outputs that are there and did not go the fast path, at least one. Raises what `fail` was given."""
-        while self._closed is None and (not self._outputs or self._only_plain):
-            self._waiter = asyncio.get_running_loop().create_future()
-            if self._outputs and not self._waits(self._outputs[0].sample_index):
-                self._deliver()
+    def take(self, output: pb.SequenceOutput) -> None:
+        if not self.is_over:
             try:
-                await self._waiter
-            finally:
-                self._stop_timer()
-        if not self._outputs:
-            assert self._closed is not None
-            raise self._closed
-        outputs, self._outputs = self._outputs, []
-        self._runs.clear()
-        return outputs
+                self.receiver.take(output)
+            except Exception as error:
+                self.fail(error)
 
-    @property
-    def _reader_waits(self) -> bool:
-        return self._waiter is not None and not self._waiter.done()
-
-    @property
-    def _only_plain(self) -> bool:
-        """Whether what is there may go the fast path: each output is its sample's run."""
-        return self.short_way is not None and len(self._runs) == len(self._outputs)
-
-    def _waits(self, sample: int) -> bool:
-        """Whether a sample's pause is not over; then what is there by then goes out at its end."""
-        assert self.short_way is not None
-        pause_s = self.short_way.pause_s(sample)
-        if pause_s <= MIN_PAUSE_S:
-            return False
-        self._timer = asyncio.get_running_loop().call_later(pause_s, self._deliver)
-        return True
-
-    def _deliver(self) -> None:
-        """Plain tokens take the fast path; from the first that it does not take on, the reader gets them. It gets all
-        if it has been woken already: then something else has come."""
-        self._timer = None
-        if not self._reader_waits:
-            return
-        assert self.short_way is not None
-        outputs, self._outputs = self._outputs, []
-        self._runs.clear()
+    def flush(self) -> None:
         try:
-            for number, run in enumerate(outputs):
-                if not self.short_way.take(run.sample_index, run.first_index, run.token_ids):
-                    self._outputs = outputs[number:]
-                    return self._wake()
+            self.receiver.flush()
         except Exception as error:
             self.fail(error)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    async def wait(self) -> None:
+        """Until `end` or `fail`, which raises here what it was given. Only once."""
+        await self._over
+        if self._error is not None:
+            raise self._error
 
 
 class DecodeSession:
@@ -186,7 +111,7 @@ class DecodeSession:
         self._silence = Silence(limits.silence_s)
         self._limits = limits
         self._on_load = on_load
-        self._streams: dict[int, OutputStream] = {}
+        self._groups: dict[int, SubmittedGroup] = {}
         self._next_handle = 1
         # Bounded by the requests let in: each puts at most a submit and a cancel per sample.
         self._commands: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
@@ -197,7 +122,7 @@ class DecodeSession:
 
     @property
     def idle(self) -> bool:
-        return not self._streams
+        return not self._groups
 
     @property
     def ended(self) -> bool:
@@ -206,36 +131,37 @@ class DecodeSession:
     def start(self) -> None:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
-    def submit(self, request: pb.Submit, samples: Iterable[int]) -> OutputStream:
-        """Send a group, its `attempt` filled in; the handle is filled in here. It is over when all `samples` are."""
+    def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
+        """Send a group, its `attempt` filled in; the handle is filled in here. The worker is done with it when all
+        `samples` have ended."""
         request.handle = self._next_handle
         self._next_handle += 1
-        stream = OutputStream(request.handle, request.attempt, samples)
+        group = SubmittedGroup(request.handle, request.attempt, samples, receiver)
         if not self.connected:
-            stream.fail(WorkerLost("session_lost"))
-            return stream
+            group.fail(WorkerLost("session_lost"))
+            return group
         if self.idle:
             self._stepped_at = time.monotonic()
-        self._streams[request.handle] = stream
+        self._groups[request.handle] = group
         self._commands.put_nowait(pb.SessionRequest(submit=request))
-        return stream
+        return group
 
-    def cancel(self, stream: OutputStream) -> None:
+    def cancel(self, group: SubmittedGroup) -> None:
         """Drop a group that has not ended; its blocks are released within a step."""
-        if self._streams.pop(stream.handle, None) is not None and self.connected:
-            self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=stream.handle)))
+        if self._groups.pop(group.handle, None) is not None and self.connected:
+            self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle)))
 
-    def cancel_sample(self, stream: OutputStream, sample: int) -> None:
+    def cancel_sample(self, group: SubmittedGroup, sample: int) -> None:
         """Drop one sample of a group; the last one takes the group with it."""
-        if stream.running == {sample}:
-            self.cancel(stream)
-        elif sample in stream.running and stream.handle in self._streams and self.connected:
-            self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=stream.handle, sample_index=sample)))
-        stream.running.discard(sample)
+        if group.running == {sample}:
+            self.cancel(group)
+        elif sample in group.running and group.handle in self._groups and self.connected:
+            self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle, sample_index=sample)))
+        group.running.discard(sample)
 
     def check_stall(self) -> None:
         """Give the worker up if it has sequences of ours and its steps have said nothing for too long."""
-        if self._streams and time.monotonic() - self._stepped_at > self._limits.stall_s:
+        if self._groups and time.monotonic() - self._stepped_at > self._limits.stall_s:
             self._give_up(self._limits.stall_s, "does not step")
 
     def _give_up(self, seconds: float, why: str) -> None:
@@ -288,22 +214,49 @@ class DecodeSession:
         if not response.HasField("load"):
             return  # a heartbeat
         self._stepped_at = time.monotonic()
-        plain, stream_of = response.plain_tokens, self._streams.get
+        self._take_tokens(response.plain_tokens)
+        self._take_outputs(response.outputs)
+        self._on_load(self.record.worker_id, convert.load_from_pb(response.load))
+
+    def _take_tokens(self, plain: pb.PlainTokens) -> None:
+        groups, last = self._groups, None
         for handle, attempt, sample, index, token_id in zip(
             plain.handles, plain.attempts, plain.sample_indices, plain.output_indices, plain.token_ids, strict=True
         ):
-            if (stream := stream_of(handle)) is not None:
-                stream.put_token(attempt, sample, index, token_id)
-        for output in response.outputs:
-            stream = stream_of(output.handle)
-            if stream is not None and stream.put(output):
-                del self._streams[output.handle]
-        self._on_load(self.record.worker_id, convert.load_from_pb(response.load))
+            group = groups.get(handle)
+            if group is not last and last is not None:  # samples of a group come one after the other
+                last.flush()
+            last = group
+            if group is None or group.attempt != attempt or group.is_over:
+                continue
+            try:
+                group.receiver.take_token(sample, index, token_id)
+            except Exception as error:
+                group.fail(error)
+        if last is not None:
+            last.flush()
+
+    def _take_outputs(self, outputs: Iterable[pb.SequenceOutput]) -> None:
+        last = None
+        for output in outputs:
+            group = self._groups.get(output.handle)
+            if last is not None and group is not last:
+                last.flush()
+            last = group
+            if group is None or group.attempt != output.attempt:
+                continue
+            group.take(output)
+            if output.finish_reason:
+                group.running.discard(output.sample_index)
+            if output.rejection or not group.running:
+                self._groups.pop(group.handle, None)
+        if last is not None:
+            last.flush()
 
     def _fail_all(self) -> None:
-        for stream in self._streams.values():
-            stream.fail(WorkerLost(self._reason, death=self._death))
-        self._streams.clear()
+        for group in self._groups.values():
+            group.fail(WorkerLost(self._reason, death=self._death))
+        self._groups.clear()
 
 
 class SessionPool:

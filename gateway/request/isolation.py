@@ -14,6 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 from weakref import WeakValueDictionary
 
 from common.errors import Internal
@@ -22,6 +23,8 @@ MOST_DEATHS = 2
 KEEP_S = 600.0
 """How long after its last death a request is remembered."""
 MOST_REMEMBERED = 4096
+PROBATION_S = 0.5
+"""Others wait no longer for decode's first step with a suspect."""
 
 
 @dataclass(slots=True)
@@ -55,7 +58,8 @@ class _Neighbours:
 
 
 class IsolationTicket:
-    """Permission for a request to be with a worker, until `leave`."""
+    """Permission for a request to be with a worker, until `leave`: for a suspect, alone, until decode has produced a
+    token of it. Leaving is idempotent; as a context manager it leaves at the end."""
 
     __slots__ = ("_leave", "alone")
 
@@ -63,8 +67,21 @@ class IsolationTicket:
         self._leave: Callable[[], None] | None = leave
         self.alone = alone
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def prefilled(self, *, is_heard_of: bool) -> None:
+        """The request's prefill is done. A suspect stays alone until decode's first step with it, which others wait for
+        `PROBATION_S` at most; not at all if nothing `is_heard_of` before its end, as of beams."""
+        if self.alone and is_heard_of:
+            asyncio.get_running_loop().call_later(PROBATION_S, self.leave)
+        else:
+            self.leave()
+
     def leave(self) -> None:
-        """Idempotent."""
         if self._leave is not None:
             self._leave()
             self._leave = None

@@ -1,49 +1,24 @@
-"""What a request has produced: accepted tokens by index, text, stop strings, the end. Independent of workers."""
+"""One sample of a request: its accepted tokens by index, its text, stop strings, its end. Independent of workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-from common.types import Branch, FinishReason, PromptSources, Timings
+from common.types import Branch, FinishReason
 from gateway.fleet.lost import WorkerLost
 from gateway.intake.validate import ResolvedRequest
+from gateway.request.delta import Delta
 from gateway.request.detokenize import Detokenizers
+from gateway.request.outlet import Outlet
 from gateway.request.stops import StopMatcher
 from protos.v1 import types_pb2 as pb
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The account of a finished request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    sources: PromptSources
-    handed_over_tokens: int
-    timings: Timings
-    attempts: int
-
-
-@dataclass(slots=True)
-class Piece:
-    """What became known of a sample at once. A sample's last has `finish_reason`, the request's last `summary` too."""
-
-    index: int = 0
-    """The sample's number; of a beam search the beam's rank."""
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: Sequence[pb.TokenLogprob] = ()
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    stop_string: str | None = None
-    beam_score: float | None = None
-    summary: Summary | None = None
-
-
 class Sample:
-    """One sample as the client sees it: tokens come in with their index, pieces go out."""
+    """One sample as the client sees it: tokens come in with their index, deltas go out."""
+
+    __slots__ = ("_cumulative_logprob", "_detokenizer", "_has_stops", "_include_stop", "_matcher", "_stop_ids",
+                 "_stopping", "delta", "finish_reason", "index", "left_at", "output_ids")  # fmt: skip
 
     def __init__(self, request: ResolvedRequest, detokenizers: Detokenizers, index: int = 0) -> None:
         self.index = index
@@ -52,11 +27,14 @@ class Sample:
         self._include_stop = request.include_stop
         self._detokenizer = detokenizers.begin(request.prompt_ids)
         self._matcher = StopMatcher(request.stop, include_in_output=request.include_stop)
+        self._has_stops = bool(request.stop)
         self._cumulative_logprob = 0.0
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.emitted_at = 0.0
-        """When its last piece left, 0 before the first."""
+        self.delta: Delta | None = None
+        """What is pending of it in the request's outlet."""
+        self.left_at = 0.0
+        """When its last delta left, 0 before the first."""
 
     @property
     def branch(self) -> Branch:
@@ -65,13 +43,13 @@ class Sample:
 
     def accept(
         self,
-        piece: Piece,
+        outlet: Outlet,
         first_index: int,
         token_ids: Sequence[int],
         logprobs: Iterable[pb.TokenLogprob],
         finish: FinishReason | None,
     ) -> None:
-        """Add tokens to the sample and to `piece`. Known ones are dropped; a gap is refused (WorkerLost)."""
+        """Add tokens to the sample and to its delta. Known ones are dropped; a gap is refused (WorkerLost)."""
         known = len(self.output_ids) - first_index
         fresh, details = token_ids[known:], list(logprobs)[known:]
         if known < 0 or (finish is not None and not fresh):
@@ -79,32 +57,39 @@ class Sample:
         for number, token_id in enumerate(fresh):
             if self.finish_reason is not None:
                 return
-            last = number == len(fresh) - 1
-            self._add(piece, token_id, finish if last else None)
+            delta, last = self._pending(outlet), number == len(fresh) - 1
+            self._add(delta, token_id, finish if last else None)
             if details:
-                piece.logprobs.append(details[number])
+                delta.logprobs.append(details[number])
                 self._cumulative_logprob += details[number].logprob
 
-    def accept_plain(self, first_index: int, token_ids: Sequence[int]) -> str | None:
-        """Add the next tokens of a sample that goes on and has no stop strings; returns their text. None: they are not
-        the next ones, and nothing was added."""
-        if first_index != len(self.output_ids) or self.finish_reason is not None:
-            return None
-        self.output_ids += token_ids
-        return "".join(map(self._detokenizer.add, token_ids))
-
-    def _add(self, piece: Piece, token_id: int, finish: FinishReason | None) -> None:
+    def accept_token(self, outlet: Outlet, index: int, token_id: int) -> None:
+        """`accept` of one token without log-probability after which the worker goes on; the hot path."""
+        if self._has_stops or index != len(self.output_ids):
+            return self.accept(outlet, index, (token_id,), (), None)
         self.output_ids.append(token_id)
-        piece.token_ids.append(token_id)
+        delta = self.delta or self._pending(outlet)
+        delta.token_ids.append(token_id)
+        delta.text += self._detokenizer.add(token_id)
+
+    def _pending(self, outlet: Outlet) -> Delta:
+        if self.delta is None:
+            self.delta = Delta(self.index)
+            outlet.pending.append(self.delta)
+        return self.delta
+
+    def _add(self, delta: Delta, token_id: int, finish: FinishReason | None) -> None:
+        self.output_ids.append(token_id)
+        delta.token_ids.append(token_id)
         may_stop = len(self.output_ids) >= self._stopping.min_tokens
         stopped_by_token = finish is FinishReason.STOP and token_id in self._stop_ids
         if not stopped_by_token or self._include_stop:
-            piece.text += self._matcher.feed(self._detokenizer.add(token_id), may_stop=may_stop)
+            delta.text += self._matcher.feed(self._detokenizer.add(token_id), may_stop=may_stop)
         if finish is not None and self._matcher.matched is None:
-            piece.text += self._matcher.feed(self._detokenizer.flush(), may_stop=may_stop)
+            delta.text += self._matcher.feed(self._detokenizer.flush(), may_stop=may_stop)
         if self._matcher.matched is not None:
-            finish, piece.stop_string = FinishReason.STOP, self._matcher.matched
+            finish, delta.stop_string = FinishReason.STOP, self._matcher.matched
         elif finish is not None:
-            piece.text += self._matcher.flush()
-            piece.stop_token_id = token_id if stopped_by_token else None
-        self.finish_reason = piece.finish_reason = finish
+            delta.text += self._matcher.flush()
+            delta.stop_token_id = token_id if stopped_by_token else None
+        self.finish_reason = delta.finish_reason = finish

@@ -9,24 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from common import convert
 from common.group_need import GroupNeed, blocks_of
-from common.types import Branch, FinishReason, PromptSources, SamplingParams, Timings
+from common.types import Branch, PromptSources, SamplingParams, Timings
 from gateway.fleet.lost import internal, too_late
 from gateway.intake.validate import ResolvedRequest
+from gateway.metrics import Metrics
+from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizers
-from gateway.request.direct import Direct
-from gateway.request.isolation import IsolationTicket
-from gateway.request.sample import Piece, Sample, Summary
+from gateway.request.outlet import Outlet
+from gateway.request.sample import Sample
 from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 MARGIN_S = 0.02
 """What a hop keeps of the time left for its own answer."""
-Pieces = dict[int, Piece]
-"""What one message brought, by sample."""
 
 
 @dataclass(slots=True)
@@ -35,16 +33,19 @@ class RequestState:
 
     request: ResolvedRequest
     samples: list[Sample]
+    outlet: Outlet
+    """Where accepted tokens go."""
+    metrics: Metrics
     arrived: float
     digest: bytes = b""
     rank: int = 0
     """The priority with the workers, once it has a place."""
     num_open: int = 0
     """Samples that have not ended."""
+    outcome: str = "abort"
+    """How the request ended, as its last delta says it."""
     attempts: int = 0
     losses: int = 0
-    entry: IsolationTicket = field(default_factory=lambda: IsolationTicket(lambda: None, alone=False))
-    """With the prefill worker; of a suspect, until decode has gone on with it."""
     decoded_from: int = 0
     """`output_len` when the attempt began, then when its decode did."""
     times: Timings = field(default_factory=Timings)
@@ -52,18 +53,16 @@ class RequestState:
     prompt_logprobs: Sequence[types_pb.TokenLogprob] = ()
     """Those that have not left yet."""
     handed_over: int = 0
-    emitted_at: float = 0.0
-    direct: Direct[Any] | None = None
-    """The fast path to the client, if there is one."""
+    left_at: float = 0.0
+    """When the last delta left, 0 before the first."""
 
     @classmethod
     def begin(
-        cls, request: ResolvedRequest, detokenizers: Detokenizers, digest: bytes, direct: Direct[Any] | None = None
+        cls, request: ResolvedRequest, detokenizers: Detokenizers, digest: bytes, outlet: Outlet, metrics: Metrics
     ) -> RequestState:
         count = request.sampling.num_sequences
         samples = [Sample(request, detokenizers, index) for index in range(count)]
-        plain = not request.stop and request.sampling.logprobs is None and request.sampling.beam_width is None
-        return cls(request, samples, time.monotonic(), digest, num_open=count, direct=direct if plain else None)
+        return cls(request, samples, outlet, metrics, time.monotonic(), digest, num_open=count)
 
     @property
     def is_beam_search(self) -> bool:
@@ -108,9 +107,50 @@ class RequestState:
         lengths = [need.prompt_len + len(sample.output_ids) + 1 for sample in self.open_samples]
         return shared + sum(blocks_of(length, block_size) - shared for length in lengths)
 
-    # --- what comes in
+    def leaves(self, delta: Delta, now: float) -> None:
+        """A delta leaves: count its tokens and times; the first of all brings the prompt's log-probabilities."""
+        sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
+        sample.delta = None
+        if sample.left_at:
+            metrics.next_tokens(count, now - sample.left_at)
+            delta.is_plain = delta.finish_reason is None and not delta.logprobs
+        else:
+            delta.is_first = True
+            self._account_first(delta, now)
+        self.left_at = sample.left_at = now
 
-    def accept(self, pieces: Pieces, output: decode_pb2.SequenceOutput) -> bool:
+    def _account_first(self, delta: Delta, now: float) -> None:
+        """The first delta of a sample leaves. There is no time between its tokens, or from those of other samples."""
+        count, metrics = len(delta.token_ids), self.metrics
+        if not self.left_at:
+            delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, ()
+            metrics.first_token(now - self.arrived, self.summary())
+            count -= 1
+        metrics.tokens(count)
+
+    def sum_up(self) -> None:
+        """Every sample has ended: the last delta brings the request's account."""
+        last = self.outlet.pending[-1]
+        assert last.finish_reason is not None
+        last.summary, self.outcome = self.summary(), last.finish_reason.value
+
+    # --- what comes in: it is pending in the outlet until that is flushed
+
+    def accept_token(self, sample_index: int, output_index: int, token_id: int) -> bool:
+        """Take a token after which decode goes on. True if it ended the sample here, by a stop string.
+
+        Errors: WorkerLost for a token that cannot be this.
+        """
+        try:
+            sample = self.samples[sample_index]
+        except IndexError:
+            raise internal("decode") from None
+        if sample.finish_reason is not None:
+            return False
+        sample.accept_token(self.outlet, output_index, token_id)
+        return sample.finish_reason is not None and self._note_end(sample)
+
+    def accept(self, output: decode_pb2.SequenceOutput) -> bool:
         """Take what decode sent of one sample. True if that ended the sample here and the worker does not know it.
 
         Errors: WorkerLost for tokens that cannot be these.
@@ -118,13 +158,15 @@ class RequestState:
         if output.sample_index >= len(self.samples):
             raise internal("decode")
         sample = self.samples[output.sample_index]
+        if sample.finish_reason is not None:
+            return False
         finish = convert.finish_reason_from_pb(output.finish_reason)
-        self._add(pieces, sample, output.first_index, output.token_ids, output.logprobs, finish)
-        if finish is not None and output.HasField("beam_score") and (piece := pieces.get(sample.index)) is not None:
-            piece.beam_score = output.beam_score
-        return finish is None and sample.finish_reason is not None
+        sample.accept(self.outlet, output.first_index, output.token_ids, output.logprobs, finish)
+        if finish is not None and output.HasField("beam_score"):
+            self.outlet.pending[-1].beam_score = output.beam_score
+        return self._note_end(sample) and finish is None
 
-    def accept_first(self, pieces: Pieces, done: prefill_pb2.PrefillDone) -> list[Sample]:
+    def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
         """Take the token that prefill drew for each branch. Returns the samples that the ticket goes on with.
 
         Errors: WorkerLost for an answer that is not to what was asked.
@@ -135,7 +177,8 @@ class RequestState:
         for sample, token in zip(sent, done.tokens, strict=True):
             finish = convert.finish_reason_from_pb(token.finish_reason)
             details = [token.logprob] if token.HasField("logprob") else []
-            self._add(pieces, sample, len(sample.output_ids), [token.token_id], details, finish)
+            sample.accept(self.outlet, len(sample.output_ids), [token.token_id], details, finish)
+            self._note_end(sample)
             if finish is None:
                 going.append(sample)
         branches = 1 if self.is_beam_search else len(going)
@@ -143,23 +186,11 @@ class RequestState:
             raise internal("prefill")
         return self.open_samples if self.is_beam_search else going
 
-    def _add(
-        self,
-        pieces: Pieces,
-        sample: Sample,
-        first_index: int,
-        token_ids: Sequence[int],
-        logprobs: Sequence[types_pb.TokenLogprob],
-        finish: FinishReason | None,
-    ) -> None:
-        if sample.finish_reason is not None:
-            return
-        piece = pieces.get(sample.index)
-        if piece is None:
-            piece = pieces[sample.index] = Piece(sample.index)
-        sample.accept(piece, first_index, token_ids, logprobs, finish)
-        if sample.finish_reason is not None:
-            self.num_open -= 1
+    def _note_end(self, sample: Sample) -> bool:
+        """Count a sample that has just ended."""
+        ended = sample.finish_reason is not None
+        self.num_open -= ended
+        return ended
 
     # --- what goes out
 

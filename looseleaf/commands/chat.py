@@ -58,8 +58,8 @@ def read_line() -> str:
 def answer(client: Client, turns: Sequence[Message], options: GenerateOptions) -> str:
     """Print the answer as it comes, and return it."""
     text = ""
-    for piece in client.chat(turns, stream=True, **options):
-        text += piece.text
-        print(piece.text, end="", flush=True)
+    for delta in client.chat(turns, stream=True, **options):
+        text += delta.text
+        print(delta.text, end="", flush=True)
     print()
     return text

@@ -12,7 +12,7 @@ from pydantic_settings import CliPositionalArg
 
 from common.settings import settings_config
 from looseleaf.commands.options import ClientSettings
-from looseleaf.results import Piece
+from looseleaf.results import Delta
 
 
 class CompleteSettings(ClientSettings):
@@ -43,23 +43,23 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def show(pieces: Iterable[Piece], *, numbered: bool) -> None:
+def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
     """Print the samples one after the other, `numbered` each with its index and the score of a beam."""
     begun = -1
-    for piece in in_turn(pieces):
-        if numbered and piece.index != begun:
-            score = "" if piece.beam_score is None else f" (score {piece.beam_score:.4f})"
-            print(f"[{piece.index}]{score} ", end="")
-        begun = piece.index
-        print(piece.text, end="" if piece.finish_reason is None else "\n", flush=True)
+    for delta in in_turn(deltas):
+        if numbered and delta.index != begun:
+            score = "" if delta.beam_score is None else f" (score {delta.beam_score:.4f})"
+            print(f"[{delta.index}]{score} ", end="")
+        begun = delta.index
+        print(delta.text, end="" if delta.finish_reason is None else "\n", flush=True)
 
 
-def in_turn(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces sample by sample: those of the first as they come, then what has come of the second, and so on."""
+def in_turn(deltas: Iterable[Delta]) -> Iterator[Delta]:
+    """The deltas sample by sample: those of the first as they come, then what has come of the second, and so on."""
     current = 0
-    waiting: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        waiting[piece.index].append(piece)
+    waiting: dict[int, list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        waiting[delta.index].append(delta)
         while ready := waiting.pop(current, []):
             yield from ready
             current += ready[-1].finish_reason is not None

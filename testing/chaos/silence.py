@@ -145,6 +145,6 @@ async def _ask_all(stack: Stack, cases: Sequence[Case], salt: str, lose: Loss) -
 
 
 async def _follow(client: AsyncClient, stream: Stream, salt: str) -> None:
-    async for piece in client.stream(list(stream.case.prompt_ids), **stream.case.options(salt)):
-        stream.tokens += piece.token_ids
+    async for delta in client.stream(list(stream.case.prompt_ids), **stream.case.options(salt)):
+        stream.tokens += delta.token_ids
         stream.times.append(time.monotonic())

@@ -126,10 +126,10 @@ async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0) -> 
     options = case.options(salt)
     options["priority"] = priority
     try:
-        async for piece in client.stream(list(case.prompt_ids), **options):
-            samples[piece.index] += piece.token_ids
+        async for delta in client.stream(list(case.prompt_ids), **options):
+            samples[delta.index] += delta.token_ids
             now = time.monotonic()
-            longest, last[piece.index] = max(longest, now - last[piece.index]), now
+            longest, last[delta.index] = max(longest, now - last[delta.index]), now
         error = _missing(samples, case)
     except asyncio.CancelledError:
         pass

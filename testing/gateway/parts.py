@@ -88,6 +88,8 @@ class Script:
     """An error to answer with, or seconds to take."""
     step_s: float = 0.0
     prefill_heartbeats: bool = True
+    timings: pb.Timings = field(default_factory=lambda: pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))
+    """What decode workers say of a sample's end."""
     burst: bool = False
     """All tokens of a submit in one message, as after a gateway was slow."""
     load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)

@@ -226,7 +226,7 @@ class _Group:
         if self._submit.sampling.HasField("logprobs"):
             output.logprobs.extend(map(_logprob, output.token_ids))
         if output.finish_reason:
-            output.timings.CopyFrom(pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))
+            output.timings.CopyFrom(self._script.timings)
         return output
 
 

@@ -86,8 +86,8 @@ def test_curl(llm: LLM, model: str) -> None:
     assert phases["prompt_tokens_computed"] + phases["prompt_tokens_cached"] == whole["usage"]["prompt_tokens"]
     lines = curl(llm, "/v1/completions", {"model": model, "prompt": "hello", "stream": True, **OPTIONS}).split("\n\n")
     assert lines[-2] == "data: [DONE]"
-    pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    text = "".join(choice["text"] for piece in pieces for choice in piece["choices"])
+    deltas = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    text = "".join(choice["text"] for delta in deltas for choice in delta["choices"])
     assert text == whole["choices"][0]["text"]
 
 
@@ -99,8 +99,8 @@ def test_a_stop_string_never_leaks(llm: LLM, model: str) -> None:
     assert stopped["finish_reason"] == "stop"
     assert stopped["text"] == text[: text.index(stop)]
     lines = curl(llm, "/v1/completions", {**body, "stop": [stop], "stream": True}).split("\n\n")[:-2]
-    pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert "".join(c["text"] for p in pieces for c in p["choices"]) == stopped["text"]
+    deltas = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert "".join(c["text"] for p in deltas for c in p["choices"]) == stopped["text"]
 
 
 def test_tokenize_round_trip_health_and_metrics(llm: LLM, model: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from bench.served.server import Request, WatchedServer, send_all
 from engine.runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
-from looseleaf.results import Completion, Piece, join
+from looseleaf.results import Completion, Delta, join
 from looseleaf.serve.model_source import BUILT_IN
 from testing.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
 from testing.oracle import Oracle
@@ -47,14 +47,14 @@ async def streamed(address: str, cases: list[Case], flowing: Callable[[], None])
     """All at once; `flowing` is called once, when the first request has had a token of decode."""
 
     async def one(client: AsyncClient, case: Case) -> Completion:
-        pieces: list[Piece] = []
+        deltas: list[Delta] = []
         num_tokens = 0
-        async for piece in client.stream(case.prompt, **case.options):
-            pieces.append(piece)
-            before, num_tokens = num_tokens, num_tokens + len(piece.token_ids)
+        async for delta in client.stream(case.prompt, **case.options):
+            deltas.append(delta)
+            before, num_tokens = num_tokens, num_tokens + len(delta.token_ids)
             if case is cases[0] and before < 2 <= num_tokens:
                 flowing()
-        return join(pieces)
+        return join(deltas)
 
     async with AsyncClient(address) as client:
         return await asyncio.gather(*(one(client, case) for case in cases))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,10 @@ from common.ticket import Ticket
 from common.types import FinishReason
 from gateway.fleet.decode_client import LivenessLimits
 from gateway.fleet.workers import Workers
+from gateway.intake.validate import ResolvedRequest
 from gateway.intake.wanted import IdsPrompt, TextPrompt, Wanted
-from gateway.request.sample import Piece
+from gateway.request.delta import Delta
+from gateway.request.outlet import Outlet
 from protos.v1 import decode_pb2 as pb
 from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
@@ -31,19 +32,26 @@ from tests.gateway.conftest import MakeRig, Rig
 PROMPT = [1, 50, 60, 70]
 
 
-async def run(rig: Rig, **wanted: Any) -> list[Piece]:
+async def deltas_of(rig: Rig, request: ResolvedRequest) -> list[Delta]:
+    """Everything in the order in which it left."""
+    deltas: list[Delta] = []
+    async with Outlet(deltas.extend) as outlet:
+        await rig.runner.run(request, outlet)
+    return deltas
+
+
+async def run(rig: Rig, **wanted: Any) -> list[Delta]:
     values = {"prompt": IdsPrompt(PROMPT), "max_tokens": 12, "temperature": 0.0, **wanted}
     request = await rig.validator.resolve(Wanted(**values))
-    async with aclosing(rig.runner.generate(request)) as pieces:
-        return [piece async for piece in pieces]
+    return await deltas_of(rig, request)
 
 
-def ids_of(pieces: list[Piece]) -> list[int]:
-    return [token for piece in pieces for token in piece.token_ids]
+def ids_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
 
 
-def text_of(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
 async def until(condition: Any) -> None:
@@ -54,12 +62,12 @@ async def until(condition: Any) -> None:
 
 async def test_a_request_goes_from_prefill_to_decode_and_is_accounted(make_rig: MakeRig) -> None:
     rig = await make_rig()
-    pieces = await run(rig, logprobs=1, prompt_logprobs=0)
-    assert ids_of(pieces) == expected_ids(PROMPT, 12)
-    assert [item.token_id for piece in pieces for item in piece.logprobs] == ids_of(pieces)
-    assert [item.token_id for item in pieces[0].prompt_logprobs] == PROMPT[1:]
-    summary = pieces[-1].summary
-    assert summary is not None and pieces[-1].finish_reason is FinishReason.LENGTH
+    deltas = await run(rig, logprobs=1, prompt_logprobs=0)
+    assert ids_of(deltas) == expected_ids(PROMPT, 12)
+    assert [item.token_id for delta in deltas for item in delta.logprobs] == ids_of(deltas)
+    assert [item.token_id for item in deltas[0].prompt_logprobs] == PROMPT[1:]
+    summary = deltas[-1].summary
+    assert summary is not None and deltas[-1].finish_reason is FinishReason.LENGTH
     assert (summary.prompt_tokens, summary.completion_tokens, summary.attempts) == (4, 12, 1)
     assert summary.sources.computed == 4 and summary.handed_over_tokens == 4
     assert summary.timings.prefill_ns == 2_000_000 and summary.timings.decode_ns == 4_000_000
@@ -69,8 +77,8 @@ async def test_a_request_goes_from_prefill_to_decode_and_is_accounted(make_rig: 
 
 async def test_a_request_that_ends_with_its_first_token_never_reaches_decode(make_rig: MakeRig) -> None:
     rig = await make_rig()
-    pieces = await run(rig, max_tokens=1)
-    assert ids_of(pieces) == expected_ids(PROMPT, 1) and not rig.script.submitted
+    deltas = await run(rig, max_tokens=1)
+    assert ids_of(deltas) == expected_ids(PROMPT, 1) and not rig.script.submitted
 
 
 FAULTS = {
@@ -93,13 +101,13 @@ FAULTS = {
 async def test_a_lost_attempt_is_prefilled_again_and_changes_no_token(make_rig: MakeRig, name: str) -> None:
     faults, reason = FAULTS[name]
     rig = await make_rig(Script(submits=list(faults)))
-    pieces = await run(rig)
-    assert ids_of(pieces) == expected_ids(PROMPT, 12)
-    assert text_of(pieces) == text_of(await run(rig))
+    deltas = await run(rig)
+    assert ids_of(deltas) == expected_ids(PROMPT, 12)
+    assert text_of(deltas) == text_of(await run(rig))
     assert rig.metric("looseleaf_requests_retried_total") == len(faults)
     if reason:
         assert rig.metric(f'looseleaf_requests_retried_total{{model_name="tiny",reason="{reason}"}}') == len(faults)
-    assert pieces[-1].summary is not None and pieces[-1].summary.attempts == len(faults) + 1
+    assert deltas[-1].summary is not None and deltas[-1].summary.attempts == len(faults) + 1
     again = rig.script.prefilled[1].branches[0]
     assert list(again.output_token_ids) == expected_ids(PROMPT, 12)[: len(again.output_token_ids)]
     assert len(again.output_token_ids) >= 1
@@ -115,9 +123,9 @@ async def test_messages_of_another_attempt_and_repeated_ones_are_dropped(make_ri
 
 async def test_tokens_that_come_together_with_a_rejection_reach_the_client(make_rig: MakeRig) -> None:
     rig = await make_rig(Script(submits=[Fault("reject", 5, pb.REJECTION_GIVEN_BACK)], burst=True))
-    pieces = await run(rig)
-    assert ids_of(pieces) == expected_ids(PROMPT, 12) and max(len(p.token_ids) for p in pieces) >= 5
-    assert text_of(pieces) == rig.assets.tokenizer.decode(ids_of(pieces))
+    deltas = await run(rig)
+    assert ids_of(deltas) == expected_ids(PROMPT, 12) and max(len(p.token_ids) for p in deltas) >= 5
+    assert text_of(deltas) == rig.assets.tokenizer.decode(ids_of(deltas))
 
 
 async def test_before_min_tokens_no_stop_string_ends_the_sample(make_rig: MakeRig) -> None:
@@ -260,9 +268,9 @@ async def test_a_stop_string_ends_the_sample_and_cancels_the_rest_at_the_worker(
     whole = text_of(await run(rig, max_tokens=200))
     stop = whole[20:24]
     rig.script.step_s = 0.001
-    pieces = await run(rig, max_tokens=200, stop=[stop])
-    assert text_of(pieces) == whole[: whole.index(stop)]
-    assert (pieces[-1].finish_reason, pieces[-1].stop_string) == (FinishReason.STOP, stop)
+    deltas = await run(rig, max_tokens=200, stop=[stop])
+    assert text_of(deltas) == whole[: whole.index(stop)]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_string) == (FinishReason.STOP, stop)
     await until(lambda: len(rig.script.cancelled) == 1)
     kept = await run(rig, max_tokens=200, stop=[stop], include_stop_str_in_output=True)
     assert text_of(kept) == whole[: whole.index(stop) + len(stop)]
@@ -270,8 +278,8 @@ async def test_a_stop_string_ends_the_sample_and_cancels_the_rest_at_the_worker(
 
 async def test_text_equals_the_full_decode(make_rig: MakeRig) -> None:
     rig = await make_rig()
-    pieces = await run(rig, max_tokens=300)
-    assert text_of(pieces) == rig.assets.tokenizer.decode(ids_of(pieces))
+    deltas = await run(rig, max_tokens=300)
+    assert text_of(deltas) == rig.assets.tokenizer.decode(ids_of(deltas))
 
 
 def no_workers(rig: Rig) -> None:
@@ -304,8 +312,7 @@ async def test_a_request_that_smaller_successors_cannot_hold_is_told_so(make_rig
     rig.records[1:] = [replace(record, max_group_blocks=4) for record in rig.records[1:]]
     await until(lambda: {limit.max_blocks for limit in rig.workers.group_rooms} == {4})
     with pytest.raises(Unavailable, match="no decode worker holds a group of this size"):
-        async for _ in rig.runner.generate(request):
-            raise AssertionError("it cannot have begun")
+        await deltas_of(rig, request)
     assert rig.gate.inside == 0
 
 
@@ -325,7 +332,7 @@ async def test_a_new_request_waits_for_the_successors_of_workers_that_were_lost(
 async def test_many_requests_spread_over_decode_workers(make_rig: MakeRig) -> None:
     rig = await make_rig(Script(step_s=0.002), num_decode=2)
     answers = await asyncio.gather(*(run(rig, prompt=TextPrompt(f"the mill {i}")) for i in range(40)))
-    assert all(len(ids_of(pieces)) == 12 for pieces in answers)
+    assert all(len(ids_of(deltas)) == 12 for deltas in answers)
     sessions = [rig.workers._sessions.get(f"d{i}") for i in range(2)]
     handles = [session._next_handle - 1 for session in sessions if session is not None]
     assert sum(handles) == 40 and min(handles) >= 15

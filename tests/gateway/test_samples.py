@@ -10,31 +10,33 @@ import pytest
 from common.errors import DeadlineExceeded, Unavailable
 from common.types import FinishReason
 from gateway.fleet.lost import WorkerLost
+from gateway.intake.validate import ResolvedRequest
 from gateway.intake.wanted import IdsPrompt, Wanted
+from gateway.request.delta import Delta
 from gateway.request.detokenize import Detokenizers
-from gateway.request.sample import Piece
+from gateway.request.outlet import Outlet
 from gateway.request.state import RequestState
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 from testing.gateway.parts import Fault, Script, beam_score, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
-from tests.gateway.test_requests import PROMPT, run, text_of, until
+from tests.gateway.test_requests import PROMPT, deltas_of, run, text_of, until
 
 LONG_PROMPT = [1, *range(30, 68)]
 """39 tokens: two full blocks and a partial one."""
 
 
-def split(pieces: list[Piece]) -> dict[int, list[Piece]]:
-    """Pieces by sample."""
-    found: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.index, []).append(piece)
+def split(deltas: list[Delta]) -> dict[int, list[Delta]]:
+    """Deltas by sample."""
+    found: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        found.setdefault(delta.index, []).append(delta)
     return found
 
 
-def ids_by_sample(pieces: list[Piece]) -> dict[int, list[int]]:
-    return {index: [t for p in mine for t in p.token_ids] for index, mine in sorted(split(pieces).items())}
+def ids_by_sample(deltas: list[Delta]) -> dict[int, list[int]]:
+    return {index: [t for p in mine for t in p.token_ids] for index, mine in sorted(split(deltas).items())}
 
 
 def expected(count: int, length: int = 12, prompt: list[int] = PROMPT) -> dict[int, list[int]]:
@@ -49,15 +51,15 @@ def nothing_is_held(rig: Rig) -> bool:
 
 async def test_three_samples_take_one_prefill_and_one_hand_over(make_rig: MakeRig) -> None:
     rig = await make_rig()
-    pieces = await run(rig, n=3, logprobs=1, prompt_logprobs=0, prompt=IdsPrompt(LONG_PROMPT))
-    assert ids_by_sample(pieces) == expected(3, prompt=LONG_PROMPT)
-    for index, mine in split(pieces).items():
+    deltas = await run(rig, n=3, logprobs=1, prompt_logprobs=0, prompt=IdsPrompt(LONG_PROMPT))
+    assert ids_by_sample(deltas) == expected(3, prompt=LONG_PROMPT)
+    for index, mine in split(deltas).items():
         assert text_of(mine) == rig.assets.tokenizer.decode(expected_ids(LONG_PROMPT, 12, index))
         assert [item.token_id for p in mine for item in p.logprobs] == expected_ids(LONG_PROMPT, 12, index)
         assert [p.finish_reason for p in mine if p.finish_reason] == [FinishReason.LENGTH]
-    assert [bool(p.prompt_logprobs) for p in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert [p.summary is not None for p in pieces] == [False] * (len(pieces) - 1) + [True]
-    summary = pieces[-1].summary
+    assert [bool(p.prompt_logprobs) for p in deltas] == [True] + [False] * (len(deltas) - 1)
+    assert [p.summary is not None for p in deltas] == [False] * (len(deltas) - 1) + [True]
+    summary = deltas[-1].summary
     assert summary is not None and (summary.prompt_tokens, summary.completion_tokens, summary.attempts) == (39, 36, 1)
     assert summary.handed_over_tokens == 39, "blocks that samples share count once"
     assert len(rig.script.prefilled) == len(rig.script.submitted) == 1
@@ -71,23 +73,23 @@ async def test_every_sample_ends_by_itself(make_rig: MakeRig) -> None:
     whole = expected(3, 30)
     stops = [whole[0][0], whole[1][7]]  # the first sample ends in prefill, the second in decode
     assert stops[0] not in whole[1][:7] + whole[2] and stops[1] not in whole[2]
-    pieces = await run(rig, n=3, max_tokens=30, stop_token_ids=stops)
-    assert ids_by_sample(pieces) == {0: whole[0][:1], 1: whole[1][:8], 2: whole[2]}
-    ends = {p.index: (p.finish_reason, p.stop_token_id) for p in pieces if p.finish_reason}
+    deltas = await run(rig, n=3, max_tokens=30, stop_token_ids=stops)
+    assert ids_by_sample(deltas) == {0: whole[0][:1], 1: whole[1][:8], 2: whole[2]}
+    ends = {p.index: (p.finish_reason, p.stop_token_id) for p in deltas if p.finish_reason}
     assert ends == {
         0: (FinishReason.STOP, stops[0]),
         1: (FinishReason.STOP, stops[1]),
         2: (FinishReason.LENGTH, None),
     }
-    assert pieces[-1].index == 2 and pieces[-1].summary is not None and pieces[-1].summary.completion_tokens == 39
+    assert deltas[-1].index == 2 and deltas[-1].summary is not None and deltas[-1].summary.completion_tokens == 39
     assert [b.sample_index for b in rig.script.submitted[0].branches] == [1, 2]
 
 
 async def test_samples_that_all_end_with_their_first_token_never_reach_decode(make_rig: MakeRig) -> None:
     rig = await make_rig()
-    pieces = await run(rig, n=3, max_tokens=1)
-    assert ids_by_sample(pieces) == expected(3, 1) and not rig.script.submitted
-    assert [p.summary is not None for p in pieces] == [False, False, True]
+    deltas = await run(rig, n=3, max_tokens=1)
+    assert ids_by_sample(deltas) == expected(3, 1) and not rig.script.submitted
+    assert [p.summary is not None for p in deltas] == [False, False, True]
 
 
 @pytest.mark.parametrize("at", [0, 20])
@@ -96,9 +98,9 @@ async def test_a_stop_string_ends_one_sample_and_cancels_only_it(make_rig: MakeR
     texts = {index: text_of(mine) for index, mine in split(await run(rig, n=3, max_tokens=60)).items()}
     stop = texts[1][at : at + 4] if at else rig.assets.tokenizer.decode(expected_ids(PROMPT, 1, 1))
     assert stop not in texts[0] + "\n" + texts[2]
-    pieces = split(await run(rig, n=3, max_tokens=60, stop=[stop]))
-    assert text_of(pieces[1]) == texts[1][: texts[1].index(stop)] and pieces[1][-1].stop_string == stop
-    assert text_of(pieces[0]) == texts[0] and text_of(pieces[2]) == texts[2]
+    deltas = split(await run(rig, n=3, max_tokens=60, stop=[stop]))
+    assert text_of(deltas[1]) == texts[1][: texts[1].index(stop)] and deltas[1][-1].stop_string == stop
+    assert text_of(deltas[0]) == texts[0] and text_of(deltas[2]) == texts[2]
     assert rig.script.cancelled_samples == [(2, 1)] and rig.script.cancelled == []
     assert nothing_is_held(rig)
 
@@ -108,8 +110,8 @@ async def test_the_last_sample_that_a_stop_string_ends_takes_the_group_with_it(m
     texts = {index: text_of(mine) for index, mine in split(await run(rig, n=2, max_tokens=100)).items()}
     stops = [texts[index][30:34] for index in (0, 1)]
     rig.script.step_s = 0.002
-    pieces = split(await run(rig, n=2, max_tokens=100, stop=stops))
-    assert {mine[-1].finish_reason for mine in pieces.values()} == {FinishReason.STOP}
+    deltas = split(await run(rig, n=2, max_tokens=100, stop=stops))
+    assert {mine[-1].finish_reason for mine in deltas.values()} == {FinishReason.STOP}
     await until(lambda: rig.script.cancelled == [2])
     assert len(rig.script.cancelled_samples) == 1
 
@@ -130,12 +132,12 @@ async def test_only_samples_that_have_not_ended_go_again(make_rig: MakeRig, name
     rig = await make_rig(Script(submits=[fault], burst=burst), num_decode=2)
     stop = whole[1][1]
     assert stop not in whole[0] + whole[2]
-    pieces = await run(rig, n=3, max_tokens=20, stop_token_ids=[stop])
-    assert ids_by_sample(pieces) == {0: whole[0], 1: whole[1][:2], 2: whole[2]}
-    for index, mine in split(pieces).items():
+    deltas = await run(rig, n=3, max_tokens=20, stop_token_ids=[stop])
+    assert ids_by_sample(deltas) == {0: whole[0], 1: whole[1][:2], 2: whole[2]}
+    for index, mine in split(deltas).items():
         kept = whole[index][: 1 if index == 1 else 20]  # a stop token's text is left out
         assert text_of(mine) == rig.assets.tokenizer.decode(kept)
-    again, summary = rig.script.prefilled[1], pieces[-1].summary
+    again, summary = rig.script.prefilled[1], deltas[-1].summary
     assert summary is not None and summary.attempts == 2 and summary.completion_tokens == 42
     # Plain tokens of several steps stand before what else these brought, so a gap among them comes before an end.
     end_is_known = fault.after and not (burst and fault.action == "gap")
@@ -151,10 +153,12 @@ async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: M
     """As when some of a step's outputs come and others do not."""
     rig = await make_rig(Script(submits=[Fault("die", 3)]))
     request = await rig.validator.resolve(wanted(n=2))
-    state = RequestState.begin(request, Detokenizers(rig.assets.tokenizer), b"")
+    state = RequestState.begin(
+        request, Detokenizers(rig.assets.tokenizer), b"", Outlet(list[Delta]().extend), rig.metrics
+    )
     for sample, count in ((0, 5), (1, 3)):
         output = pb.SequenceOutput(sample_index=sample, token_ids=expected_ids(PROMPT, count, sample))
-        assert state.accept({}, output) is False
+        assert state.accept(output) is False
     message = state.prefill_request()
     assert [list(b.output_token_ids) for b in message.branches] == [
         expected_ids(PROMPT, 5, 0),
@@ -163,13 +167,15 @@ async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: M
     # 4 + 5 + 1 and 4 + 3 + 1 tokens, nothing shared: three blocks of four each, two of these
     assert state.blocks_to_come_back(4) == 1 + (3 - 1) + (2 - 1)
     with pytest.raises(WorkerLost):
-        state.accept({}, pb.SequenceOutput(sample_index=2, token_ids=[5]))
+        state.accept(pb.SequenceOutput(sample_index=2, token_ids=[5]))
 
 
 async def test_decode_is_told_the_time_left_and_computes_no_log_probabilities_of_the_prompt(make_rig: MakeRig) -> None:
     rig = await make_rig()
     request = await rig.validator.resolve(wanted(prompt_logprobs=2, timeout_s=10.0))
-    state = RequestState.begin(request, Detokenizers(rig.assets.tokenizer), b"")
+    state = RequestState.begin(
+        request, Detokenizers(rig.assets.tokenizer), b"", Outlet(list[Delta]().extend), rig.metrics
+    )
     assert state.prefill_request().sampling.prompt_logprobs == 2
     state.attempts = 1
     before = state.remaining_s()
@@ -178,18 +184,23 @@ async def test_decode_is_told_the_time_left_and_computes_no_log_probabilities_of
     assert not message.sampling.HasField("prompt_logprobs")
 
 
+def begin(rig: Rig, request: ResolvedRequest) -> RequestState:
+    outlet = Outlet(list[Delta]().extend)
+    return RequestState.begin(request, Detokenizers(rig.assets.tokenizer), b"", outlet, rig.metrics)
+
+
 def wanted(**values: Any) -> Wanted:
     return Wanted(**{"prompt": IdsPrompt(PROMPT), "max_tokens": 12, "temperature": 0.0, **values})
 
 
 async def test_a_beam_search_comes_whole_at_its_end_with_scores(make_rig: MakeRig) -> None:
     rig = await make_rig()
-    pieces = await run(rig, beam_width=4, n=2, logprobs=0, prompt_logprobs=0)
-    assert [(p.index, p.token_ids) for p in pieces] == list(expected(2).items())
-    assert [p.beam_score for p in pieces] == [beam_score(0), beam_score(1)]
-    assert [p.text for p in pieces] == [rig.assets.tokenizer.decode(ids) for ids in expected(2).values()]
-    assert [len(p.prompt_logprobs) for p in pieces] == [3, 0] and [len(p.logprobs) for p in pieces] == [12, 12]
-    summary = pieces[-1].summary
+    deltas = await run(rig, beam_width=4, n=2, logprobs=0, prompt_logprobs=0)
+    assert [(p.index, p.token_ids) for p in deltas] == list(expected(2).items())
+    assert [p.beam_score for p in deltas] == [beam_score(0), beam_score(1)]
+    assert [p.text for p in deltas] == [rig.assets.tokenizer.decode(ids) for ids in expected(2).values()]
+    assert [len(p.prompt_logprobs) for p in deltas] == [3, 0] and [len(p.logprobs) for p in deltas] == [12, 12]
+    summary = deltas[-1].summary
     assert summary is not None and summary.completion_tokens == 24 and summary.handed_over_tokens == 4
     submit, prefill = rig.script.submitted[0], rig.script.prefilled[0]
     for message in (prefill, submit):
@@ -203,8 +214,8 @@ async def test_a_beam_search_comes_whole_at_its_end_with_scores(make_rig: MakeRi
 @pytest.mark.parametrize("name", ["session lost", "given back", "lost"])
 async def test_a_beam_search_that_is_lost_starts_over(make_rig: MakeRig, name: str) -> None:
     rig = await make_rig(Script(submits=[FAULTS[name]]), num_decode=2)
-    pieces = await run(rig, beam_width=3)
-    assert ids_by_sample(pieces) == expected(3) and len(rig.script.submitted) == 2
+    deltas = await run(rig, beam_width=3)
+    assert ids_by_sample(deltas) == expected(3) and len(rig.script.submitted) == 2
     assert [list(b.output_token_ids) for p in rig.script.prefilled for b in p.branches] == [[], []]
     assert nothing_is_held(rig)
 
@@ -247,7 +258,7 @@ async def test_with_nothing_else_at_the_workers_a_group_given_back_goes_at_once(
     full = types_pb.WorkerLoad(free_blocks=0, total_blocks=64)
     rig = await make_rig(Script(submits=[Fault("reject", 3, pb.REJECTION_GIVEN_BACK)] * 5, load=full))
     answers = await asyncio.gather(*(run(rig, n=2, max_tokens=20) for _ in range(2)))
-    assert [ids_by_sample(pieces) for pieces in answers] == [expected(2, 20)] * 2
+    assert [ids_by_sample(deltas) for deltas in answers] == [expected(2, 20)] * 2
     assert len(rig.script.prefilled) == 7 and nothing_is_held(rig)
 
 
@@ -274,5 +285,4 @@ async def test_groups_go_only_to_workers_that_hold_them(make_rig: MakeRig) -> No
     rig.records.pop()  # the large one goes, which validation did not know
     await until(lambda: "d1" not in rig.workers.states)
     with pytest.raises(Unavailable):
-        async for _ in rig.runner.generate(request):
-            pass
+        await deltas_of(rig, request)

@@ -37,12 +37,12 @@ def client(llm: LLM) -> Client:
 
 def test_a_stream_amounts_to_the_completion(client: Client) -> None:
     whole = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2)
-    pieces = list(client.generate(PROMPT, stream=True, max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2))
-    assert len(pieces) > 1
-    assert "".join(piece.text for piece in pieces) == whole.text
-    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
-    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-    assert whole.finish_reason is pieces[-1].finish_reason is FinishReason.LENGTH
+    deltas = list(client.generate(PROMPT, stream=True, max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2))
+    assert len(deltas) > 1
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert tuple(token for delta in deltas for token in delta.token_ids) == whole.token_ids
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert whole.finish_reason is deltas[-1].finish_reason is FinishReason.LENGTH
     assert [item.token_id for item in whole.logprobs] == list(whole.token_ids)
     assert all(len(item.top) == 2 for item in whole.logprobs)
 
@@ -95,11 +95,11 @@ def test_samples_of_one_prompt(client: Client) -> None:
 
 def test_streamed_samples_amount_to_the_same(client: Client) -> None:
     options: GenerateOptions = {"n": 3, "max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
-    pieces = list(client.generate(PROMPT, stream=True, **options))
-    assert {piece.index for piece in pieces} == {0, 1, 2}
-    assert sum(piece.finish_reason is not None for piece in pieces) == 3
-    assert [piece.usage is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert join(pieces).samples == client.generate(PROMPT, **options).samples
+    deltas = list(client.generate(PROMPT, stream=True, **options))
+    assert {delta.index for delta in deltas} == {0, 1, 2}
+    assert sum(delta.finish_reason is not None for delta in deltas) == 3
+    assert [delta.usage is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert join(deltas).samples == client.generate(PROMPT, **options).samples
 
 
 def test_beams_come_best_first(client: Client) -> None:
@@ -123,8 +123,8 @@ def test_samples_on_the_command_line(llm: LLM, capsys: pytest.CaptureFixture[str
 
 
 def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
-    for piece in llm.client.generate(PROMPT, stream=True, max_tokens=900, ignore_eos=True):
-        assert piece.finish_reason is None
+    for delta in llm.client.generate(PROMPT, stream=True, max_tokens=900, ignore_eos=True):
+        assert delta.finish_reason is None
         break
     assert_nothing_held(llm.addresses.block_store)
 
@@ -149,8 +149,8 @@ async def test_the_async_client(llm: LLM, client: Client) -> None:
         expected = client.generate(PROMPT, max_tokens=8, temperature=0.0)
         many = await asyncio.gather(*(opened.generate(PROMPT, max_tokens=8, temperature=0.0) for _ in range(8)))
         assert {done.token_ids for done in many} == {expected.token_ids}
-        pieces = [piece async for piece in opened.stream(PROMPT, max_tokens=8, temperature=0.0)]
-        assert "".join(piece.text for piece in pieces) == expected.text
+        deltas = [delta async for delta in opened.stream(PROMPT, max_tokens=8, temperature=0.0)]
+        assert "".join(delta.text for delta in deltas) == expected.text
         assert await opened.detokenize(await opened.tokenize("a b", add_special_tokens=False)) == "a b"
         assert await opened.models() == client.models()
         assert (await opened.chat("hi", max_tokens=2)).token_ids

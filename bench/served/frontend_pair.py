@@ -1,0 +1,125 @@
+"""CPU time of the gateway for each streamed token, of two checkouts in turn.
+
+    python -m bench.served.frontend_pair --other ../before --rounds 9
+
+Both stacks (`frontend.Stack`) run all the time, each with the code of its checkout, and are measured one after the
+other, so that both meet the same machine. Prints the medians of each, and the median of the ratios of the rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import Field
+
+from common.errors import StartupError
+from common.settings import Settings, settings_config
+
+DRIVER = """
+import sys
+from bench.served.frontend import FrontendSettings, Measurement, Stack
+settings = FrontendSettings.load(sys.argv[1:])
+with Stack(settings) as stack:
+    measurement = Measurement(stack, settings)
+    measurement.measure_idle()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        kind, rate = line.split()
+        found = measurement.served(kind, float(rate))
+        print("found", found["gateway"]["us_per_token"], found["tokens_per_message"], flush=True)
+"""
+"""Runs in each checkout; its bench.served.frontend is that checkout's own."""
+
+
+class PairSettings(Settings):
+    """Measure the front end of this checkout beside another one's."""
+
+    model_config = settings_config("LOOSELEAF_PAIR_", "bench.served.frontend_pair")
+
+    other: Path = Field(description="directory of the other checkout, with generated protos and built extensions")
+    streams: int = Field(64, ge=1, le=1024, description="concurrent streams")
+    rate: float = Field(25.0, gt=0, le=2000, description="steps a second, each a token for every stream")
+    full_rate: float = Field(1000.0, gt=0, le=5000, description="steps a second that no gateway keeps up with")
+    seconds: float = Field(3.0, gt=0.1, description="length of one measurement")
+    rounds: int = Field(9, ge=1, description="measurements of each")
+
+
+class Checkout:
+    """A running stack with the code of one directory."""
+
+    def __init__(self, directory: Path, settings: PairSettings) -> None:
+        options = ["--streams", str(settings.streams), "--seconds", str(settings.seconds)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *options],
+            cwd=directory,
+            env=os.environ | {"PYTHONPATH": str(directory.resolve())},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._read("ready")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60.0)
+
+    def measure(self, kind: str, rate: float) -> tuple[float, float]:
+        """(us of CPU a token, tokens a message)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{kind} {rate}\n")
+        self._process.stdin.flush()
+        us, tokens = self._read("found")
+        return float(us), float(tokens)
+
+    def _read(self, word: str) -> list[str]:
+        """What follows a word of the driver. StartupError if it ends."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            first, *rest = line.split()
+            if first == word:
+                return rest
+        raise StartupError(f"the driver in {self._process.args!r} has ended")
+
+
+def main(settings: PairSettings) -> None:
+    works = [(kind, rate) for rate in (settings.rate, settings.full_rate) for kind in ("http", "grpc")]
+    found: dict[tuple[str, float], list[tuple[float, float, float, float]]] = {work: [] for work in works}
+    with ExitStack() as stack:
+        other, this = (stack.enter_context(Checkout(at, settings)) for at in (settings.other, Path.cwd()))
+        for number in range(settings.rounds):
+            for work in works:
+                if number % 2:
+                    before, after = other.measure(*work), this.measure(*work)
+                else:
+                    after, before = this.measure(*work), other.measure(*work)
+                found[work].append((*before, *after))
+    for (kind, rate), rounds in found.items():
+        before_us, before_tokens, after_us, after_tokens = map(statistics.median, zip(*rounds, strict=True))
+        ratios = sorted(after / before for before, _, after, _ in rounds)
+        print(
+            f"{kind} {rate:g} steps/s: other {before_us:.1f} us a token ({before_tokens:.2f} tokens a message), "
+            f"this {after_us:.1f} ({after_tokens:.2f}), ratio {statistics.median(ratios):.3f} "
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main(PairSettings.load(sys.argv[1:]))
+    except StartupError as error:
+        print(f"bench.served.frontend_pair: {error}", file=sys.stderr)
+        sys.exit(1)

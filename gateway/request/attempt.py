@@ -1,0 +1,251 @@
+"""One attempt at a request: prefill on one worker, hand-over, decode on another.
+
+Decode's tokens are pushed: the session with its worker calls `_Decoding`, which adds them to the request's state and
+flushes its outlet. The request's own task waits only until every sample has ended, or for what ended the attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from common import convert
+from common.errors import Unavailable
+from common.types import WorkerRecord
+from gateway.admission.gate import Gate, Place
+from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
+from gateway.fleet.lost import WorkerLost, incarnation, rejected, too_late
+from gateway.fleet.workers import Workers
+from gateway.metrics import Metrics
+from gateway.request.isolation import Isolation, IsolationTicket
+from gateway.request.sample import Sample
+from gateway.request.state import RequestState, tokens_of
+from protos.v1 import decode_pb2, prefill_pb2
+from protos.v1 import types_pb2 as types_pb
+
+logger = logging.getLogger("requests")
+WAIT_FOR_WORKERS_S = 0.05
+NO_PAIR = "no pair of prefill and decode workers is ready"
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefilled:
+    """What the first half of an attempt leaves to the second."""
+
+    worker: WorkerRecord
+    done: prefill_pb2.PrefillDone
+    isolation: IsolationTicket
+
+
+@dataclass(slots=True)
+class _PendingTicket:
+    """A ticket on its way from prefill to decode: given up unless it gets there."""
+
+    workers: Workers
+    ticket: types_pb.Ticket | None
+    """None: there is none, or decode has it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ticket is not None:
+            self.workers.give_up(self.ticket)
+
+
+class Attempts:
+    """Makes attempts at requests."""
+
+    def __init__(
+        self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, recover_s: float
+    ) -> None:
+        """`recover_s`: how long a request waits for a worker that can take it."""
+        self._workers = workers
+        self._gate = gate
+        self._isolation = isolation
+        self._metrics = metrics
+        self._recover_s = recover_s
+
+    async def run(self, state: RequestState, place: Place) -> None:
+        """Prefill, hand over, decode, until every sample has ended. Errors: WorkerLost (there may be another attempt),
+        any LooseleafError (there is none)."""
+        state.decoded_from = state.output_len
+        with ExitStack() as held:
+            prefilled = await self._prefill(state, place, held)
+            done = prefilled.done
+            ticket = held.enter_context(_PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None))
+            going = state.accept_first(done)
+            state.decoded_from = state.output_len
+            if state.num_open:
+                await self._decode(state, prefilled, going, ticket)
+            else:
+                state.sum_up()
+
+    # --- the first half
+
+    async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
+        """`held` gets the permission to be with a worker, which a suspect keeps into decode."""
+        try:
+            async with asyncio.timeout(state.remaining_s()):
+                worker, isolation = await self._enter_prefill(state)
+                held.enter_context(isolation)
+                done = await self._call_prefill(state, worker)
+                if state.attempts == 1:
+                    self._gate.waited(place, state.times.queue_ns / 1e9)
+        except TimeoutError:
+            raise too_late(state.request.timeout_s) from None
+        finally:
+            self._workers.keep_promise(place)
+        isolation.prefilled(is_heard_of=not state.is_beam_search)
+        return _Prefilled(worker, done, isolation)
+
+    async def _enter_prefill(self, state: RequestState) -> tuple[WorkerRecord, IsolationTicket]:
+        """A prefill worker that the request may be sent to now."""
+        worker = await self._pick_prefill(state)
+        isolation = await self._isolation.enter(state.digest, incarnation(worker))
+        if self._workers.failed(worker):  # while this waited for its turn
+            isolation.leave()
+            worker = await self._pick_prefill(state)
+            isolation = await self._isolation.enter(state.digest, incarnation(worker))
+        return worker, isolation
+
+    async def _pick_prefill(self, state: RequestState) -> WorkerRecord:
+        """A prefill worker with a reachable partner; waits for one if workers were lost a moment ago."""
+        request, need, began = state.request, state.need, time.monotonic()
+        while True:
+            worker = await self._workers.pick_prefill(request, need)
+            if worker is not None:
+                return worker
+            too_small = self._workers.ready and not self._workers.holds(need)
+            waited_s = time.monotonic() - began if too_small else self._workers.missing_for()
+            if waited_s > self._recover_s:
+                why = "no decode worker holds a group of this size" if too_small else NO_PAIR
+                raise Unavailable(why, retry_after_s=1.0)
+            await asyncio.sleep(min(WAIT_FOR_WORKERS_S, state.remaining_s()))
+
+    async def _call_prefill(self, state: RequestState, worker: WorkerRecord) -> prefill_pb2.PrefillDone:
+        message, again = state.prefill_request(), state.attempts > 0
+        state.attempts += 1
+        self._metrics.dispatched("prefill", worker.worker_id)
+        began = time.monotonic()
+        try:
+            done = await self._workers.prefill(worker, message, state.remaining_s())
+        except WorkerLost:
+            state.took(prefill_ns=_since_ns(began))
+            raise
+        state.took(queue_ns=done.timings.queue_ns, prefill_ns=done.timings.prefill_ns)
+        if state.sources is None:
+            state.sources = convert.sources_from_pb(done.sources)
+            state.prompt_logprobs = done.prompt_logprobs
+        if again:
+            lengths = [len(sample.output_ids) for sample in state.open_samples]
+            logger.debug("request %s goes on at token %s", state.request.request_id, lengths)
+        return done
+
+    # --- the second half
+
+    async def _decode(
+        self, state: RequestState, prefilled: _Prefilled, going: list[Sample], ticket: _PendingTicket
+    ) -> None:
+        done = prefilled.done
+        # The message may be too late: made before a place is taken.
+        message, left_s = state.submit_request(done, going), state.remaining_s()
+        place = self._workers.pick_decode(prefilled.worker, state.need)
+        if place is None:
+            state.outlet.flush()
+            raise WorkerLost("no_decode")
+        decoding = _Decoding(state, place.session, prefilled.isolation)
+        group = decoding.submit(message, going)
+        ticket.ticket = None
+        self._account(state, prefilled, place.session)
+        timer = asyncio.get_running_loop().call_later(left_s, group.fail, too_late(state.request.timeout_s))
+        try:
+            state.outlet.flush()  # decode has the ticket: prefill's tokens may go out
+            await group.wait()
+        except WorkerLost as lost:
+            state.took(decode_ns=_since_ns(decoding.began))
+            if lost.suspect:
+                place.suspect()
+            raise
+        finally:
+            timer.cancel()
+            place.session.cancel(group)
+            place.release()
+
+    def _account(self, state: RequestState, prefilled: _Prefilled, session: DecodeSession) -> None:
+        state.handed_over = tokens_of(prefilled.done.ticket, prefilled.worker.block_size)
+        self._metrics.handed_over(state.handed_over)
+        self._metrics.dispatched("decode", session.record.worker_id)
+
+
+class _Decoding:
+    """The receiver of a group's outputs: they go into the request's state and out of its outlet."""
+
+    __slots__ = ("_group", "_isolation", "_session", "_some_ended", "_state", "_timings", "began")
+
+    def __init__(self, state: RequestState, session: DecodeSession, isolation: IsolationTicket) -> None:
+        self.began = time.monotonic()
+        self._state = state
+        self._session = session
+        self._isolation: IsolationTicket | None = isolation
+        self._some_ended = False
+        """Whether a sample has ended since the last flush."""
+        self._timings: types_pb.Timings | None = None
+        """The worker's own account."""
+
+    def submit(self, message: decode_pb2.Submit, going: list[Sample]) -> SubmittedGroup:
+        group = self._group = self._session.submit(message, [sample.index for sample in going], self)
+        for sample in going:
+            if sample.finish_reason is not None:  # by a stop string in its first token
+                self._session.cancel_sample(group, sample.index)
+        return group
+
+    def take_token(self, sample: int, output_index: int, token_id: int) -> None:
+        if self._state.accept_token(sample, output_index, token_id):
+            self._stopped(sample)
+
+    def take(self, output: decode_pb2.SequenceOutput) -> None:
+        if output.rejection:
+            raise rejected(output.rejection, self._state.request.timeout_s)
+        if self._state.accept(output):
+            self._stopped(output.sample_index)
+        elif output.finish_reason:
+            self._some_ended, self._timings = True, output.timings
+
+    def flush(self) -> None:
+        if self._isolation is not None:  # the first step with it is over
+            self._isolation.leave()
+            self._isolation = None
+        if self._some_ended:
+            self._flush_end()
+        else:
+            self._state.outlet.flush()
+
+    def _flush_end(self) -> None:
+        self._some_ended, state = False, self._state
+        if not state.num_open:
+            self._add_decode_time()
+            state.sum_up()
+            self._group.end()
+        state.outlet.flush(at_once=True)
+
+    def _stopped(self, sample: int) -> None:
+        """A stop string ended a sample, which the worker cannot know."""
+        self._some_ended = True
+        self._session.cancel_sample(self._group, sample)
+
+    def _add_decode_time(self) -> None:
+        """The worker's own account, or the gateway's where the worker gave none (a stop string)."""
+        timings = self._timings
+        if timings is not None and timings.decode_ns:
+            self._state.took(hand_over_ns=timings.hand_over_ns, decode_ns=timings.decode_ns)
+        else:
+            self._state.took(decode_ns=_since_ns(self.began))
+
+
+def _since_ns(began: float) -> int:
+    return int((time.monotonic() - began) * 1e9)

@@ -1,0 +1,43 @@
+"""What a client is sent: deltas of samples, and with the last one the request's account."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.types import FinishReason, PromptSources, Timings
+from protos.v1 import types_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The account of a finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    sources: PromptSources
+    handed_over_tokens: int
+    timings: Timings
+    attempts: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a client is sent of a sample at once. The sample's last delta has `finish_reason`, the request's last one
+    `summary` too."""
+
+    index: int = 0
+    """The sample's number; of a beam search the beam's rank."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[pb.TokenLogprob] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+    beam_score: float | None = None
+    summary: Summary | None = None
+    is_first: bool = False
+    """Whether the client has seen nothing of the sample. Known when the delta leaves, as is the next."""
+    is_plain: bool = False
+    """Whether it is from the middle of a sample and has tokens and their text alone, as most have."""

@@ -1,0 +1,143 @@
+"""The way out of a request's tokens: `RequestState` adds deltas to an outlet, the outlet writes them to the client.
+
+At most one write is under way, and what comes meanwhile is merged, so that a slow client costs one delta a sample and
+no task waits for it. With many streams a client's messages keep an interval, and what comes within one goes out as one.
+Independent of tokenizers, gRPC and HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+from gateway.request.delta import Delta
+
+Write = Callable[[list[Delta]], Coroutine[Any, Any, None] | None]
+"""Writes deltas to the client, at most one of each sample; returns None if that is done, else what has to be run."""
+LAST_WORD_S = 5.0
+"""A client that does not read is not told of its error for longer."""
+MIN_PAUSE_S = 0.001
+"""A shorter pause is not worth a timer."""
+MESSAGE_COST_S = 0.00025
+"""A message to a client costs the event loop up to 0.1 ms. With many streams each waits so long per stream between its
+messages: the loop stays free for new calls (grpc.aio accepts one at a time). At 64 streams that is 16 ms, less than
+most steps take.
+"""
+FEW_STREAMS = 16
+"""Up to so many streams every step's tokens go out at once."""
+
+
+class Outlet:
+    """What one client is still to be sent of one request. One event loop; what is written is written within
+    `async with`."""
+
+    __slots__ = ("_at_once", "_error", "_interval_s", "_leaves", "_left_at", "_settled", "_timer", "_write", "_writing",
+                 "pending")  # fmt: skip
+
+    def __init__(self, write: Write) -> None:
+        self.pending: list[Delta] = []
+        """What has come and has not left, at most one of each sample: one that is here may still be added to."""
+        self._write = write
+        self._interval_s: Callable[[], float] = lambda: 0.0
+        self._leaves: Callable[[Delta, float], None] = lambda delta, now: None
+        self._left_at = 0.0
+        self._at_once = False
+        """Whether what is pending waits for no interval."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing = False
+        self._error: BaseException | None = None
+        self._settled: asyncio.Future[None] | None = None
+
+    def open(self, interval_s: Callable[[], float], leaves: Callable[[Delta, float], None]) -> None:
+        """`interval_s()` is the least time between two messages now; `leaves(delta, now)` sees each before it is
+        written."""
+        self._interval_s = interval_s
+        self._leaves = leaves
+
+    def flush(self, *, at_once: bool = False) -> None:
+        """See that what is pending is written: now, after the write under way, or, unless `at_once`, at the end of the
+        interval. Raises what an earlier write failed with."""
+        if self._error is not None:
+            raise self._error
+        if at_once:
+            self._at_once = True
+            self._stop_timer()
+        if self._writing or self._timer is not None or not self.pending:
+            return
+        now = time.monotonic()
+        if not self._at_once and (pause_s := self._left_at + self._interval_s() - now) > MIN_PAUSE_S:
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._interval_over)
+            return
+        self._at_once, self._left_at = False, now
+        deltas, self.pending = self.pending, []
+        for delta in deltas:
+            self._leaves(delta, now)
+        if (coroutine := self._write(deltas)) is not None:
+            self._writing = True
+            self._step(coroutine)
+
+    async def drained(self) -> None:
+        """Flush at once, and wait until everything is written. Raises what a write failed with."""
+        self.flush(at_once=True)
+        while self._writing:
+            self._settled = asyncio.get_running_loop().create_future()
+            await self._settled
+            self.flush(at_once=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an error, its client is first sent what came before it, for `LAST_WORD_S` at most."""
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(LAST_WORD_S):
+                    await self.drained()
+        self._stop_timer()
+        self.pending.clear()
+
+    def _interval_over(self) -> None:
+        self._timer = None
+        self._at_once = True
+        self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            self.flush()
+        except Exception as error:  # of `leaves` or `write`: the next flush raises it where the request sees it
+            self._error = error
+
+    def _step(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a write up to a future that it waits for, and go on when that is done. This is what a task does, but a
+        write that need not wait is done at once, and none costs a task. (`asyncio.eager_task_factory`, from Python
+        3.12 on, does the same.)"""
+        try:
+            waits_for = coroutine.send(None)
+        except StopIteration:
+            self._writing = False
+            if self._settled is not None or self.pending:
+                self._written(None)
+        except (Exception, asyncio.CancelledError) as error:
+            self._written(error)
+        else:
+            if waits_for is None:  # a bare yield: others run first
+                asyncio.get_running_loop().call_soon(self._step, coroutine)
+                return
+            waits_for._asyncio_future_blocking = False  # as `Task` does: it says that `await` was used
+            waits_for.add_done_callback(lambda _: self._step(coroutine))
+
+    def _written(self, error: BaseException | None) -> None:
+        self._writing = False
+        self._error = self._error or error
+        if self._settled is not None and not self._settled.done():
+            self._settled.set_result(None)
+        elif self._error is None and self.pending:
+            self._go_on()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

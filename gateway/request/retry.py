@@ -1,0 +1,75 @@
+"""Retry of a lost request: whether it is prefilled again, and when.
+
+Lost attempts are bounded, but for those that decode gave back for want of blocks: each of them has brought a token, and
+the next waits until there are blocks. A request whose workers died twice is refused (`isolation`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+
+from common.telemetry import Burst
+from gateway.admission.gate import Gate, Place
+from gateway.fleet.lost import WorkerLost, too_late
+from gateway.fleet.workers import Workers
+from gateway.metrics import Metrics
+from gateway.request.isolation import Isolation
+from gateway.request.state import RequestState
+
+logger = logging.getLogger("requests")
+PAUSE_S = 0.02
+"""Before the next attempt, for each attempt lost so far."""
+
+
+class Retry:
+    """What follows a lost attempt."""
+
+    def __init__(
+        self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, max_attempts: int
+    ) -> None:
+        self._workers = workers
+        self._gate = gate
+        self._isolation = isolation
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._again = Burst(_log)
+
+    async def prepare(self, state: RequestState, place: Place, lost: WorkerLost) -> None:
+        """Account for a loss, and wait until the next attempt may begin. Errors: what the client is told if there is no
+        next one."""
+        self._account(state, lost)
+        if lost.given_back:
+            await self._come_back(state, place)
+        else:
+            await asyncio.sleep(min(PAUSE_S * state.losses, state.remaining_s()))
+
+    def _account(self, state: RequestState, lost: WorkerLost) -> None:
+        self._metrics.retried(lost.reason)
+        state.losses += lost.counted
+        logger.debug("request %s is prefilled again: %s", state.request.request_id, lost.reason)
+        self._again.note(lost.reason)
+        if state.output_len > state.decoded_from:
+            self._isolation.survived(state.digest)
+        if lost.death is not None:
+            self._isolation.died(state.digest, lost.death)
+            self._isolation.check(state.digest)
+        if state.losses >= self._max_attempts:
+            raise lost.final
+
+    async def _come_back(self, state: RequestState, place: Place) -> None:
+        """Wait until there are blocks for a group that decode gave back; it is ahead of everything new."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(state.remaining_s()):
+                await self._gate.come_back(place, lambda: self._workers.promise(place, state.blocks_to_come_back))
+        except TimeoutError:
+            raise too_late(state.request.timeout_s) from None
+        state.took(queue_ns=int((time.monotonic() - began) * 1e9))
+
+
+def _log(reasons: list[str]) -> None:
+    counts = ", ".join(f"{reason} {count}" for reason, count in Counter(reasons).items())
+    logger.info("%d requests are prefilled again: %s", len(reasons), counts)
