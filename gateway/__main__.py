@@ -19,7 +19,8 @@ from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
 from gateway.api.credentials import Authenticator
-from gateway.api.front import front_certificates, warn_of_public_bind
+from gateway.api.exposure import front_certificates, warn_of_public_bind
+from gateway.api.front import Front
 from gateway.api.grpc_service import InferenceServicer, key_check
 from gateway.api.http_app import HttpApi
 from gateway.api.key_ring import KeyRing
@@ -120,21 +121,14 @@ async def main(settings: GatewaySettings) -> None:
         recover_s=settings.recover_s,
         used=admission.used,
     )
-    parts = (
-        assets,
-        authenticator,
-        admission,
-        validator,
-        runner,
-        metrics,
-    )
+    front = Front(assets, authenticator, admission, validator, runner, metrics)
     grpc_server.add(
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-        InferenceServicer(*parts),
+        InferenceServicer(front),
         "looseleaf.v1.InferenceService",
     )
     ready = lambda: workers.ready and not admission.draining  # noqa: E731
-    app = HttpApi(*parts).app(
+    app = HttpApi(front).app(
         ready,
         show_metrics=settings.metrics,
         timeout_s=settings.request_timeout_s,

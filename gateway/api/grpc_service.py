@@ -12,14 +12,12 @@ from common.guard import Check, Context
 from common.types import EarlyStopping
 from gateway.admission.admission import Admission
 from gateway.api.credentials import Authenticator
-from gateway.intake.assets import ModelAssets
+from gateway.api.front import Front
 from gateway.intake.limits import RANGES
-from gateway.intake.validate import ResolvedRequest, Validator
+from gateway.intake.validate import ResolvedRequest
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
-from gateway.metrics import Metrics
 from gateway.request.delta import Delta, Summary
 from gateway.request.outlet import Outlet
-from gateway.request.runner import RequestRunner
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc, types_pb2
 
@@ -30,21 +28,13 @@ STALLED_CLIENT_S = 5.0
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """What gRPC clients call."""
 
-    def __init__(
-        self,
-        assets: ModelAssets,
-        authenticator: Authenticator,
-        admission: Admission,
-        validator: Validator,
-        runner: RequestRunner,
-        metrics: Metrics,
-    ) -> None:
-        self._assets = assets
-        self._authenticator = authenticator
-        self._admission = admission
-        self._validator = validator
-        self._runner = runner
-        self._metrics = metrics
+    def __init__(self, front: Front) -> None:
+        self._assets = front.assets
+        self._authenticator = front.authenticator
+        self._admission = front.admission
+        self._validator = front.validator
+        self._runner = front.runner
+        self._metrics = front.metrics
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         try:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from common.errors import NotFound, Unimplemented
-from gateway.admission.admission import Admission, Entry
+from gateway.admission.admission import Entry
 from gateway.api.asgi import (
     EventSender,
     EventStream,
@@ -27,17 +27,14 @@ from gateway.api.asgi import (
     with_server_send,
 )
 from gateway.api.bodies import BodyBudget, BodyReader
-from gateway.api.credentials import Authenticator
+from gateway.api.front import Front
 from gateway.api.openai_reply import ChunkWriter, Envelope, dumps
 from gateway.api.openai_request import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.openai_stream import Answer
-from gateway.intake.assets import ModelAssets
-from gateway.intake.validate import ResolvedRequest, Validator
-from gateway.metrics import Metrics
+from gateway.intake.validate import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
 from gateway.request.outlet import Outlet
-from gateway.request.runner import RequestRunner
 
 STALLED_CLIENT_S = 5.0
 BODY_BUDGET_BYTES = 32 << 20
@@ -46,22 +43,14 @@ BODY_BUDGET_BYTES = 32 << 20
 class HttpApi:
     """The endpoints. `ready` says whether requests can be served."""
 
-    def __init__(
-        self,
-        assets: ModelAssets,
-        authenticator: Authenticator,
-        admission: Admission,
-        validator: Validator,
-        runner: RequestRunner,
-        metrics: Metrics,
-    ) -> None:
-        self._assets = assets
-        self._authenticator = authenticator
-        self._admission = admission
-        self._validator = validator
-        self._runner = runner
-        self._metrics = metrics
-        self._texts = TokenTexts(assets.tokenizer)
+    def __init__(self, front: Front) -> None:
+        self._assets = front.assets
+        self._authenticator = front.authenticator
+        self._admission = front.admission
+        self._validator = front.validator
+        self._runner = front.runner
+        self._metrics = front.metrics
+        self._texts = TokenTexts(front.assets.tokenizer)
         self._ready: Callable[[], bool] = lambda: False
         self._timeout_s = STALLED_CLIENT_S
 

@@ -18,6 +18,7 @@ from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
 from gateway.api.credentials import Authenticator
+from gateway.api.front import Front
 from gateway.fleet.decode_client import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import ModelAssets
@@ -46,8 +47,8 @@ class Rig:
     """What the registry names."""
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics)
+    def front(self) -> Front:
+        return Front(self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics)
 
     def metric(self, line_start: str) -> float:
         """The sum of all series whose line starts so."""

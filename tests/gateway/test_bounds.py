@@ -42,9 +42,7 @@ async def http(make_rig: MakeRig) -> AsyncIterator[Any]:
     async def start(bounds: HttpBounds, script: Script | None = None, rig: Rig | None = None) -> int:
         rig = rig or await make_rig(script)
         sock = bind_http("127.0.0.1", 0)
-        servers.append(
-            HttpServer(HttpApi(*rig.parts).app(lambda: True, show_metrics=False, timeout_s=20), sock, bounds)
-        )
+        servers.append(HttpServer(HttpApi(rig.front).app(lambda: True, show_metrics=False, timeout_s=20), sock, bounds))
         await servers[-1].start()
         return int(sock.getsockname()[1])
 
@@ -242,7 +240,7 @@ class grpc_front:
     def __init__(self, rig: Rig, bounds: Bounds) -> None:
         check = key_check(rig.authenticator)
         self.server = RpcServer("127.0.0.1", 0, check=check, protection=Protection(bounds=bounds))
-        servicer = InferenceServicer(*rig.parts)
+        servicer = InferenceServicer(rig.front)
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         self.server.add(add, servicer, "looseleaf.v1.InferenceService")
 

@@ -56,9 +56,9 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
         rig = await make_rig(script)
         grpc_server, sock = RpcServer("127.0.0.1", 0), bind_http("127.0.0.1", 0)
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-        grpc_server.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
+        grpc_server.add(add, InferenceServicer(rig.front), "looseleaf.v1.InferenceService")
         await grpc_server.start()
-        app = HttpApi(*rig.parts).app(lambda: True, show_metrics=True, timeout_s=60.0)
+        app = HttpApi(rig.front).app(lambda: True, show_metrics=True, timeout_s=60.0)
         http_server = HttpServer(app, sock)
         await http_server.start()
         channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}"))

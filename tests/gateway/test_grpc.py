@@ -31,7 +31,7 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
         rig = await make_rig(script, **options)
         server = RpcServer("127.0.0.1", 0, check=key_check(rig.authenticator))
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-        server.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
+        server.add(add, InferenceServicer(rig.front), "looseleaf.v1.InferenceService")
         await server.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
         open_things.append((channel, server))

@@ -47,7 +47,7 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
     async def start(script: Script | None = None, **options: Any) -> Served:
         rig = await make_rig(script, **options)
         sock = bind_http("127.0.0.1", 0)
-        app = HttpApi(*rig.parts).app(lambda: rig.workers.ready, show_metrics=True, timeout_s=20.0)
+        app = HttpApi(rig.front).app(lambda: rig.workers.ready, show_metrics=True, timeout_s=20.0)
         server = HttpServer(app, sock)
         await server.start()
         running.append(Served(rig, server, f"http://127.0.0.1:{sock.getsockname()[1]}"))

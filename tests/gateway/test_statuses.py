@@ -132,10 +132,10 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
     async def start(case: Case) -> tuple[Rig, Fronts]:
         rig = await make_rig(case.script(), api_key=KEY, **(case.options or {}))
         sock = bind_http("127.0.0.1", 0)
-        http = HttpServer(HttpApi(*rig.parts).app(lambda: True, show_metrics=False, timeout_s=20.0), sock)
+        http = HttpServer(HttpApi(rig.front).app(lambda: True, show_metrics=False, timeout_s=20.0), sock)
         rpc = RpcServer("127.0.0.1", 0, check=key_check(rig.authenticator))
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-        rpc.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
+        rpc.add(add, InferenceServicer(rig.front), "looseleaf.v1.InferenceService")
         await http.start()
         await rpc.start()
         opened.append(Fronts(rig, http, rpc, sock.getsockname()[1]))

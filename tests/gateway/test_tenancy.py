@@ -46,7 +46,7 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
     async def start(script: Script | None = None, **options: Any) -> Front:
         rig = await make_rig(script, keys=KEYS, **options)
         sock = bind_http("127.0.0.1", 0)
-        server = HttpServer(HttpApi(*rig.parts).app(lambda: True, show_metrics=True, timeout_s=20.0), sock)
+        server = HttpServer(HttpApi(rig.front).app(lambda: True, show_metrics=True, timeout_s=20.0), sock)
         await server.start()
         running.append((Front(rig, sock.getsockname()), server))
         return running[-1][0]
@@ -121,7 +121,7 @@ async def test_over_grpc_too_it_is_refused_before_the_message_comes(
     monkeypatch.setattr(rig.gate, "wait_s", lambda tenant, priority, coming: 12.4)
     server = RpcServer("127.0.0.1", 0, check=key_check(rig.authenticator, rig.admission, codes.append))
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-    server.add(add, InferenceServicer(*rig.parts), "looseleaf.v1.InferenceService")
+    server.add(add, InferenceServicer(rig.front), "looseleaf.v1.InferenceService")
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{server.port}") as channel:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.api_keys import read_keys
-from gateway.api.front import warn_of_public_bind
+from gateway.api.exposure import warn_of_public_bind
 from gateway.settings import GatewaySettings
 
 

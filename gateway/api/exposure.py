@@ -1,0 +1,33 @@
+"""The gateway's certificate, and warnings where other machines reach it without a key or TLS."""
+
+from __future__ import annotations
+
+import logging
+
+from common.certificates import CertificateFiles
+from common.errors import StartupError
+from common.trust import is_loopback
+from gateway.settings import GatewaySettings
+
+logger = logging.getLogger("gateway")
+
+
+def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
+    """None: HTTP and gRPC go unencrypted. StartupError."""
+    if settings.ssl_certfile is None and settings.ssl_keyfile is None:
+        return None
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        raise StartupError("--ssl-certfile and --ssl-keyfile belong together")
+    files = CertificateFiles(settings.ssl_certfile, settings.ssl_keyfile)
+    files.check()
+    return files
+
+
+def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
+    """One line for each thing that is open to other machines."""
+    if is_loopback(settings.host):
+        return
+    if not has_keys:
+        logger.warning("--host %s without an API key: everybody who reaches it may use it", settings.host)
+    if settings.ssl_certfile is None:
+        logger.warning("--host %s without --ssl-certfile: keys and prompts go unencrypted", settings.host)
