@@ -1,11 +1,9 @@
 # Images of Looseleaf. Targets:
 #   gateway      front of the system; no torch
 #   block_store  owner of the arena; no torch
-#   worker       prefill and decode; torch. TORCH names the build: on machines with a GPU another one (see compose)
-#   worker-gpu   the same for a GPU: both roles in one process, and the C compiler that Triton calls
-#
-# A CPU-only torch from PyTorch's own index, for hosts that should not fetch CUDA packages:
-#   docker compose build --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+#   worker       prefill and decode; torch's CPU build where PyTorch's own index can be reached (PyPI's brings CUDA)
+#   worker-gpu   the same for a GPU: both roles in one process, and the C compiler that Triton calls. The last stage,
+#                since a builder without BuildKit builds every stage above the one that is asked for
 
 FROM python:3.11-slim-bookworm AS build
 RUN apt-get update \
@@ -13,10 +11,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN PIP_DISABLE_PIP_VERSION_CHECK=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
     VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
 RUN python -m venv /opt/venv && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin looseleaf
 # Dependencies first: they change less often than the code.
@@ -30,9 +29,13 @@ STOPSIGNAL SIGTERM
 
 FROM base AS worker
 ARG TORCH=torch==2.13.0
-ARG PIP_EXTRA_INDEX_URL=
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # libgomp is torch's own; nothing else of a compiler is needed at run time.
-RUN pip install "$TORCH"
+RUN index=; \
+    if [ -n "$TORCH_INDEX" ] \
+       && python -c "import urllib.request as u; u.urlopen('$TORCH_INDEX/torch/', timeout=5)" 2>/dev/null; \
+    then index="--extra-index-url $TORCH_INDEX"; fi; \
+    pip install $index "$TORCH" && du -sh /opt/venv
 COPY --from=build /wheels /wheels
 RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine]" && pip check
 # The model that is served when none is given: a small one with random weights.
@@ -43,17 +46,6 @@ ENV OMP_WAIT_POLICY=PASSIVE
 EXPOSE 50052 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=300s CMD ["looseleaf", "health", "127.0.0.1:50052"]
 CMD ["python", "-m", "prefill_svc", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]
-
-FROM worker AS worker-gpu
-USER root
-# Triton compiles a launcher in C for each kernel that it meets, against the Python.h of the base image.
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/* \
-    && install -d -o 10001 -g 10001 /var/cache/looseleaf
-USER 10001:10001
-ENV TRITON_CACHE_DIR=/var/cache/looseleaf/triton CUDA_CACHE_PATH=/var/cache/looseleaf/cuda
-CMD ["python", "-m", "looseleaf.both_roles", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]
 
 FROM base AS gateway
 COPY --from=build /wheels /wheels
@@ -68,3 +60,14 @@ FROM gateway AS block_store
 EXPOSE 50054
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s CMD ["looseleaf", "health", "127.0.0.1:50054"]
 CMD ["python", "-m", "block_store", "--host", "0.0.0.0", "--port", "50054", "--directory", "/arena"]
+
+FROM worker AS worker-gpu
+USER root
+# Triton compiles a launcher in C for each kernel that it meets, against the Python.h of the base image.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && install -d -o 10001 -g 10001 /var/cache/looseleaf
+USER 10001:10001
+ENV TRITON_CACHE_DIR=/var/cache/looseleaf/triton CUDA_CACHE_PATH=/var/cache/looseleaf/cuda
+CMD ["python", "-m", "looseleaf.both_roles", "--host", "0.0.0.0", "--port", "50052", "--model", "/opt/looseleaf/tiny"]

@@ -8,11 +8,13 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
-# On CPU hosts by this exact version and with pip: other specifiers fetch gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
+# PyPI's build of torch brings gigabytes of CUDA, so a host without a GPU takes PyTorch's own CPU build where it can.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0),,https://download.pytorch.org/whl/cpu)
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# Errors are shown, warnings are not.
+PIP := $(PY) -m pip -qq --disable-pip-version-check
 ARGS ?=
 BUF_VERSION := 1.75.0
 BUF ?= $(VENV)/buf/node_modules/.bin/buf
@@ -24,7 +26,7 @@ PROTOS := $(wildcard protos/v1/*.proto)
 TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
-.PHONY: help serve test check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants
+.PHONY: help serve test wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -38,6 +40,11 @@ test: dev ## run the tests that need no container engine (ARGS="tests/gateway -k
 	$(PY) -m pytest -m "not compose" -n 2 $(TOGETHER) || status=$$?
 	$(PY) -m pytest -m "not compose" $(addprefix --ignore=,$(TOGETHER)) || status=$$?
 	exit $$status
+
+wheel: $(VENV)/.created ## build dist/looseleaf-*.whl: kernels for every instruction set, the built-in model
+	@rm -rf build/lib.* build/bdist.* dist
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	ls -sh dist
 
 check: dev lint types imports proto-check buf-lint ## linter, types, import rules, protos
 
@@ -151,16 +158,22 @@ $(VENV)/.created:
 		echo "Python 3.11 or later is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
 	echo "making $(VENV) (once; the first line of text comes in some minutes) ..."
 	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
-	$(PIP) 'setuptools>=77'
+	$(PIP) install 'setuptools>=77'
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
 	@if ! $(PY) -c 'import torch' 2>/dev/null; then
-		echo "installing $(TORCH) ..."
-		$(PIP) '$(TORCH)'
+		index=
+		if [ -n "$(TORCH_INDEX)" ] && $(PY) -c "import urllib.request as u; u.urlopen('$(TORCH_INDEX)/torch/', timeout=5)" 2>/dev/null; then
+			index="--extra-index-url $(TORCH_INDEX)"
+		fi
+		echo "installing $(TORCH) $${index:-from the default index} ..."
+		$(PIP) install $$index '$(TORCH)'
+		$(PY) -c "import torch; print('torch', torch.__version__, end=', ')"
+		du -shc $(VENV)/lib/python3*/site-packages/{torch,nvidia*} 2>/dev/null | tail -n 1 | sed -E 's/\s.*/ on disk/' || true
 	fi
 	echo "installing Looseleaf and what it serves with ..."
-	NO_EXTENSIONS=1 $(PIP) --no-build-isolation -e '.[engine,redis]'
+	NO_EXTENSIONS=1 $(PIP) install --no-build-isolation -e '.[engine,redis]'
 	touch $@
 
 $(VENV)/.compiled: $(VENV)/.created $(NATIVE)
@@ -170,5 +183,5 @@ $(VENV)/.compiled: $(VENV)/.created $(NATIVE)
 
 $(VENV)/.developing: $(VENV)/.installed
 	@echo "installing what tests and checks need ..."
-	NO_EXTENSIONS=1 $(PIP) --no-build-isolation -e '.[engine,redis,dev,loadtest]'
+	NO_EXTENSIONS=1 $(PIP) install --no-build-isolation -e '.[engine,redis,dev,loadtest]'
 	touch $@

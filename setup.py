@@ -1,4 +1,5 @@
-"""Builds the C++ kernels, once per instruction set, and the block store's atomics. Metadata lives in pyproject.toml.
+"""Builds the C++ kernels, once per instruction set, and the block store's atomics; puts the built-in model into wheels.
+Metadata lives in pyproject.toml.
 
 Every extension is optional: without a compiler the torch references run, logged and counted. NO_EXTENSIONS=1 in the
 environment leaves them out: the Makefile compiles them while pip is still downloading.
@@ -9,11 +10,13 @@ from __future__ import annotations
 import copy
 import os
 import platform
+import shutil
 import sys
 from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 # Bits must not depend on the optimiser: no -ffast-math, and multiply-adds fuse only where the source says fma.
 CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread"]
@@ -28,6 +31,7 @@ ISA_FLAGS = {
 }  # fmt: skip
 AMX_FLAGS = [*ISA_FLAGS["avx512"], "-mamx-tile", "-mamx-bf16"]
 AMX_SOURCE = "kernels/cpu/linear_amx.cpp"
+MODEL = "models/storyteller"
 
 
 class BuildExt(build_ext):
@@ -41,6 +45,15 @@ class BuildExt(build_ext):
         alone = copy.copy(self)
         alone.build_temp = os.path.join(self.build_temp, ext.name)
         build_ext.build_extension(alone, ext)
+
+
+class BuildPy(build_py):
+    """The packages, and inside `looseleaf` the built-in model where the sources have it (an image's have not)."""
+
+    def run(self) -> None:
+        build_py.run(self)
+        if os.path.isdir(MODEL) and not self.editable_mode:
+            shutil.copytree(MODEL, os.path.join(self.build_lib, "looseleaf", "storyteller"), dirs_exist_ok=True)
 
 
 def kernel_extensions() -> list[Extension]:
@@ -72,4 +85,4 @@ def atomics_extension() -> list[Extension]:
 
 
 extensions = [] if os.environ.get("NO_EXTENSIONS") else kernel_extensions() + atomics_extension()
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildExt})
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildExt, "build_py": BuildPy})

@@ -13,7 +13,8 @@ from pathlib import Path
 from common.errors import StartupError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BUILT_IN = REPOSITORY / "models" / "storyteller"
+_IN_WHEEL = REPOSITORY / "looseleaf" / "storyteller"
+BUILT_IN = _IN_WHEEL if _IN_WHEEL.is_dir() else REPOSITORY / "models" / "storyteller"
 _MAKE = "import sys; from engine.tiny import make_checkpoint; make_checkpoint(sys.argv[1], 'llama', seed=0)"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _VERSION = 1

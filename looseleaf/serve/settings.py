@@ -20,7 +20,7 @@ class ServeSettings(Settings):
     model_config = settings_config("LOOSELEAF_SERVE_", "looseleaf serve")
 
     model_directory: CliPositionalArg[str | None] = Field(
-        None, description="Hugging Face model directory; default: models/storyteller, else a small random model"
+        None, description="Hugging Face model directory; default: the built-in model"
     )
     model: str | None = Field(None, description="the same as a flag")
     served_model_name: str | None = Field(None, description="name in the API; default: the directory's name")
