@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from common import convert
 from common.errors import LooseleafError
 from common.guard import Context
-from common.rpc import HEARTBEAT_S
 from common.types import WorkerLoad
 from decode_svc.outputs import AnyOutput, Output, PlainToken, Rejection
 from decode_svc.outputs import Session as WorkerSession
@@ -17,6 +16,7 @@ from decode_svc.submits import read_submit
 from decode_svc.worker import DecodeWorker
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
+from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
 
 Step = tuple[list[AnyOutput], WorkerLoad]
@@ -43,7 +43,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._vocab_size = vocab_size
 
     async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
-        loop, steps = asyncio.get_running_loop(), _Steps()
+        loop, steps = asyncio.get_running_loop(), Outgoing[Step]()
 
         def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread, which computes on
             loop.call_soon_threadsafe(steps.put, (outputs, load))
@@ -51,13 +51,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         session = WorkerSession(send)
         reader = asyncio.create_task(self._read(request_iterator, session))
         reader.add_done_callback(lambda _: steps.end())
-        heart = asyncio.create_task(steps.beat())
         try:
-            while (news := await steps.get()) is not None:
-                await context.write(_response(news))
+            with steps:
+                while (news := await steps.get()) is not None:
+                    await context.write(_response(news))
             reader.result()  # raises what ended it: bytes that are no message
         finally:
-            heart.cancel()
             reader.cancel()
             self._thread.post(lambda: self._worker.close(session))
 
@@ -81,51 +80,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _post_cancel(self, session: WorkerSession, cancel: pb.Cancel) -> None:
         handle, sample_index = cancel.handle, cancel.sample_index if cancel.HasField("sample_index") else None
         self._thread.post(lambda: self._worker.cancel(session, handle, sample_index))
-
-
-class _Steps:
-    """The steps that a session has not heard of, for one reader. No timer runs for each of them."""
-
-    def __init__(self) -> None:
-        self._steps: list[Step] = []
-        self._is_over = False
-        self._is_quiet = False
-        """Whether nothing was read for as long as a session may wait for a sign of life."""
-        self._num_read = 0
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, step: Step) -> None:
-        self._steps.append(step)
-        self._wake()
-
-    def end(self) -> None:
-        """After what is there nothing will come."""
-        self._is_over = True
-        self._wake()
-
-    async def get(self) -> list[Step] | None:
-        """All steps that are there; none of them, if nothing has come for up to HEARTBEAT_S; None at the end."""
-        while not (self._steps or self._is_over or self._is_quiet):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if not self._steps and self._is_over:
-            return None
-        steps, self._steps, self._is_quiet = self._steps, [], False
-        self._num_read += 1
-        return steps
-
-    async def beat(self) -> None:
-        """Never returns."""
-        while True:
-            seen = self._num_read
-            await asyncio.sleep(HEARTBEAT_S / 2)
-            if seen == self._num_read:
-                self._is_quiet = True
-                self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def _response(steps: list[Step]) -> pb.SessionResponse:

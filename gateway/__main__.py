@@ -36,8 +36,8 @@ from gateway.api.server import (
     watch_readiness,
 )
 from gateway.api.wrong_keys import WrongKeys
-from gateway.fleet.decode_client import LivenessLimits
 from gateway.fleet.discovery import Discovery
+from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import load_assets
 from gateway.intake.public_prefixes import load_public_prefixes

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
-from common.rpc import HEARTBEAT_S
 from prefill_svc.requests import RequestLimits, job_of
 from prefill_svc.worker import ChunkDone, Done, Event, FirstToken, PrefillWorker
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc, types_pb2
+from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
 
 
@@ -31,33 +31,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if self.draining:
             raise Unavailable("this worker shuts down", retry_after_s=0.1)
         job = job_of(request, self._limits)
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        events: Outgoing[Event] = Outgoing()
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:  # called in the step thread
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            loop.call_soon_threadsafe(events.put, event)
 
         self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit, request.public_tokens))
         event: Event = ChunkDone(0)
         self.num_calls += 1
         try:
             yield pb.PrefillResponse(queued=pb.PrefillQueued(load=convert.load_to_pb(self._worker.load)))
-            while isinstance(event, ChunkDone):
-                event = await _within(HEARTBEAT_S, events, event)
-                yield _response(event)
+            with events:
+                while isinstance(event, ChunkDone):
+                    again = [event]
+                    for event in await events.get() or again:  # the last progress again is the heartbeat
+                        yield _response(event)
         finally:
             self.num_calls -= 1
             if isinstance(event, ChunkDone):
                 self._thread.post(lambda: self._worker.cancel(job))
-
-
-async def _within(seconds: float, events: asyncio.Queue[Event], last: ChunkDone) -> Event:
-    """The next event; the last progress again, as a heartbeat, if there is none for `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await events.get()
-    except TimeoutError:
-        return last
 
 
 def _response(event: Event) -> pb.PrefillResponse:

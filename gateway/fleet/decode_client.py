@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
@@ -19,7 +18,7 @@ from common import convert
 from common.rpc import open_channel
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
-from gateway.fleet.liveness import Silence
+from gateway.fleet.liveness import Liveness, LivenessLimits
 from gateway.fleet.lost import WorkerLost, incarnation, is_death
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
@@ -28,16 +27,6 @@ logger = logging.getLogger("sessions")
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 0.5
 OnLoad = Callable[[str, WorkerLoad], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LivenessLimits:
-    """How long workers may say nothing."""
-
-    silence_s: float = 2.25
-    """Not even a heartbeat: the process is frozen, or its host is gone."""
-    stall_s: float = 60.0
-    """Heartbeats, but no step although it has sequences of ours."""
 
 
 class Receiver(Protocol):
@@ -108,14 +97,12 @@ class DecodeSession:
         self.record = record
         self._trust = trust
         self.connected = False
-        self._silence = Silence(limits.silence_s)
-        self._limits = limits
+        self._liveness = Liveness(limits, self._give_up, lambda: not self.idle)
         self._on_load = on_load
         self._groups: dict[int, SubmittedGroup] = {}
         self._next_handle = 1
         # Bounded by the requests let in: each puts at most a submit and a cancel per sample.
         self._commands: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        self._stepped_at = time.monotonic()
         self._reason = "session_lost"
         self._death: str | None = None
         self._run: asyncio.Task[None] | None = None
@@ -141,7 +128,7 @@ class DecodeSession:
             group.fail(WorkerLost("session_lost"))
             return group
         if self.idle:
-            self._stepped_at = time.monotonic()
+            self._liveness.stepped()
         self._groups[request.handle] = group
         self._commands.put_nowait(pb.SessionRequest(submit=request))
         return group
@@ -159,20 +146,11 @@ class DecodeSession:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle, sample_index=sample)))
         group.running.discard(sample)
 
-    def check_stall(self) -> None:
-        """Give the worker up if it has sequences of ours and its steps have said nothing for too long."""
-        if self._groups and time.monotonic() - self._stepped_at > self._limits.stall_s:
-            self._give_up(self._limits.stall_s, "does not step")
-
     def _give_up(self, seconds: float, why: str) -> None:
+        """A frozen process keeps its connection: end the session."""
         logger.warning("decode worker %s %s for %.1f s: given up", self.record.worker_id, why, seconds)
         self._reason = "session_silent"
         self.close()
-
-    async def _watch(self) -> None:
-        """The end of a frozen process: it keeps its connection, but its heartbeats stop."""
-        await self._silence.lasts()
-        self._give_up(self._limits.silence_s, "has been silent")
 
     def close(self) -> None:
         if self._run is not None:
@@ -180,14 +158,14 @@ class DecodeSession:
 
     async def _serve(self) -> None:
         channel = open_channel(self.record.address, self._trust)
-        helpers: list[asyncio.Task[None]] = []
+        writer: asyncio.Task[None] | None = None
         try:
             call = decode_pb2_grpc.DecodeServiceStub(channel).Session(metadata=self._trust.metadata)  # type: ignore[no-untyped-call]
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await call.wait_for_connection()
             self.connected = True
-            self._silence.heard()
-            helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch())]
+            self._liveness.start()
+            writer = asyncio.create_task(self._write(call))
             async for response in call:
                 self._dispatch(response)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
@@ -197,8 +175,9 @@ class DecodeSession:
                 self._death = incarnation(self.record)
         finally:
             self.connected = False
-            for helper in helpers:
-                helper.cancel()
+            self._liveness.stop()
+            if writer is not None:
+                writer.cancel()
             self._fail_all()
             await channel.close()
 
@@ -210,10 +189,10 @@ class DecodeSession:
             call.cancel()  # the reader ends the session
 
     def _dispatch(self, response: pb.SessionResponse) -> None:
-        self._silence.heard()
+        self._liveness.heard()
         if not response.HasField("load"):
             return  # a heartbeat
-        self._stepped_at = time.monotonic()
+        self._liveness.stepped()
         self._take_tokens(response.plain_tokens)
         self._take_outputs(response.outputs)
         self._on_load(self.record.worker_id, convert.load_from_pb(response.load))
@@ -284,7 +263,6 @@ class SessionPool:
         now = time.monotonic()
         wanted = {r.worker_id: r for r in records if r.role == "decode"}
         for worker_id, session in list(self._sessions.items()):
-            session.check_stall()
             record = wanted.get(worker_id)
             moved = record is None or record.address != session.record.address
             if session.ended or (moved and session.idle):

@@ -1,36 +1,75 @@
-"""How long a peer has said nothing. A pause of this very process (stopped, or its loop busy) is not held against it."""
+"""Whether a worker lives, as its messages on one stream tell (`worker.heartbeat` sends them).
+
+A pause of this very process, stopped or with a busy loop, is not held against it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 TICK_S = 0.25
 OWN_PAUSE_S = 0.5
 """A tick that comes later than this says that we were not there to hear."""
 
 
-class Silence:
-    """Since when nothing was heard."""
+@dataclass(frozen=True, slots=True)
+class LivenessLimits:
+    """How long workers may say nothing, in seconds."""
 
-    __slots__ = ("_heard_at", "_limit_s")
+    silence_s: float = 2.25
+    """Not even a heartbeat: the process is frozen, or its host is gone."""
+    stall_s: float = 60.0
+    """Heartbeats, but no step although it has work of ours."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._heard_at = time.monotonic()
+
+class Liveness:
+    """Calls `lost(seconds, what the worker did not do)` once, at most a tick after a limit has passed. Watches from
+    `start` to `stop`, in one event loop."""
+
+    __slots__ = ("_busy", "_heard_at", "_limits", "_lost", "_stepped_at", "_tick_s", "_ticked_at", "_timer")
+
+    def __init__(
+        self,
+        limits: LivenessLimits,
+        lost: Callable[[float, str], None],
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`busy`: whether the worker has work of ours, so that steps are to be expected."""
+        self._limits = limits
+        self._lost = lost
+        self._busy = busy
+        self._tick_s = min(TICK_S, limits.silence_s / 4)
+        self._heard_at = self._stepped_at = self._ticked_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._heard_at = self._stepped_at = self._ticked_at = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def heard(self) -> None:
+        """A message has come, be it a heartbeat."""
         self._heard_at = time.monotonic()
 
-    async def lasts(self) -> None:
-        """Return once nothing was heard for the limit, at most a tick later."""
-        tick_s = min(TICK_S, self._limit_s / 4)
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(tick_s)
-            now = time.monotonic()
-            if now - last > tick_s + OWN_PAUSE_S:
-                self._heard_at = now
-            elif now - self._heard_at > self._limit_s:
-                return
-            last = now
+    def stepped(self) -> None:
+        """The worker has made a step, or has got its first work of ours."""
+        self._stepped_at = time.monotonic()
+
+    def _tick(self) -> None:
+        now, limits = time.monotonic(), self._limits
+        if now - self._ticked_at > self._tick_s + OWN_PAUSE_S:
+            self._heard_at = self._stepped_at = now
+        elif now - self._heard_at > limits.silence_s:
+            return self._lost(limits.silence_s, "has been silent")
+        elif self._busy() and now - self._stepped_at > limits.stall_s:
+            return self._lost(limits.stall_s, "has made no step")
+        self._ticked_at = now
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)

@@ -19,7 +19,7 @@ from common.rpc import open_channel
 from common.status import error_of
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
-from gateway.fleet.liveness import Silence
+from gateway.fleet.liveness import Liveness, LivenessLimits
 from gateway.fleet.lost import WorkerLost, incarnation, internal, is_death, queue_full
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc
@@ -101,22 +101,32 @@ class PrefillClient:
 
 async def _unless_silent(call: _Call, limit_s: float, on_unread: OnUnread) -> AsyncGenerator[pb.PrefillResponse, None]:
     """The responses of a call; WorkerLost when `limit_s` pass without one."""
-    silence = Silence(limit_s)
-    watch = asyncio.create_task(silence.lasts())
     read: asyncio.Task[Any] | None = None
+    is_lost = False
+
+    def lost(seconds: float, why: str) -> None:
+        nonlocal is_lost
+        is_lost = True
+        if read is not None:
+            read.cancel()
+
+    liveness = Liveness(LivenessLimits(limit_s), lost)
+    liveness.start()
     try:
-        while True:
-            read = asyncio.create_task(call.read())
-            await asyncio.wait({read, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not read.done():
-                raise WorkerLost("prefill_silent")
+        while not is_lost:
+            read = asyncio.create_task(call.read())  # of its own, so that a response outlives its reader
+            await asyncio.wait({read})
+            if read.cancelled():
+                read = None
+                break
             response, read = read.result(), None
             if response is grpc.aio.EOF:
                 return
-            silence.heard()
+            liveness.heard()
             yield response
+        raise WorkerLost("prefill_silent")
     finally:
-        watch.cancel()
+        liveness.stop()
         unread = read is not None and not read.cancel() and not read.exception() and read.result()
         if unread and unread is not grpc.aio.EOF:
             on_unread(unread)

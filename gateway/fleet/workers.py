@@ -17,7 +17,8 @@ from common.ticket import Ticket
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.admission.gate import Place
-from gateway.fleet.decode_client import DecodeSession, LivenessLimits, SessionPool
+from gateway.fleet.decode_client import DecodeSession, SessionPool
+from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.lost import WorkerLost
 from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.routing import Router, WorkerState

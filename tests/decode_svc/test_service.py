@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from common import convert
-from common.rpc import HEARTBEAT_S
 from common.types import FinishReason, Timings, TokenLogprob, WorkerLoad
 from decode_svc.outputs import Output, PlainToken, Rejection
-from decode_svc.service import Step, _response, _Steps
+from decode_svc.service import Step, _response
 from protos.v1 import decode_pb2 as pb
+from worker.heartbeat import Outgoing
 
 PLAIN = PlainToken(300, 1, 2, 1000, 7)
 OUTPUT = Output(300, 1, 2, 1000, (7,))
@@ -65,7 +63,7 @@ def test_plain_tokens_are_rows_of_columns_and_nothing_else_is() -> None:
 
 
 async def test_missed_steps_come_as_one_message_with_the_last_load_and_before_the_end() -> None:
-    steps = _Steps()
+    steps: Outgoing[Step] = Outgoing()
     for i in range(3):
         steps.put(([PLAIN._replace(output_index=i)], WorkerLoad(num_running=i)))
     steps.end()
@@ -75,18 +73,3 @@ async def test_missed_steps_come_as_one_message_with_the_last_load_and_before_th
     assert list(response.plain_tokens.output_indices) == [0, 1, 2]
     assert convert.load_from_pb(response.load) == WorkerLoad(num_running=2)
     assert await steps.get() is None
-
-
-async def test_who_hears_of_no_step_hears_a_heartbeat_and_who_does_hears_none() -> None:
-    steps = _Steps()
-    heart = asyncio.create_task(steps.beat())
-    try:
-        async with asyncio.timeout(10 * HEARTBEAT_S):
-            assert [await steps.get() for _ in range(2)] == [[], []]
-        assert heard() == pb.SessionResponse()
-        for i in range(12):  # for longer than a heartbeat takes
-            await asyncio.sleep(HEARTBEAT_S / 8)
-            steps.put(([PLAIN._replace(output_index=i)], LOAD))
-            assert len(await steps.get() or []) == 1
-    finally:
-        heart.cancel()

@@ -19,7 +19,7 @@ from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
 from gateway.api.credentials import Authenticator
 from gateway.api.front import Front
-from gateway.fleet.decode_client import LivenessLimits
+from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import ModelAssets
 from gateway.intake.salts import Salts

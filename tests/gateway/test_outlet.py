@@ -11,7 +11,8 @@ import pytest
 
 from common.errors import Unavailable
 from common.types import FinishReason
-from gateway.fleet.decode_client import DecodeSession, LivenessLimits, SubmittedGroup
+from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
+from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.lost import WorkerLost
 from gateway.intake.wanted import IdsPrompt, Wanted
 from gateway.request import outlet as outlet_module

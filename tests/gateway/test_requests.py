@@ -19,7 +19,7 @@ from common.errors import (
 )
 from common.ticket import Ticket
 from common.types import FinishReason
-from gateway.fleet.decode_client import LivenessLimits
+from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.validate import ResolvedRequest
 from gateway.intake.wanted import IdsPrompt, TextPrompt, Wanted

@@ -9,7 +9,8 @@ import pytest
 from common.access import Door
 from common.errors import Unavailable
 from common.trust import Trust
-from gateway.fleet.decode_client import DecodeSession, LivenessLimits
+from gateway.fleet.decode_client import DecodeSession
+from gateway.fleet.liveness import LivenessLimits
 from testing.gateway.parts import Script
 from testing.gateway.scripted_workers import ScriptedWorker
 from tests.gateway.conftest import MakeRig

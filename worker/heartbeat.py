@@ -1,0 +1,69 @@
+"""What a worker sends on a stream to a gateway: items as they come, and a heartbeat where there are none.
+
+The gateway's side is `gateway.fleet.liveness`: a process that is frozen keeps its connections, but its heartbeats stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, Self, TypeVar
+
+from common.rpc import HEARTBEAT_S
+
+T = TypeVar("T")
+
+
+class Outgoing(Generic[T]):
+    """Items for one reader. Used in one event loop, within `with`; no timer runs for each item."""
+
+    def __init__(self, every_s: float = HEARTBEAT_S) -> None:
+        """`every_s`: the reader hears something at least so often."""
+        self._tick_s = every_s / 2
+        self._items: list[T] = []
+        self._is_over = False
+        self._is_quiet = False
+        """Whether nothing was read between two ticks."""
+        self._num_read = self._num_seen = 0
+        """Reads, and how many of them the last tick has seen."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._wake()
+
+    def end(self) -> None:
+        """After what is there nothing will come."""
+        self._is_over = True
+        self._wake()
+
+    async def get(self) -> list[T] | None:
+        """All items that are there. An empty list: nothing has come for half of `every_s` at least, so it is time for a
+        heartbeat. None: the end."""
+        while not (self._items or self._is_over or self._is_quiet):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if not self._items and self._is_over:
+            return None
+        items, self._items, self._is_quiet = self._items, [], False
+        self._num_read += 1
+        return items
+
+    def _tick(self) -> None:
+        if self._num_seen == self._num_read:
+            self._is_quiet = True
+            self._wake()
+        self._num_seen = self._num_read
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
