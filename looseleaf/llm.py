@@ -8,10 +8,8 @@ with LLM("path/to/model") as llm:
 from __future__ import annotations
 
 import atexit
-import re
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -21,6 +19,7 @@ from pydantic import ValidationError
 
 from common.api_keys import read_keys
 from common.errors import ResourceExhausted, StartupError
+from looseleaf import metrics_page
 from looseleaf.client import Client
 from looseleaf.options import GenerateOptions, Message, Prompt, check_names
 from looseleaf.results import Completion
@@ -30,7 +29,6 @@ from looseleaf.serve.settings import ServeSettings
 _MAX_IN_FLIGHT = 64
 """Sequences sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
 _PATIENCE_S = 600.0
-_DISPATCHED = re.compile(r'^looseleaf_worker_requests_total\{[^}]*worker="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
 
 
 class LLM:
@@ -94,9 +92,8 @@ class LLM:
 
     def requests_by_worker(self) -> dict[str, int]:
         """How many requests the gateway has sent to each worker, by the worker's name ("prefill", "decode-1", ...)."""
-        with urllib.request.urlopen(f"http://{self.addresses.http}/metrics", timeout=10.0) as reply:
-            text = reply.read().decode()
-        return {worker: int(float(count)) for worker, count in _DISPATCHED.findall(text)}
+        samples = metrics_page.read(self.addresses.http)
+        return {s.labels["worker"]: int(s.value) for s in samples if s.name == "looseleaf_worker_requests_total"}
 
     def close(self) -> None:
         """End the services; a second call does nothing."""

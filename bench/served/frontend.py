@@ -12,13 +12,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -31,13 +29,13 @@ from pydantic import Field
 from block_store.redis.redis_server import connect
 from common.errors import StartupError
 from common.settings import Settings, settings_config
+from looseleaf import metrics_page
 from looseleaf.serve.model_source import resolve
 
 KINDS = ("grpc", "http")
 START_S = 120.0
 SETTLE_S = 0.7
 _TICKS = os.sysconf("SC_CLK_TCK")
-_TOKENS = re.compile(r"^looseleaf_generation_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
 class FrontendSettings(Settings):
@@ -184,9 +182,7 @@ class Stack:
 
     def tokens_out(self) -> float:
         """Tokens that have left the gateway."""
-        with urllib.request.urlopen(f"http://{self.addresses['http']}/metrics", timeout=30.0) as reply:
-            found = _TOKENS.search(reply.read().decode())
-        return float(found.group(1)) if found else 0.0
+        return metrics_page.total(metrics_page.read(self.addresses["http"]), "looseleaf_generation_tokens_total")
 
     def clients(self, kind: str, address: str) -> Helper:
         """Streams that have all begun, after a moment."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import tempfile
-import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.served.steps import VARIABLE, StepRecord, read
+from looseleaf import metrics_page
 from looseleaf.client import AsyncClient
 from looseleaf.llm import serve_settings
 from looseleaf.options import GenerateOptions
@@ -21,7 +20,6 @@ from looseleaf.results import Completion
 from looseleaf.serve.children import Child
 from looseleaf.serve.launcher import Addresses, Launcher
 
-_SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 STORY_LEN = 448
 """Longest prompt of `stories`."""
 
@@ -50,13 +48,11 @@ class WatchedServer(Launcher):
 
     def dispatched(self, worker: str) -> int:
         """How often the gateway has sent a request to a worker."""
-        return int(self.metric("looseleaf_worker_requests_total", f'worker="{worker}"'))
+        return int(self.metric("looseleaf_worker_requests_total", worker=worker))
 
-    def metric(self, name: str, label: str = "") -> float:
-        """Sum of the gateway's samples of this name whose labels hold `label`."""
-        with urllib.request.urlopen(f"http://{self.addresses.http}/metrics", timeout=10.0) as reply:
-            text = reply.read().decode()
-        return sum(float(value) for given, labels, value in _SAMPLE.findall(text) if given == name and label in labels)
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the gateway's samples of this name with these labels."""
+        return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def __enter__(self) -> Self:
         self.addresses = self.start()

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from block_store.arena.arena import Arena
 from block_store.ledger.inspection import HolderView, Inspection, inspect
 from block_store.ledger.scripts import LedgerScripts
 from common.types import Epoch
+from looseleaf import metrics_page
 from looseleaf.llm import serve_settings
 from looseleaf.serve.children import Child, ServiceSpec, wait_ready
 from looseleaf.serve.launcher import Addresses, Launcher
@@ -35,8 +35,6 @@ _CHECK_S = 0.1
 BACK_S = 180.0
 """How long a service may take to come back: with torch ten seconds on a loaded machine, beside a build a minute."""
 EXIT_S = 30.0
-_SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +107,7 @@ class Stack:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the gateway's samples with these labels, now."""
-        with urllib.request.urlopen(f"http://{self.addresses.http}/metrics", timeout=10.0) as reply:
-            text = reply.read().decode()
-        total = 0.0
-        for sample, given, value in _SAMPLE.findall(text):
-            if sample == name and labels.items() <= dict(_LABEL.findall(given)).items():
-                total += float(value)
-        return total
+        return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def ledger(self) -> LedgerScripts:
         """The ledger that the arena's header names now."""

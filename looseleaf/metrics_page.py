@@ -1,0 +1,24 @@
+"""A gateway's /metrics, read."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+TIMEOUT_S = 30.0
+
+
+def read(http_address: str) -> list[Sample]:
+    """All samples of the gateway at `host:port`, now. Errors: OSError."""
+    with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=TIMEOUT_S) as reply:
+        text = reply.read().decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def total(samples: Sequence[Sample], name: str, **labels: str) -> float:
+    """The sum of the samples of this name with these labels."""
+    wanted = labels.items()
+    return sum(sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items())
