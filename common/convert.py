@@ -40,7 +40,7 @@ _STOPPING_TO_PB: dict[EarlyStopping, pb.BeamStopping] = {
     False: pb.BEAM_STOPPING_HEURISTIC,
     "never": pb.BEAM_STOPPING_NEVER,
 }
-_STOPPING_FROM_PB = {value: key for key, value in _STOPPING_TO_PB.items()}
+_STOPPING_FROM_PB = {value: key for key, value in _STOPPING_TO_PB.items()} | {pb.BEAM_STOPPING_UNSPECIFIED: False}
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
@@ -49,6 +49,16 @@ def finish_reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
 
 def finish_reason_from_pb(reason: int) -> FinishReason | None:
     return _FINISH_FROM_PB[cast(pb.FinishReason, reason)]
+
+
+def early_stopping_to_pb(rule: EarlyStopping) -> pb.BeamStopping:
+    """KeyError: it is none of them."""
+    return _STOPPING_TO_PB[rule]
+
+
+def early_stopping_from_pb(rule: int) -> EarlyStopping:
+    """KeyError: it is none of them."""
+    return _STOPPING_FROM_PB[cast(pb.BeamStopping, rule)]
 
 
 def table_to_pb(table: Iterable[BlockRef]) -> pb.BlockTable:
@@ -126,7 +136,7 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
         num_sequences=params.num_sequences,
         beam_width=params.beam_width,
         length_penalty=params.length_penalty,
-        early_stopping=_STOPPING_TO_PB[params.early_stopping],
+        early_stopping=early_stopping_to_pb(params.early_stopping),
     )
     if params.logprobs is not None:
         message.logprobs = params.logprobs

@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
+from common import convert
 from protos.v1 import inference_pb2 as pb
-from protos.v1 import types_pb2
 
 Message = Mapping[str, str]
 """One turn of a chat: {"role": ..., "content": ...}."""
@@ -33,11 +33,6 @@ _SAMPLING = (
     "length_penalty",
 )
 _STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_str_in_output")
-_EARLY_STOPPING: Mapping[object, types_pb2.BeamStopping] = {
-    True: types_pb2.BEAM_STOPPING_EARLY,
-    False: types_pb2.BEAM_STOPPING_HEURISTIC,
-    "never": types_pb2.BEAM_STOPPING_NEVER,
-}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -129,7 +124,7 @@ def _set_early_stopping(request: pb.GenerateRequest, values: Mapping[str, Any]) 
         return
     if not isinstance(value, bool) and value != "never":
         raise ValueError(f"option 'early_stopping': {value!r} is not a value it takes (True, False or 'never')")
-    request.sampling.early_stopping = _EARLY_STOPPING[value]
+    request.sampling.early_stopping = convert.early_stopping_to_pb(value)
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:

@@ -13,13 +13,10 @@ from typing import Any, cast
 import redis
 
 from block_store.errors import LedgerUnavailable
+from block_store.ledger.block_record import RECORD
 from block_store.ledger.scripts import LedgerScripts, reading
 from common.types import BlockRef, Epoch
 
-RECORD = struct.Struct("<BBHIQQ32s")
-"""One block in the packed string of `lua/lib/state.lua`: state, hashed, owner, writer slot, generation, writer epoch,
-hash.
-"""
 _PIECE = 512
 """Entries that one command reads."""
 _TRIES = 3

@@ -27,17 +27,13 @@ from block_store.arena import atomics
 from block_store.arena.arena import Arena
 from block_store.arena.header import HeaderState
 from block_store.errors import LedgerUnavailable, StaleDataset
+from block_store.ledger.block_record import RECORDS
 from block_store.ledger.inspection import BlockState
 from block_store.ledger.scripts import LEASE_S, LedgerScripts, server_run_id, source
 
 _LOG = logging.getLogger(__name__)
 _CHUNK = 1024
 """Blocks per command."""
-_RECORD = np.dtype(
-    [("state", "u1"), ("hashed", "u1"), ("owner", "<u2"), ("slot", "<u4"), ("generation", "<u8"), ("writer", "<u8"),
-     ("hash", "S32")]
-)  # fmt: skip
-"""`inspection.RECORD`, for whole arenas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,7 @@ def take_census(arena: Arena) -> Census:
     states = arena.states.copy()
     atomics.fence()  # who reads that a block is sealed reads the hash that it was sealed with
     hashes, slots = arena.hashes.copy(), arena.writer_slots.copy()
-    records = np.zeros(arena.num_blocks, _RECORD)
+    records = np.zeros(arena.num_blocks, RECORDS)
     records["state"] = BlockState.FREE
     records["generation"] = arena.generations
     writing = (states == HeaderState.WRITING) & np.isin(slots, alive)
@@ -128,7 +124,7 @@ def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.ui
 def _write(client: redis.Redis, tag: str, census: Census) -> None:
     """Everything but `meta`, without which nobody touches it."""
     packed = census.records.tobytes()
-    size = _RECORD.itemsize * _CHUNK
+    size = RECORDS.itemsize * _CHUNK
     for first in range(0, len(packed), size):
         client.append(tag + "blocks", packed[first : first + size])  # type: ignore[arg-type]
     free, cached = census.blocks(BlockState.FREE), census.blocks(BlockState.CACHED)

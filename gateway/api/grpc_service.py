@@ -19,7 +19,7 @@ from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wan
 from gateway.request.delta import Delta, Summary
 from gateway.request.outlet import Outlet
 from protos.v1 import inference_pb2 as pb
-from protos.v1 import inference_pb2_grpc, types_pb2
+from protos.v1 import inference_pb2_grpc
 
 STALLED_CLIENT_S = 5.0
 """How long after its deadline a request may still wait for a client that does not read."""
@@ -185,19 +185,14 @@ _SAMPLING = (
     "logprobs", "prompt_logprobs", "beam_width", "length_penalty",
 )  # fmt: skip
 _STOPPING = ("max_tokens", "min_tokens")
-_BEAM_STOPPING: dict[int, EarlyStopping] = {
-    types_pb2.BEAM_STOPPING_UNSPECIFIED: False,
-    types_pb2.BEAM_STOPPING_EARLY: True,
-    types_pb2.BEAM_STOPPING_HEURISTIC: False,
-    types_pb2.BEAM_STOPPING_NEVER: "never",
-}
 
 
 def _early_stopping(value: int) -> EarlyStopping:
-    found = _BEAM_STOPPING.get(value)
-    if found is None:
-        raise InvalidArgument.of("early_stopping", f"must be one of BeamStopping's values, got {value}")
-    return found
+    try:
+        return convert.early_stopping_from_pb(value)
+    except KeyError:
+        what = f"must be one of BeamStopping's values, got {value}"
+        raise InvalidArgument.of("early_stopping", what) from None
 
 
 def response_of(request_id: str, delta: Delta) -> pb.GenerateResponse:

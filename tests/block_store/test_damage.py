@@ -14,8 +14,9 @@ import pytest
 from block_store.errors import LedgerDamaged, LedgerUnavailable, StaleDataset
 from block_store.holder.attach import Needs, attach
 from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.block_record import RECORD
 from block_store.ledger.codec import SealItem
-from block_store.ledger.inspection import RECORD, inspect
+from block_store.ledger.inspection import inspect
 from block_store.ledger.rebuild import rebuild
 from block_store.server.fsck import fsck
 from common.types import BlockRef, CacheQuota

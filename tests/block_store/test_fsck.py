@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.block_record import RECORD
 from block_store.ledger.codec import SealItem
-from block_store.ledger.inspection import RECORD
 from block_store.ledger.rebuild import rebuild
 from block_store.server.fsck import Findings, fsck
 from common.types import BlockRef

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from block_store.ledger.inspection import RECORD, BlockState
+from block_store.ledger import scripts
+from block_store.ledger.block_record import RECORD, RECORDS
+from block_store.ledger.inspection import BlockState
 from block_store.ledger.invariants import changes, check
 from common.types import BlockRef
 from testing.ledger.store import Caller, TestStore, chain
@@ -56,3 +59,8 @@ def test_a_generation_that_changes_under_a_reference_is_found(store: TestStore) 
         at = refs[0].block * RECORD.size + 8
         store.client.setrange(key(store, "blocks"), at, struct.pack("<Q", generation))
         assert any(found.startswith(finding) for found in changes(before, store.moment()))
+
+
+def test_the_scripts_read_records_of_the_size_that_python_writes() -> None:
+    text = (Path(scripts.__file__).parent / "lua" / "lib" / "state.lua").read_text()
+    assert f"local RECORD = {RECORD.size}\n" in text and RECORDS.itemsize == RECORD.size
