@@ -169,7 +169,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml
 		fi
 		echo "installing $(TORCH) $${index:-from the default index} ..."
 		$(PIP) install $$index '$(TORCH)'
-		$(PY) -c "import torch; print('torch', torch.__version__, end=', ')"
+		$(PY) -c "from importlib.metadata import version; print('torch', version('torch'), end=', ')"
 		du -shc $(VENV)/lib/python3*/site-packages/{torch,nvidia*} 2>/dev/null | tail -n 1 | sed -E 's/\s.*/ on disk/' || true
 	fi
 	echo "installing Looseleaf and what it serves with ..."

@@ -31,9 +31,7 @@ from engine.models.fused import FusedDecoder, objection
 from engine.models.opt import Opt
 from engine.numerics import numerics
 from engine.step import StepInput
-from kernels import cpu
 from kernels.copy_blocks import copy_blocks
-from kernels.environment import interprets_triton
 from kernels.providers.base import (
     AttentionBatch,
     AttentionProvider,
@@ -199,9 +197,6 @@ class ModelRunner:
         dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self.layout.groups[0].dtype]
         if device.compute_capability is None and dtype == torch.float16:
             raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
-        interpret = device.compute_capability is None and interprets_triton()
-        if settings.attention_backend == "triton" and interpret:
-            cpu.load("triton")  # a rehearsal: all kernels of this process, as they would run on a GPU
         spec = AttentionSpec(
             device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
             settings.block_size, dtype, kv_dtype, c.head_dim**-0.5, c.window, self.max_model_len,

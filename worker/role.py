@@ -16,7 +16,9 @@ from common.settings import WorkerSettings
 from common.telemetry import count_fallbacks_of
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
 from engine.runner import ModelRunner, RunnerSettings
+from kernels import cpu
 from kernels.cpu import fallbacks
+from kernels.environment import interprets_triton
 from worker.fair_lock import AnyFairLock
 from worker.step_thread import StepThread
 
@@ -33,8 +35,14 @@ class Model(Protocol):
 
 
 def load_model(settings: WorkerSettings) -> ModelRunner:
-    """The model of a worker's process. What its kernels do another way than they should is counted for /metrics."""
+    """The model of a worker's process. What its kernels do another way than they should is counted for /metrics.
+
+    A worker without a GPU that is asked for triton's attention under TRITON_INTERPRET=1 rehearses: it computes with all
+    of the GPU's kernels.
+    """
     count_fallbacks_of(fallbacks)
+    if settings.attention_backend == "triton" and settings.device != "cuda" and interprets_triton():
+        cpu.load("triton")
     return ModelRunner(RunnerSettings.of(settings))
 
 

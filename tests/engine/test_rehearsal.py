@@ -24,6 +24,7 @@ from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
 from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
+from kernels import cpu
 from testing.engine import Batch
 from testing.gpu_kernels import keep_rows
 
@@ -156,6 +157,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> float:
 
 if __name__ == "__main__":
     keep_rows()
+    cpu.load("triton")
     root = Path(sys.argv[1])
     print(json.dumps({
         name: run(root / family, attention_backend="triton", **settings) for name, (family, settings) in CASES.items()
