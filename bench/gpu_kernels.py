@@ -206,7 +206,7 @@ def spec_of(bench: Bench, *, deterministic: bool, max_model_len: int) -> Attenti
 
 
 def names_of(bench: Bench, library: str | None) -> list[tuple[ProviderName, bool]]:
-    """(provider, deterministic) of every provider that can be had here; the others' reasons are printed."""
+    """(provider, deterministic) of every provider that is available here; the others' reasons are printed."""
     found: list[tuple[ProviderName, bool]] = []
     for name in get_args(ProviderName):
         try:

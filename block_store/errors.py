@@ -42,10 +42,10 @@ class OutOfOrder(LedgerError):
 
 
 class Exhausted(LedgerError):
-    """Fewer blocks can be had than asked for."""
+    """Fewer blocks are available than asked for."""
 
     def __init__(self, wanted: int, available: int) -> None:
-        super().__init__(f"{wanted} blocks wanted, {available} can be had (others' unused floors are kept free)")
+        super().__init__(f"{wanted} blocks wanted, {available} are available (others' unused floors are kept free)")
         self.wanted = wanted
         self.available = available
 

@@ -116,7 +116,7 @@ class WorkerSettings(ServerSettings):
         None,
         description="workers on the same cores that name the same file step one at a time; both roles do in any case",
     )
-    attention_backend: AttentionBackend = Field("auto", description="auto: fa3 where it can be had, else triton")
+    attention_backend: AttentionBackend = Field("auto", description="auto: fa3 where it is available, else triton")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
     deterministic: bool = Field(False, description="bits of a row do not depend on its batch; always so on the CPU")
     enforce_eager: bool = Field(False, description="no CUDA graphs")

@@ -87,7 +87,7 @@ class Preemption:
         return None
 
     def resume(self, make_way: Callable[[Group], object], needed: Callable[[], int]) -> None:
-        """Bring swapped groups back, in order, while blocks for them can be had, and, beside running ones, what these
+        """Bring swapped groups back, in order, while there are blocks for them and, beside running ones, what these
         need for this step (`needed`) and one more for each of the group's sequences and every fourth running one: else
         what comes back would soon push out, or be pushed out.
 
@@ -121,7 +121,7 @@ class Preemption:
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
-        """Whether its blocks could be had; not tried in every step where others run."""
+        """Whether its blocks are available; not tried in every step where others run."""
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
             return False

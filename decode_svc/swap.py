@@ -185,4 +185,4 @@ def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torc
         return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, pin_memory=on_gpu)
     except RuntimeError as error:
         size = num_blocks * block_bytes / 2**30
-        raise StartupError(f"--swap-space: {size:.2f} GiB of host memory cannot be had: {error}") from error
+        raise StartupError(f"--swap-space: {size:.2f} GiB of host memory is not available: {error}") from error

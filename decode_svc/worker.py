@@ -199,7 +199,7 @@ class DecodeWorker:
 
     def _fits(self, group: Group) -> bool:
         """Admission below a watermark: a group starts only while blocks for its first step, and one more for each of
-        its sequences, can be had beside those of the groups that start with it."""
+        its sequences, are available beside those of the groups that start with it."""
         if not self._scheduler.running:
             return True
         needed = len(self._blocks.writes.needing_block(group.live)) + len(group.live)

@@ -7,16 +7,15 @@ Independent of tensors. Everything that would change the numbers is either honou
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from common.types import DType, KvKind, KvLayout, KvSpec
-from engine.errors import ModelError, UnsupportedModel
+from engine.errors import ModelError, UnsupportedModel, refuse_unless
+from engine.rope_config import RopeConfig, read_rope
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "opt"]
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -25,25 +24,6 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "OPTForCausalLM": "opt",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary positions; the fields beyond `theta` belong to the scaling named by `kind` (as in transformers)."""
-
-    theta: float = 10_000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    original_max_len: int = 0
-    """Positions the model was trained on before scaling."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +122,8 @@ def _refuse_common(raw: dict[str, Any]) -> None:
         raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
 
 
-def _refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:
-    """Refuse a setting whose value changes the numbers in a way we do not compute. The first allowed is the default."""
-    value = raw.get(name, allowed[0])
-    if value not in allowed:
-        raise UnsupportedModel(f"{name}={value!r} is not supported; supported is {allowed[0]!r}")
-
-
 def _llama_like(raw: dict[str, Any], family: Family) -> ModelConfig:
-    _refuse_unless(raw, "hidden_act", "silu", "swish")
+    refuse_unless(raw, "hidden_act", "silu", "swish")
     heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     # Defaults of absent keys are transformers', which differ by family.
     default_kv_heads = {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(family, heads)
@@ -158,7 +131,7 @@ def _llama_like(raw: dict[str, Any], family: Family) -> ModelConfig:
     default_head_dim = 128 if family == "qwen3" else hidden // heads
     attention_bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
     length = int(raw.get("max_position_embeddings") or default_len)
-    rope, max_model_len = _rope(raw, length)
+    rope, max_model_len = read_rope(raw, length)
     return ModelConfig(
         family=family,
         vocab_size=int(raw["vocab_size"]),
@@ -183,8 +156,8 @@ def _llama_like(raw: dict[str, Any], family: Family) -> ModelConfig:
 
 
 def _opt(raw: dict[str, Any]) -> ModelConfig:
-    _refuse_unless(raw, "activation_function", "relu")
-    _refuse_unless(raw, "layer_norm_elementwise_affine", True)
+    refuse_unless(raw, "activation_function", "relu")
+    refuse_unless(raw, "layer_norm_elementwise_affine", True)
     hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
     bias = bool(raw.get("enable_bias", True))
     norm_before = bool(raw.get("do_layer_norm_before", True))
@@ -228,50 +201,6 @@ def _window(raw: dict[str, Any], family: Family) -> int | None:
             "are not supported; supported is one kind for all layers"
         )
     return int(window) if kinds[0] == "sliding_attention" else None
-
-
-# --- rotary positions
-
-
-def _rope(raw: dict[str, Any], length: int) -> tuple[RopeConfig, int]:
-    """Rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`); and the longest
-    sequence. As in vLLM, linear, dynamic and yarn stretch `max_position_embeddings` (yarn: the original length)."""
-    scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if kind not in ("default", "linear", "dynamic", "yarn", "llama3"):
-        raise UnsupportedModel(
-            f"RoPE scaling {kind} is not supported; supported are default, linear, dynamic, yarn, llama3"
-        )
-    for source in (raw, scaling):
-        _refuse_unless(source, "partial_rotary_factor", 1.0, 1, None)
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    if kind == "default":
-        return RopeConfig(theta=theta), length
-    original = int(scaling.get("original_max_position_embeddings") or length)
-    factor = scaling.get("factor")
-    if factor is None and kind == "yarn":
-        factor = length / original
-    attention_factor = scaling.get("attention_factor")
-    rope = RopeConfig(
-        theta=theta,
-        kind=cast(RopeKind, kind),
-        factor=float(cast(float, factor)),
-        original_max_len=length if kind == "dynamic" else original,
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        mscale=float(scaling.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
-        truncate=bool(scaling.get("truncate", True)),
-    )
-    stretch: dict[str, Callable[[], float]] = {
-        "linear": lambda: length * rope.factor,
-        "dynamic": lambda: length * rope.factor,
-        "yarn": lambda: max(length, original * rope.factor),
-    }
-    return rope, int(stretch[kind]()) if kind in stretch else length
 
 
 # --- small things

@@ -66,7 +66,7 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """Our product on AMX tiles, or why it cannot be had."""
+    """Our product on AMX tiles, or why it is not available."""
     if weight.dtype != torch.bfloat16 or not amx.available():
         return f"no AMX tiles for {weight.dtype} on this CPU"
     n_out, n_in = weight.shape
@@ -79,7 +79,7 @@ def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
 
 
 def _on_simd(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """Our product in vectors, or why it cannot be had."""
+    """Our product in vectors, or why it is not available."""
     entry, n_out = simd.entry(), weight.shape[0]
     if entry is None or weight.dtype not in (torch.bfloat16, torch.float32):
         return f"no C++ kernels are in use that take {weight.dtype}"
@@ -88,7 +88,7 @@ def _on_simd(weight: Tensor, bias: Tensor | None) -> Packed | str:
 
 
 def _on_onednn(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """oneDNN's product over a weight in its own layout, or why it cannot be had."""
+    """oneDNN's product over a weight in its own layout, or why it is not available."""
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return f"no packed form of {weight.dtype}"
     if not torch.backends.mkldnn.is_available():

@@ -1,7 +1,7 @@
 """Which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
 
 First come first served within a priority, in chunks under a token budget, several prompts a step. A prompt is admitted,
-with all branches of its group, only if all its blocks can be had; while the head of the queue waits for blocks nobody
+with all branches of its group, only if all its blocks are free; while the head of the queue waits for blocks nobody
 overtakes it.
 """
 

@@ -25,7 +25,7 @@ MemoryOwner = Literal["auto", "store", "worker"]
 
 
 class NoDeviceMemory(ArenaError):
-    """Device memory cannot be had or reached; the text says why and what helps."""
+    """Device memory is not available or cannot be reached; the text says why and what helps."""
 
 
 def create_on_device(

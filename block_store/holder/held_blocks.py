@@ -72,7 +72,7 @@ class HeldBlocks(OutageBuffer):
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve, as far as blocks can be had; the beat thread does so with every beat."""
+        """Fills the reserve, as far as blocks are available; the beat thread does so with every beat."""
         self._check_fence()
         self._level_reserve()
 

@@ -115,7 +115,7 @@ class OutageBuffer:
             self._report(self.holder.census)
 
     def _level_reserve(self) -> None:
-        """Towards its target, as far as blocks can be had."""
+        """Towards its target, as far as blocks are available."""
         try:
             while (missing := self._reserve_target - len(self._reserve)) > 0:
                 with self._lock:
@@ -135,7 +135,7 @@ class OutageBuffer:
         self._release_all(refs)
 
     def _refill(self, num_blocks: int) -> None:
-        """At least `num_blocks` in the reserve, and the least reserve beyond them if it can be had; the rest comes with
+        """At least `num_blocks` in the reserve, and beyond them the least reserve if that is free; the rest comes with
         the next beat.
         """
         self._check_fence()
@@ -226,7 +226,7 @@ class OutageBuffer:
 
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
         """What the ledger says is held here, piece by piece. A reference of an answered call is known here by the time
-        the lock can be had.
+        the lock is free.
         """
         part, place = self.holder.holdings_after(0)
         while part:

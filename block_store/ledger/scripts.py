@@ -174,8 +174,8 @@ class LedgerScripts:
         return self._ask(int, "release", *lane, codec.pack_refs(refs))
 
     def assert_held(self, lane: Lane, refs: Sequence[BlockRef]) -> list[Standing]:
-        """After a rebuild and `register`: references on some of what the holder says it holds, as far as it still can
-        be had. Fenced.
+        """After a rebuild and `register`: references on some of what the holder says it holds, as far as they are
+        still free or cached. Fenced.
         """
         _bounded(len(refs))
         return self._ask(_unpack_standings, "assert_held", *lane, codec.pack_refs(refs))

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from engine.config import RopeConfig
+from engine.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:

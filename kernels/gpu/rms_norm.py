@@ -55,7 +55,7 @@ def rms_norm_kernel(
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """[..., width] -> [outer, heads, width] (heads 1 below three dimensions), a view where that can be had."""
+    """[..., width] -> [outer, heads, width] (heads 1 below three dimensions), a view where that is available."""
     width = x.shape[-1]
     if x.dim() == 3:
         return x if x.stride(-1) == 1 else x.contiguous()

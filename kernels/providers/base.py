@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Unavailable(ValueError):
-    """A provider that cannot be had here or does not support the model; one sentence that says why."""
+    """A provider that is not available here or does not support the model; one sentence that says why."""
 
 
 def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:

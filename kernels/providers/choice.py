@@ -30,7 +30,7 @@ def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None =
 def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
     """What computes attention from now on, logged with the reason.
 
-    auto: on a CPU the C++ kernels; on a GPU FlashAttention-3 where it can be had, else Triton, and always Triton where
+    auto: on a CPU the C++ kernels; on a GPU FlashAttention-3 if installed, else Triton, and always Triton where
     results must be deterministic. Raises Unavailable, one sentence: what was forced cannot serve, or nothing can.
     """
     if backend != "auto":
@@ -55,7 +55,7 @@ def _best(spec: AttentionSpec, library: str | None) -> tuple[AttentionProvider, 
 
 
 def available(spec: AttentionSpec, library: str | None = None) -> dict[ProviderName, str]:
-    """Every provider and its version, or why it cannot be had, for `looseleaf doctor`."""
+    """Every provider and its version, or why it is not available, for `looseleaf doctor`."""
     found: dict[ProviderName, str] = {}
     for name in get_args(ProviderName):
         try:

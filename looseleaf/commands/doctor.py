@@ -22,8 +22,8 @@ from common.errors import StartupError
 from common.rpc import open_blocking_channel
 from common.settings import Settings, settings_config
 from looseleaf.commands.health import state_of
+from looseleaf.serve.addresses import check_port_free
 from looseleaf.serve.device import torch_cuda, why_no_gpu
-from looseleaf.serve.launcher import check_port_free
 from looseleaf.serve.model_source import BUILT_IN
 from looseleaf.serve.shm import ROOT, SharedDirectory
 
@@ -132,7 +132,7 @@ def triton() -> str:
 
 
 def attention() -> str:
-    """Which providers can be had for the Llama-3-8B shape, and on a GPU why the others cannot."""
+    """Which providers are available for the Llama-3-8B shape, and on a GPU why the others are not."""
     torch = importlib.import_module("torch")
     base: Any = importlib.import_module("kernels.providers.base")
     choice: Any = importlib.import_module("kernels.providers.choice")

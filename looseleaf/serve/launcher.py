@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from block_store.errors import RedisUnusable
 from block_store.redis.private_redis import PrivateServer
 from common.errors import StartupError
 from common.secret_files import write_secret
+from looseleaf.serve.addresses import check_port_free, reachable
 from looseleaf.serve.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, wait_ready
 from looseleaf.serve.model_source import resolve
 from looseleaf.serve.placement import (
@@ -281,22 +281,3 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Raise StartupError if nobody could listen there now; port 0 is always free."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except socket.gaierror as error:
-        raise StartupError(f"host {host!r} cannot be resolved: {error.strerror}") from error
-    except OSError as error:
-        raise StartupError(f"port {port} on {host} cannot be had ({error.strerror}); choose another port") from error
-
-
-def reachable(address: str) -> str:
-    """`host:port` as a client on this machine reaches it."""
-    host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address

@@ -1,7 +1,7 @@
 """The launcher's directory in shared memory: made for a launch, removed after it, swept up if a launch was killed.
 
 The directory is locked (flock) by the launcher and, through an inherited descriptor, by every service it starts. A lock
-that can be had says that all of them are gone, whatever became of their pids.
+that is free says that all of them are gone, whatever became of their pids.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_reserve_shrinks_before_a_request_is_refused_and_can_be_given_up(store: 
     held, other = store.held(reserve=8), store.held()
     assert len(held.alloc(10)) == 10 and held.num_reserved == 0
     held.top_up()
-    assert held.num_reserved == 0, "the target cannot be had"
+    assert held.num_reserved == 0, "the target is not available"
     other.alloc(2)
     other.close()
     small = store.held(reserve=2)

@@ -1,0 +1,26 @@
+"""Where the gateway listens, and how a client on this machine reaches it."""
+
+from __future__ import annotations
+
+import socket
+
+from common.errors import StartupError
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise StartupError if nobody could listen there now; port 0 is always free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise StartupError(f"host {host!r} cannot be resolved: {error.strerror}") from error
+    except OSError as error:
+        raise StartupError(f"port {port} on {host} cannot be used ({error.strerror}); choose another port") from error
+
+
+def reachable(address: str) -> str:
+    """`host:port` as a client on this machine reaches it."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address
