@@ -8,7 +8,6 @@ with LLM("path/to/model") as llm:
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,9 @@ from looseleaf import metrics_page
 from looseleaf.client import Client
 from looseleaf.options import GenerateOptions, Message, Prompt, check_names
 from looseleaf.results import Completion
-from looseleaf.serve.launcher import CHECK_S, Launcher
+from looseleaf.serve.launcher import Launcher
 from looseleaf.serve.settings import ServeSettings
+from looseleaf.serve.supervisor import Supervisor
 
 _MAX_IN_FLIGHT = 64
 """Sequences sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
@@ -109,28 +109,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Supervisor(threading.Thread):
-    """Starts workers again that have died, until `end` or a death that cannot be mended (`failure`)."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        super().__init__(name="supervisor", daemon=True)
-        self._launcher = launcher
-        self._ended = threading.Event()
-        self.failure: StartupError | None = None
-
-    def run(self) -> None:
-        while not self._ended.wait(CHECK_S):
-            try:
-                self._launcher.check()
-            except StartupError as failure:
-                self.failure = failure
-                return
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
 
 
 def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:

@@ -22,8 +22,9 @@ from pydantic import Field
 from bench.served.machine import provenance
 from common.settings import Settings, settings_config
 from looseleaf.client import AsyncClient
-from looseleaf.llm import Supervisor, serve_settings
+from looseleaf.llm import serve_settings
 from looseleaf.serve.launcher import Addresses, Launcher
+from looseleaf.serve.supervisor import Supervisor
 from testing.system import assert_nothing_held, wait_for
 
 PROMPT_LEN = 64

@@ -1,6 +1,6 @@
 """The arena: one file in shared memory with a header and equally sized blocks, mapped by every process of the node.
 
-On a GPU the file holds the header only, and the blocks lie in device memory (`placement`). The header is readable without
+On a GPU the file holds the header only; the blocks lie in device memory (`placement`). The header can be read without
 Redis and without CUDA. Independent of references; that is the ledger's business. Here live the writer rule (a header
 generation is raised from a lower value before the first store) and the reader rule (a block is good only while its
 header names the generation in the block table).

@@ -11,8 +11,9 @@ from types import FrameType
 
 from common.api_keys import read_keys
 from common.errors import StartupError
-from looseleaf.serve.launcher import CHECK_S, Addresses, Launcher, echo_to_stderr
+from looseleaf.serve.launcher import Addresses, Launcher, echo_to_stderr
 from looseleaf.serve.settings import ServeSettings
+from looseleaf.serve.supervisor import supervise
 
 _SAMPLE_PROMPT = "Once upon a time"
 _SAMPLE_TOKENS = 24
@@ -34,8 +35,7 @@ def run(argv: Sequence[str]) -> int:
             print(sample(addresses, first_key, settings.tls_ca), flush=True)
         except Interrupted:
             return 0
-        while not stop.event.wait(CHECK_S):
-            launcher.check()
+        supervise(launcher, stop.event)
     return 0
 
 

@@ -50,8 +50,6 @@ from looseleaf.serve.standby import NAME, PACKAGE, Standby, wanted
 _FAILED_GRACE_S = 3.0
 _ENDING_S = 5.0
 """What a service gets beyond the grace period of its requests, to tell those that are left and to end."""
-CHECK_S = 0.05
-"""How often to call `check`: how late a death is noticed is part of the pause that it makes."""
 _PORT_FLAGS = {"block_store": ("--port",), "gateway": ("--port", "--grpc-port")}
 """Of services that others keep an address of: the flags for the lines of their ready files."""
 

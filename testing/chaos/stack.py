@@ -28,10 +28,10 @@ from looseleaf import metrics_page
 from looseleaf.llm import serve_settings
 from looseleaf.serve.children import Child, ServiceSpec, wait_ready
 from looseleaf.serve.launcher import Addresses, Launcher
+from looseleaf.serve.supervisor import Supervisor
 from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
-_CHECK_S = 0.1
 BACK_S = 180.0
 """How long a service may take to come back: with torch ten seconds on a loaded machine, beside a build a minute."""
 EXIT_S = 30.0
@@ -80,14 +80,16 @@ class Stack:
         except BaseException:
             self.redis.close()
             raise
-        self._ended = threading.Event()
-        self.failure: str | None = None
-        """Why the launch was given up, if it was."""
-        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._supervisor = Supervisor(self.launcher)
         self._supervisor.start()
         self.arena = Arena.open(self.launcher.directory)
 
     # --- what it says
+
+    @property
+    def failure(self) -> str | None:
+        """Why the launch was given up, if it was."""
+        return None if self._supervisor.failure is None else str(self._supervisor.failure)
 
     def _take(self, line: str) -> None:
         service, _, text = line.partition("|")
@@ -169,19 +171,10 @@ class Stack:
             f"{name} gets no requests",
         )  # fmt: skip
 
-    def _supervise(self) -> None:
-        while not self._ended.wait(_CHECK_S):
-            try:
-                self.launcher.check()
-            except Exception as failure:
-                self.failure = str(failure)
-                return
-
     # --- its end
 
     def close(self) -> None:
-        self._ended.set()
-        self._supervisor.join()
+        self._supervisor.end()
         for pid in self.pids.values():  # nobody stays frozen
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from looseleaf.client import Client
-from looseleaf.llm import Supervisor, serve_settings
+from looseleaf.llm import serve_settings
 from looseleaf.serve.launcher import Launcher
 from looseleaf.serve.placement import settled
 from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.standby import wanted
+from looseleaf.serve.supervisor import Supervisor
 from testing.system import assert_nothing_held, wait_for
 
 GIB = 1 << 30
