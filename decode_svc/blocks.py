@@ -47,8 +47,8 @@ class RunningBlocks:
     def seal(self, sequences: Iterable[Sequence]) -> None:
         """Seal and publish the blocks that a step filled; acknowledged before any token of the step leaves.
 
-        Each was written by one sequence alone, so none stands here twice. Where equal content is published already,
-        by another sequence of the same step too, that block takes its place.
+        Each was written by one sequence alone, so no block is listed twice. Where equal content is published already,
+        even by another sequence of this step, that block replaces it.
         """
         size = self._block_size
         filled = [s for s in sequences if s.num_computed // size > s.num_sealed]

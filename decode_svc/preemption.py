@@ -121,7 +121,7 @@ class Preemption:
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
-        """Whether its blocks are available; not tried in every step where others run."""
+        """Whether its blocks are available. While other groups run this is not tried in every step."""
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
             return False

@@ -94,7 +94,8 @@ def _response(steps: list[Step]) -> pb.SessionResponse:
 
 
 def _add(response: pb.SessionResponse, outputs: list[AnyOutput]) -> None:
-    """A sample's other outputs than plain tokens come after its last plain one, so their order is not needed."""
+    """Within a sample, outputs other than plain tokens come after the last plain one, so their order need not be
+    kept."""
     plain = [item for item in outputs if type(item) is PlainToken]
     if len(plain) < len(outputs):
         for item in outputs:

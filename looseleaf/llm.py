@@ -129,4 +129,4 @@ def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _drop(line: str) -> None:
-    """Services log to nobody; the last lines are kept for `ChildDied`."""
+    """Drop what the services log; the last lines are kept for `ChildDied`."""

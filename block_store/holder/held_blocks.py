@@ -77,8 +77,8 @@ class HeldBlocks(OutageBuffer):
         self._level_reserve()
 
     def expect(self, num_blocks: int) -> None:
-        """What may be needed while the ledger does not answer; kept in reserve from the next beat on. An eighth of the
-        arena at most: cached blocks make room for it.
+        """Keep so many blocks in reserve, from the next beat on, for a time in which the ledger does not answer. At
+        most an eighth of the arena; cached blocks are evicted for it.
         """
         self._reserve_target = max(self._least_reserve, min(num_blocks, self.arena.num_blocks // 8))
 

@@ -1,7 +1,7 @@
-"""What a worker's blocks have to do with the ledger when it does not answer, comes back, or was built anew.
+"""Carries a worker's blocks over an outage of the ledger: it does not answer, comes back, or was built anew.
 
-The reserve; the calls that are made up for; the assertion of what is held after a rebuild. Knows how blocks are counted
-only as a set: `HeldBlocks` counts them.
+It has the reserve, repeats the calls that were missed, and asserts what is held after a rebuild. To it the held blocks
+are a set; `HeldBlocks` counts their uses.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class OutageBuffer:
             self.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
 
     def settle_up(self) -> None:
-        """Makes up for what the ledger has not heard, fills the reserve, reports to `fsck`. In the beat thread, piece
-        by piece: between two of them a step may have the ledger.
+        """Repeat the calls that the ledger has missed, fill the reserve, report to `fsck`. This runs in the beat
+        thread, in parts: between two of them a step can use the ledger.
         """
         if self.holder.fenced.is_set():
             return

@@ -146,7 +146,7 @@ class LedgerClient:
             raise
 
     def keep_lease(self) -> None:
-        """A beat, if the last one is a while ago: for long work in the beat thread."""
+        """Beat if the last beat is a while ago; called during long work in the beat thread."""
         if time.monotonic() - self._beaten_at > self._lease_s / 5:
             self.beat()
 

@@ -277,7 +277,7 @@ class LedgerScripts:
         return list(reply)
 
     def clock(self) -> tuple[bytes | None, ...]:
-        """What changes with every operation but a beat. LedgerUnavailable."""
+        """A number that changes with every operation except a beat. Errors: LedgerUnavailable."""
         try:
             with reading("clock"):
                 return tuple(self.client.hmget(self.tag + "meta", "dataset", "tick", "epoch", "reserved", "sealed"))  # type: ignore[arg-type]
@@ -308,7 +308,7 @@ class LedgerScripts:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """What somebody else has written into Redis, and nobody can read, is damage."""
+    """A reply that cannot be read counts as damage: something else has written into Redis."""
     try:
         yield
     except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:

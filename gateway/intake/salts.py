@@ -1,4 +1,4 @@
-"""What keeps the blocks of tenants apart: the salts of their prefix hashes, and the names under which blocks count."""
+"""Salts of prefix hashes, which keep the tenants' blocks apart, and the names under which their blocks are counted."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class RequestRunner:
         recover_s: float,
         used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
     ) -> None:
-        """`used` is told of the tokens that each request of a tenant has come to."""
+        """`used(tenant, num_tokens)` is called at the end of each request with the tokens of its prompt and its
+        output."""
         self._workers = workers
         self._gate = gate
         self._detokenizers = Detokenizers(tokenizer)

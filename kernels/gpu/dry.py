@@ -1,7 +1,8 @@
 """A stand-in for triton's CUDA driver: launches compile for a chip that need not be there, and are recorded, not run.
 
 What a launch really passes (alignment, integers that are 1 or divisible by 16, None) decides what is compiled, and only
-a launch shows it. Counts on triton's driver interface as 3.6 and 3.7 have it. Not in a process with TRITON_INTERPRET=1.
+a launch shows it. It relies on the driver interface of triton 3.6 and 3.7, and cannot be used in a process with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -184,7 +184,8 @@ def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: 
 
 
 def end(children: Sequence[Child], grace_s: float) -> None:
-    """SIGTERM to all, SIGKILL to those still there after `grace_s` seconds. Returns when all are gone."""
+    """Send SIGTERM to all and, after `grace_s` seconds, SIGKILL to those that still run. Returns when all have
+    ended."""
     for child in children:
         child.terminate()
     deadline = time.monotonic() + grace_s
