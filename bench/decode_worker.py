@@ -19,7 +19,7 @@ from typing import Any
 
 from block_store.redis import redis_server
 from common.types import SamplingParams, StoppingParams
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 

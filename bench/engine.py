@@ -20,8 +20,8 @@ import torch
 
 from bench.kernels import memory_limit
 from engine import start_up
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
-from engine.runner import ModelRunner, RunnerSettings
 from engine.sampler import Sampler
 from engine.sequence import Chunk
 from testing.engine import Batch

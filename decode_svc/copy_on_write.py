@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 from block_store.holder.attach import Attached
 from common.types import BlockRef
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sequence import Sequence
 
 

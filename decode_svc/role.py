@@ -16,7 +16,7 @@ from decode_svc.settings import DecodeSettings
 from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
 from engine import start_up
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
 from worker.fair_lock import AnyFairLock, FairFileLock
 from worker.role import WorkerRole, domain_of, longest_group, record_of

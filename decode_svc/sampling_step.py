@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from decode_svc.blocks import Plan, RunningBlocks
 from decode_svc.outputs import Outbox, of_beams, of_token
+from decode_svc.running_blocks import Plan, RunningBlocks
 from decode_svc.scheduler import Group
 from engine.beam_search import BeamSearch, Candidates
 from engine.sampler import Sampled, Sampler, SampleRow, beam_candidates

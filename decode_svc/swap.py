@@ -19,10 +19,10 @@ from block_store.ledger.prefix_hash import next_hash
 from common.errors import StartupError
 from common.group_need import blocks_of
 from common.types import BlockRef
-from decode_svc.blocks import forget
+from decode_svc.running_blocks import forget
 from decode_svc.scheduler import Group
 from engine.block_table import BlockTable
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sequence import Sequence
 from kernels.copy_blocks import copy_blocks
 

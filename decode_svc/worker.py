@@ -14,16 +14,16 @@ from block_store.ledger.prefix_hash import prompt_chain
 from common.group_need import blocks_of
 from common.ticket import Ticket
 from common.types import BlockRef, WorkerLoad
-from decode_svc.blocks import Plan, RunningBlocks, copying, forget
 from decode_svc.claims import Claim, Claims, adopt, fits_ticket, most_needed
 from decode_svc.outputs import Outbox, Rejection, Session
 from decode_svc.preemption import Preemption
+from decode_svc.running_blocks import Plan, RunningBlocks, copying, forget
 from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
 from engine.beam_search import BeamSearch, Candidates
+from engine.model_runner import ModelRunner
 from engine.rows import DecodeRows
-from engine.runner import ModelRunner
 from engine.sequence import Sequence, Step
 from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 

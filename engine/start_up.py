@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from engine.graphs import DecodeGraphs, bucket_sizes
+from engine.model_runner import ModelRunner
 from engine.models.attention import LayerCache
-from engine.runner import ModelRunner
 from engine.step import StepInput
 from kernels.cpu.loader import on_triton
 from kernels.cpu.selection import count_fallback

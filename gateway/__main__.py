@@ -45,7 +45,7 @@ from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
-from gateway.request.runner import RequestRunner
+from gateway.request.request_runner import RequestRunner
 from gateway.settings import GatewaySettings
 from protos.v1 import inference_pb2_grpc
 

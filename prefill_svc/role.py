@@ -8,7 +8,7 @@ from common.service_main import wait_idle, worker_name
 from common.settings import WorkerSettings
 from common.trust import trust_of
 from engine import start_up
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from prefill_svc.requests import RequestLimits
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer

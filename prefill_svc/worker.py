@@ -17,11 +17,11 @@ from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.ticket import Ticket
 from common.types import FinishReason, PromptSources, Timings, TokenLogprob, WorkerLoad
 from engine.beam_search import Candidates
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sampler import Sampled
 from engine.sequence import Sequence, Step, lay_out
-from prefill_svc.blocks import GroupBlocks, Plan
 from prefill_svc.first_tokens import draw, take_prompt_logprobs
+from prefill_svc.group_blocks import GroupBlocks, Plan
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
 from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners

@@ -26,7 +26,7 @@ from decode_svc.submits import Submission
 from decode_svc.worker import DecodeWorker
 from engine.beam_search import BeamSearch, Candidates
 from engine.block_table import BlockTable
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
 from engine.sequence import Chunk, lay_out
 from engine.sequence import Sequence as Tokens

@@ -13,7 +13,7 @@ import torch
 
 from common.types import BlockRef, SamplingParams, StoppingParams
 from engine.block_table import BlockTable
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sampler import SampleRow, sample_rows
 from engine.sequence import Chunk, Sequence, lay_out
 

@@ -13,7 +13,7 @@ import torch
 
 from common.types import SamplingParams, StoppingParams
 from engine.beam_search import BeamSearch, Hypothesis
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
 from engine.step import StepInput
 

@@ -108,4 +108,4 @@ def test_the_core_that_the_architecture_quotes_is_the_gateways() -> None:
     assert len(quoted) == 1
     core = textwrap.dedent(quoted[0].rstrip(" "))
     assert core.count("\n") <= 9
-    assert textwrap.indent(core, " " * 8) in (ROOT / "gateway/request/runner.py").read_text()
+    assert textwrap.indent(core, " " * 8) in (ROOT / "gateway/request/request_runner.py").read_text()

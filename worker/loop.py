@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from block_store.arena.arena import Arena
 from block_store.errors import ArenaError, Fenced, LedgerError, LedgerUnavailable
 from block_store.holder.attach import Attached
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sequence import Step
 
 RETRY_ALLOC_S = 0.005

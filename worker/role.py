@@ -15,7 +15,7 @@ from block_store.ledger.prefix_hash import hash_domain
 from common.settings import WorkerSettings
 from common.telemetry import count_fallbacks_of
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from kernels import cpu
 from kernels.cpu import fallbacks
 from kernels.environment import interprets_triton
@@ -24,7 +24,7 @@ from worker.step_thread import StepThread
 
 
 class Model(Protocol):
-    """A loaded model (`engine.runner.ModelRunner`)."""
+    """A loaded model (`engine.model_runner.ModelRunner`)."""
 
     layout: KvLayout
     weights_bytes: int

@@ -17,7 +17,7 @@ from typing import Any
 from bench.served.steps import VARIABLE, StepRecord, count_tables
 from common import convert
 from decode_svc.worker import DecodeWorker
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 
 
 @dataclass(slots=True)

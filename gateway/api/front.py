@@ -9,7 +9,7 @@ from gateway.api.credentials import Authenticator
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
-from gateway.request.runner import RequestRunner
+from gateway.request.request_runner import RequestRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from common.rpc import open_channel
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.fleet.liveness import Liveness, LivenessLimits
-from gateway.fleet.lost import WorkerLost, incarnation, is_death
+from gateway.fleet.worker_lost import WorkerLost, incarnation, is_death
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
 

@@ -20,7 +20,7 @@ from common.status import error_of
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.fleet.liveness import Liveness, LivenessLimits
-from gateway.fleet.lost import WorkerLost, incarnation, internal, is_death, queue_full
+from gateway.fleet.worker_lost import WorkerLost, incarnation, internal, is_death, queue_full
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc
 

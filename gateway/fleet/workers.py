@@ -19,9 +19,9 @@ from common.types import WorkerLoad, WorkerRecord
 from gateway.admission.gate import Place
 from gateway.fleet.decode_client import DecodeSession, SessionPool
 from gateway.fleet.liveness import LivenessLimits
-from gateway.fleet.lost import WorkerLost
 from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.routing import Router, WorkerState
+from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.group_limits import rooms_of
 from gateway.intake.validate import ResolvedRequest
 from protos.v1 import prefill_pb2

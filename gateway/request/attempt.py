@@ -18,7 +18,7 @@ from common.errors import Unavailable
 from common.types import WorkerRecord
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
-from gateway.fleet.lost import WorkerLost, incarnation, rejected, too_late
+from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
 from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
 from gateway.request.isolation import Isolation, IsolationTicket

@@ -13,7 +13,7 @@ from collections import Counter
 
 from common.telemetry import Burst
 from gateway.admission.gate import Gate, Place
-from gateway.fleet.lost import WorkerLost, too_late
+from gateway.fleet.worker_lost import WorkerLost, too_late
 from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
 from gateway.request.isolation import Isolation

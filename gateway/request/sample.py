@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from common.types import Branch, FinishReason
-from gateway.fleet.lost import WorkerLost
+from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.validate import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.detokenize import Detokenizers

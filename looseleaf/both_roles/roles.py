@@ -13,7 +13,7 @@ from common.settings import WorkerSettings
 from common.trust import trust_of
 from decode_svc import role as decode
 from decode_svc.settings import DecodeSettings
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf.both_roles.settings import BothSettings
 from prefill_svc import role as prefill
 from prefill_svc.settings import PrefillSettings

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common.types import SamplingParams, StoppingParams
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from looseleaf.options import GenerateOptions
 from testing.oracle import Oracle

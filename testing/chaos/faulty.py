@@ -19,7 +19,7 @@ from typing import Any
 from block_store.arena.arena import Arena
 from block_store.ledger.client import LedgerClient
 from decode_svc.worker import DecodeWorker
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from prefill_svc.worker import PrefillWorker
 from testing.chaos.late import count_late_calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.step import StepInput
 
 When = Literal["before it is read", "after it is read"]

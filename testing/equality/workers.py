@@ -28,7 +28,7 @@ from decode_svc.preemption import Choice, Preemption
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sequence import Sequence as Tokens
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler

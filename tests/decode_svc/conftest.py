@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from block_store.redis import redis_server
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 

@@ -10,8 +10,8 @@ import pytest
 
 from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc import sampling_step
-from decode_svc.blocks import RunningBlocks
 from decode_svc.outputs import Outbox, Session
+from decode_svc.running_blocks import RunningBlocks
 from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import Group
 from engine import sampler

@@ -14,7 +14,7 @@ from block_store.ledger.prefix_hash import chain_start, next_hash
 from common.types import SamplingParams, StoppingParams
 from decode_svc.outputs import Rejection, timings_of
 from decode_svc.scheduler import Group
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from testing.decode import DOMAIN, DecodeBench
 from testing.oracle import Oracle
 

@@ -19,7 +19,7 @@ from decode_svc.preemption import Choice, Preemption
 from decode_svc.scheduler import Group
 from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from testing.decode import DOMAIN, DecodeBench
 from testing.oracle import Oracle
 

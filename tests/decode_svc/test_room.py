@@ -10,7 +10,7 @@ import pytest
 
 from common.types import SamplingParams, StoppingParams
 from decode_svc.costs import Costs
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from testing.decode import DecodeBench
 
 PROMPT = list(range(20, 30))

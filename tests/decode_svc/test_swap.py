@@ -21,7 +21,7 @@ from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc.scheduler import Group
 from decode_svc.swap import SwapSpace
 from engine.block_table import BlockTable
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Sequence
 from engine.tiny import make_checkpoint
 

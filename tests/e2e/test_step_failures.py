@@ -24,7 +24,7 @@ from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc.outputs import AnyOutput, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.worker import DecodeWorker
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Sequence
 from engine.tiny import make_checkpoint
 from prefill_svc.job import Job

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.types import SamplingParams, StoppingParams
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
 from testing.oracle import Oracle
 from testing.system import assert_nothing_held, prompts

@@ -11,7 +11,7 @@ import torch
 from common.types import BlockRef, EarlyStopping, FinishReason, SamplingParams, StoppingParams
 from engine.beam_search import BeamSearch, Hypothesis
 from engine.block_table import BlockTable
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, beam_candidates
 from engine.sequence import Chunk, lay_out
 from engine.sequence import Sequence as OneSequence

@@ -11,7 +11,7 @@ import torch
 from common.types import SamplingParams, StoppingParams
 from engine.block_table import BlockTable
 from engine.config import Family
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Chunk, Sequence, lay_out
 from engine.tiny import make_checkpoint
 from testing.engine import Batch, poisoned_arena

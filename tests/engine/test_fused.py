@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.config import Family
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
-from engine.runner import ModelRunner, RunnerSettings
 from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
 from kernels.cpu import forward

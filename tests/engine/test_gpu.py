@@ -15,7 +15,7 @@ from common.types import SamplingParams, StoppingParams
 from engine import start_up
 from engine.config import Family
 from engine.errors import ModelError
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, sample_rows
 from engine.tiny import make_checkpoint
 from kernels.cpu import fallbacks

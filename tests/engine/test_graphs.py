@@ -13,7 +13,7 @@ from common.types import BlockRef, SamplingParams, StoppingParams
 from engine import start_up
 from engine.block_table import BlockTable
 from engine.graphs import DecodeGraphs, bucket_sizes
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Chunk, Sequence, lay_out
 from engine.tiny import make_checkpoint
 from kernels.providers.base import AttentionBatch

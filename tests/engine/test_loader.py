@@ -18,7 +18,7 @@ from common.errors import StartupError
 from engine.checkpoint import fingerprint
 from engine.errors import ModelError
 from engine.loader import DummySource, Target, Weights
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import hf_config, make_checkpoint
 from gateway.intake.assets import load_assets
 from testing.oracle import Oracle

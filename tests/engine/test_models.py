@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import Family
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.engine import Batch
 from testing.oracle import Oracle

@@ -20,7 +20,7 @@ import torch
 
 from common.types import SamplingParams, StoppingParams
 from engine import start_up
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
 from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint

@@ -20,7 +20,7 @@ import json, os, sys
 import torch
 from common.types import BlockRef, SamplingParams, StoppingParams
 from engine import start_up
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, prompt_logprobs, sample_rows
 from engine.block_table import BlockTable
 from engine.sequence import Chunk, Sequence, lay_out

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.types import BlockRef, SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.step import StepInput
 from engine.tiny import make_checkpoint
 from testing.equality.cases import Answer, Case, differences, expect

@@ -14,7 +14,7 @@ import torch
 from common.group_need import GroupNeed
 from common.types import SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.equality.cases import Case, differences, expect
 from testing.equality.workers import Workers

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from bench.served.server import Request, WatchedServer, send_all
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
 from looseleaf.results import Completion, Delta, join
 from looseleaf.serve.model_source import BUILT_IN

@@ -17,7 +17,7 @@ from block_store.arena.header import HeaderState
 from common.types import SamplingParams, StoppingParams
 from decode_svc import swap
 from decode_svc.outputs import Rejection
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.step import StepInput
 from engine.tiny import make_checkpoint
 from testing.equality.cases import Answer, Case, differences, expect

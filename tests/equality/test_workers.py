@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine.config import ARCHITECTURES
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.equality.cases import KINDS, Answer, Case, Text, differences, expect, make_cases
 from testing.equality.workers import Workers

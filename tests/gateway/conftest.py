@@ -26,7 +26,7 @@ from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
-from gateway.request.runner import RequestRunner
+from gateway.request.request_runner import RequestRunner
 from testing.gateway.parts import Script, make_assets
 from testing.gateway.scripted_workers import ScriptedWorker
 

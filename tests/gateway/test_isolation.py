@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import Internal
-from gateway.fleet.lost import incarnation
+from gateway.fleet.worker_lost import incarnation
 from gateway.request.isolation import MOST_REMEMBERED, Isolation, digest_of
 from testing.gateway.parts import make_record
 

@@ -13,10 +13,10 @@ from common.errors import Unavailable
 from common.types import FinishReason
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
 from gateway.fleet.liveness import LivenessLimits
-from gateway.fleet.lost import WorkerLost
+from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.wanted import IdsPrompt, Wanted
 from gateway.request import outlet as outlet_module
-from gateway.request import runner as runner_module
+from gateway.request import request_runner as runner_module
 from gateway.request.delta import Delta
 from gateway.request.outlet import FEW_STREAMS, Outlet
 from protos.v1 import decode_pb2 as pb

@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted, Unavailable
 from common.types import WorkerRecord
-from gateway.fleet.lost import WorkerLost, incarnation, is_death
 from gateway.fleet.prefill_client import PrefillClient, _translated
+from gateway.fleet.worker_lost import WorkerLost, incarnation, is_death
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import types_pb2
 from testing.gateway.parts import Script, make_record

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import DeadlineExceeded, Unavailable
 from common.types import FinishReason
-from gateway.fleet.lost import WorkerLost
+from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.validate import ResolvedRequest
 from gateway.intake.wanted import IdsPrompt, Wanted
 from gateway.request.delta import Delta

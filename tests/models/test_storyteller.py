@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from common.types import SamplingParams, StoppingParams
 from engine.config import ModelConfig
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from gateway.intake.assets import load_assets
 from gateway.intake.chat_template import ChatTemplate
 from testing.oracle import Oracle

@@ -20,7 +20,7 @@ from block_store.ledger.scripts import LedgerScripts
 from block_store.redis import redis_server
 from common.ticket import Ticket
 from common.types import BlockRef, Branch, SamplingParams, StoppingParams
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler

@@ -137,7 +137,7 @@ class Teller:
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         sys.path.append(str(Path(__file__).resolve().parents[2]))  # the repository: run as a script from anywhere
-        from engine.runner import ModelRunner, RunnerSettings
+        from engine.model_runner import ModelRunner, RunnerSettings
         from testing.oracle import Oracle
 
         self._tokenizer = tokenizer

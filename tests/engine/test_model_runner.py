@@ -15,7 +15,7 @@ from common.settings import WorkerSettings
 from engine import start_up
 from engine.binding import layer_caches
 from engine.errors import ModelError
-from engine.runner import ModelRunner, RunnerSettings
+from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.engine import Batch, poisoned_arena
 

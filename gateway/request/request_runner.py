@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from common.errors import LooseleafError, Unavailable
 from gateway.admission.gate import Gate, Place
-from gateway.fleet.lost import WorkerLost, too_late
+from gateway.fleet.worker_lost import WorkerLost, too_late
 from gateway.fleet.workers import Workers
 from gateway.intake.validate import ResolvedRequest
 from gateway.metrics import Metrics

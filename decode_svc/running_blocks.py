@@ -17,7 +17,7 @@ from common.types import BlockRef
 from decode_svc.copy_on_write import CopyOnWrite, source_of
 from decode_svc.scheduler import Group
 from engine.block_table import BlockTable
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sequence import Sequence, Step
 from worker.loop import stale_owners
 
