@@ -19,7 +19,7 @@ from block_store.arena.arena import Arena, ref_arrays
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, hash_blocks
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import CHUNK, Lane, LedgerScripts
+from block_store.ledger.scripts import CHUNK, CallId, LedgerScripts
 from block_store.redis import redis_server
 from common.types import Epoch, KvLayout, KvSpec
 
@@ -50,9 +50,9 @@ class Bench:
         self.times[name].append((time.perf_counter_ns() - started) / 1000)
         return answer
 
-    def _lane(self, epoch: Epoch) -> Lane:
+    def _lane(self, epoch: Epoch) -> CallId:
         self._numbers[epoch] += 1
-        return Lane(epoch, self._numbers[epoch])
+        return CallId(epoch, self._numbers[epoch])
 
     def round(self, number: int) -> None:
         ledger, arena, prefill, decode = self._ledger, self._arena, self._prefill, self._decode

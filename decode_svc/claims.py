@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from block_store.errors import Fenced, LedgerError, LedgerUnavailable
 from block_store.holder.attach import Attached
-from block_store.ledger.client import Attempt
+from block_store.ledger.lane import Attempt
 from block_store.ledger.prefix_hash import next_hash
 from common.group_need import GroupNeed, blocks_of
 from common.ticket import Ticket

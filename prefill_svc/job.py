@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from block_store.ledger.client import Attempt
+from block_store.ledger.lane import Attempt
 from common.group_need import blocks_of
 from common.types import Branch, SamplingParams, StoppingParams
 from engine.beam_search import Candidates

@@ -14,15 +14,20 @@ wait (LedgerUnavailable: nothing has changed, try again).
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
+from block_store.arena.arena import Arena
+from block_store.arena.writer_slots import WriterSlot
 from block_store.errors import LedgerError, LedgerUnavailable, NotHolder, Stale
-from block_store.holder.outage import OutageBuffer, locked
-from block_store.ledger.client import Attempt
+from block_store.holder.outage import OutageCalls, locked
+from block_store.holder.rejoin import Rejoining
+from block_store.holder.reserve import Reserve
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
+from block_store.ledger.lane import Attempt
 from block_store.ledger.scripts import chunks, parts_of
 from common.ticket import Ticket, TicketId
 from common.types import BlockRef, Epoch
@@ -31,8 +36,29 @@ Tables = Sequence[Sequence[Sequence[BlockRef]]]
 """tables[branch][group] is a block table."""
 
 
-class HeldBlocks(OutageBuffer):
-    """The blocks of one worker in one arena."""
+class HeldBlocks:
+    """The blocks of one worker in one arena. More than a dozen methods: what a step does to blocks has one door, so
+    that the count of their users cannot be passed by.
+    """
+
+    def __init__(self, holder: LedgerClient, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
+        """`reserve`: blocks to keep allocated ahead, at least."""
+        self.holder = holder
+        self.arena = arena
+        self.writer_slot = writer_slot
+        self._counts: Counter[BlockRef] = Counter()
+        self._wanted: set[Attempt] = set()
+        """Claims that were not answered and will be made again."""
+        self._calls = OutageCalls(holder, arena)
+        self._reserve = Reserve(self._calls, writer_slot, reserve)
+        self.rejoining = Rejoining(self._calls, self._reserve, self._counts, self._wanted)
+        self.fallbacks = self._calls.fallbacks
+        """What was done without the ledger, counted by kind."""
+
+    @property
+    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
+        """Held while a method runs; the beat thread takes it too."""
+        return self._calls.lock
 
     @property
     def epoch(self) -> Epoch:
@@ -52,7 +78,7 @@ class HeldBlocks(OutageBuffer):
     def num_free_hint(self) -> int:
         """Blocks that `alloc` can probably give: the reserve, and what the ledger had at the last beat, less what was
         taken here and more what was given up here since then."""
-        available = 0 if self.holder.breaker.is_open else max(0, self.holder.num_available)
+        available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
 
     def count(self, ref: BlockRef) -> int:
@@ -62,29 +88,24 @@ class HeldBlocks(OutageBuffer):
     @locked
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """Blocks to write into, header raised (writer rule). Exhausted, LedgerUnavailable: none taken."""
-        if num_blocks > len(self._reserve):
-            self._refill(num_blocks)
-        self._check_fence()
-        refs = list(islice(self._reserve, num_blocks))
-        for ref in refs:
-            del self._reserve[ref]
+        refs = self._reserve.take(num_blocks)
         self._counts.update(refs)
         return refs
 
     def top_up(self) -> None:
         """Fills the reserve, as far as blocks are available; the beat thread does so with every beat."""
-        self._check_fence()
-        self._level_reserve()
+        self._calls.check_fence()
+        self._reserve.level()
 
     def expect(self, num_blocks: int) -> None:
         """Keep so many blocks in reserve, from the next beat on, for a time in which the ledger does not answer. At
         most an eighth of the arena; cached blocks are evicted for it.
         """
-        self._reserve_target = max(self._least_reserve, min(num_blocks, self.arena.num_blocks // 8))
+        self._reserve.expect(num_blocks)
 
     def give_up_reserve(self) -> None:
         """Returns the reserve to everybody."""
-        self._give_back(len(self._reserve))
+        self._reserve.give_back(len(self._reserve))
 
     @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
@@ -92,7 +113,7 @@ class HeldBlocks(OutageBuffer):
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
             for part in parts_of(hashes_by_group):
-                refs_by_group = self._call(lambda part=part: self.holder.acquire(part))  # type: ignore[misc]
+                refs_by_group = self._calls.call(lambda part=part: self.holder.acquire(part))  # type: ignore[misc]
                 for refs, more in zip(found, refs_by_group, strict=True):
                     self._counts.update(more)
                     refs += more
@@ -102,7 +123,7 @@ class HeldBlocks(OutageBuffer):
             self.fallbacks.note("no prefix looked up", str(error))
         if not all(map(self.arena.has, found, hashes_by_group)):
             self.release_many(found)
-            self._contradicted("an indexed block was reallocated")
+            self._calls.contradicted("an indexed block was reallocated")
             return [[] for _ in hashes_by_group]
         return found
 
@@ -121,21 +142,18 @@ class HeldBlocks(OutageBuffer):
 
     def _seal_in_ledger(self, items: Sequence[SealItem]) -> list[BlockRef]:
         refs = [item.ref for item in items]
-        try:
-            final = self._call(lambda: self.holder.seal(items))
-        except LedgerUnavailable as error:
-            self.fallbacks.note("seal not acknowledged", str(error))
-            self._late_seals.append(list(items))
+        final = self._calls.seal(items)
+        if final is None:
             return refs
         doubles = {item: other for item, other in zip(items, final, strict=True) if item.ref != other}
         hashes = [item.prefix_hash for item in doubles if item.prefix_hash is not None]
         # Otherwise the next seal of it returns it again.
         if len(hashes) < len(doubles) or not self.arena.has([*doubles.values()], hashes):
-            self._contradicted("an indexed block was reallocated")
+            self._calls.contradicted("an indexed block was reallocated")
             return refs
         for item, other in doubles.items():
             self._counts[other] += self._counts.pop(item.ref)
-        self._release_all([item.ref for item in doubles])
+        self._calls.release([item.ref for item in doubles])
         return final
 
     @locked
@@ -152,8 +170,8 @@ class HeldBlocks(OutageBuffer):
     @locked
     def release_many(self, tables: Iterable[Sequence[BlockRef]]) -> None:
         """`release` for several block tables with one call."""
-        self._check_fence()
-        self._release_all(self._uncount(tables)[0])
+        self._calls.check_fence()
+        self._calls.release(self._uncount(tables)[0])
 
     @locked
     def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
@@ -165,8 +183,8 @@ class HeldBlocks(OutageBuffer):
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
         with self._once(attempt) as attempt:
-            ticket = self._call(lambda: self.holder.hand_over(refs, attempt))
-        self._release_all(self._uncount(flat)[0])
+            ticket = self._calls.call(lambda: self.holder.hand_over(refs, attempt))
+        self._calls.release(self._uncount(flat)[0])
         return ticket
 
     @locked
@@ -180,10 +198,10 @@ class HeldBlocks(OutageBuffer):
             claimed = self._claim(ticket.id, attempt)
         named = [ref for branch in ticket.tables for table in branch for ref in table]
         if not set(named) <= set(claimed):
-            self._release_all([ref for ref in claimed if ref not in self._counts])
+            self._calls.release([ref for ref in claimed if ref not in self._counts])
             raise Stale("the ticket names blocks that it does not hold")
         self._counts.update(named)
-        self._release_all([ref for ref in claimed if ref not in self._counts])
+        self._calls.release([ref for ref in claimed if ref not in self._counts])
         return ticket.tables
 
     @locked
@@ -191,7 +209,7 @@ class HeldBlocks(OutageBuffer):
         """Lets a ticket's blocks go now rather than at the end of its lease, if the ledger answers; not those that
         sequences here use. `attempt`: of a claim that was begun.
         """
-        self._check_fence()
+        self._calls.check_fence()
         self.holder.give_up(ticket.id)
         if attempt is not None:
             self.forget(attempt)
@@ -201,9 +219,9 @@ class HeldBlocks(OutageBuffer):
         """A hand-over or a claim that was begun is not made again: what it has got is let go."""
         if attempt in self._wanted:
             self._wanted.discard(attempt)
-            self._unsure = True  # it may have happened unheard
+            self._calls.is_unsure = True  # it may have happened unheard
         self.holder.forget(attempt)
-        self._release_all([ref for ref in attempt.refs if ref not in self._counts])
+        self._calls.release([ref for ref in attempt.refs if ref not in self._counts])
 
     @contextmanager
     def _once(self, attempt: Attempt | None) -> Iterator[Attempt]:
@@ -219,7 +237,7 @@ class HeldBlocks(OutageBuffer):
     def _claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
         self._wanted.add(attempt)
         try:
-            claimed = self._call(lambda: self.holder.claim(ticket, attempt))
+            claimed = self._calls.call(lambda: self.holder.claim(ticket, attempt))
         except LedgerUnavailable:
             raise
         except LedgerError:  # some of it may be here already, if its lease ended on the way
@@ -231,8 +249,8 @@ class HeldBlocks(OutageBuffer):
     def assert_idle(self) -> None:
         """AssertionError unless nothing is held but the reserve, here and in the ledger."""
         assert not self._counts, f"{len(self._counts)} blocks are still counted: {dict(self._counts)}"
-        self._reconcile()
-        ledger_side = set(self._call(self.holder.holdings))
+        self.rejoining.reconcile()
+        ledger_side = set(self._calls.call(self.holder.holdings))
         assert ledger_side == set(self._reserve), f"the ledger also has {ledger_side - set(self._reserve)}"
 
     def close(self) -> None:
@@ -267,7 +285,7 @@ class HeldBlocks(OutageBuffer):
         return times
 
     def _expect(self, refs: Iterable[BlockRef]) -> None:
-        self._check_fence()
+        self._calls.check_fence()
         for ref in refs:
             if ref not in self._counts:
                 raise NotHolder(f"block {ref.block} (generation {ref.generation}) is not held here")

@@ -2,7 +2,7 @@
 Ledger: without Redis).
 
 One call that got no answer within its budget opens it; from then on calls fail at once, so that a step never waits,
-until a beat got through again (`holder.LedgerClient`'s thread probes). Independent of what is called.
+until a beat got through again (the thread of `lease.Lease` probes). Independent of what is called.
 """
 
 from __future__ import annotations

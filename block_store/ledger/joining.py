@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from block_store.ledger.scripts import Lane, LedgerScripts, Standing, chunks
+from block_store.ledger.scripts import CallId, LedgerScripts, Standing, chunks
 from common.types import BlockRef, Epoch
 
 
@@ -54,7 +54,7 @@ class Joining:
         """A repeated call carries the same number and the same references, and is answered as the first."""
         assert self.epoch is not None
         self._unanswered = part
-        found = self.ledger.assert_held(Lane(self.epoch, self.number + 1), part)
+        found = self.ledger.assert_held(CallId(self.epoch, self.number + 1), part)
         self.number += 1
         self._unanswered = ()
         self.standings.update(zip(part, found, strict=True))
@@ -65,6 +65,6 @@ class Joining:
     def _end(self) -> bool:
         """Whether some is left to be freed. Done twice it is as done once."""
         assert self.epoch is not None
-        more = self.ledger.assert_all(Lane(self.epoch, self.number + 1))
+        more = self.ledger.assert_all(CallId(self.epoch, self.number + 1))
         self.number += 1
         return more

@@ -2,7 +2,7 @@
 (docs/design.md, Ledger: rebuild).
 
 Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; the rest
-is free. Workers then register again and assert what they hold (`HeldBlocks.rejoin`), so that their requests go on.
+is free. Workers then register again and assert what they hold (`Rejoining.rejoin`), so that their requests go on.
 
 Why nothing is handed out twice and nobody writes into another's block. A writer enters the header (generation, slot,
 state), then reads the rebuild count, and writes into the block only if it is still that of its ledger. Here the count

@@ -1,6 +1,6 @@
 """The ledger's operations (docs/design.md, Ledger), each one call of one Lua script over up to CHUNK blocks.
 
-Stateless: the caller and its running number come with every call (`Lane`), `client.LedgerClient` keeps them. Of the
+Stateless: the caller and its running number come with every call (`CallId`); `lane.OrderedLane` keeps them. Of the
 arena's header only the id is used.
 """
 
@@ -34,7 +34,7 @@ TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
 CHUNK = 256
 """Most blocks of one call. A script blocks the server while it runs: none takes 5 ms, however much is held. Who has
-more makes several calls (`holder.LedgerClient`).
+more makes several calls (`client.LedgerClient`).
 """
 RELEASE_CHUNK = 96
 """Most blocks of one release: each may evict another, where its tenant has a quota."""
@@ -57,8 +57,8 @@ class Standing(Enum):
     LOST = "L"
 
 
-class Lane(NamedTuple):
-    """Whose call it is, and its place in the holder's ordered lane; a repeated number gets the stored reply."""
+class CallId(NamedTuple):
+    """Whose call it is, and its number in the holder's ordered lane; a repeated number gets the stored reply."""
 
     epoch: Epoch
     number: int
@@ -119,30 +119,30 @@ class LedgerScripts:
         """
         return self._ask(_unpack_beat, "beat", epoch, _ms(lease_s), number)
 
-    def alloc(self, lane: Lane, num_blocks: int, wanted: int = 0) -> list[BlockRef]:
+    def alloc(self, call: CallId, num_blocks: int, wanted: int = 0) -> list[BlockRef]:
         """`num_blocks` RESERVED blocks. `wanted`: how many this and further calls will ask for; Exhausted if there is
         no room for all. Fenced, Exhausted.
         """
         unpack = partial(codec.unpack_refs, num_refs=_bounded(num_blocks))
-        return self._ask(unpack, "alloc", *lane, num_blocks, max(wanted, num_blocks))
+        return self._ask(unpack, "alloc", *call, num_blocks, max(wanted, num_blocks))
 
-    def seal(self, lane: Lane, items: Sequence[SealItem]) -> list[BlockRef]:
+    def seal(self, call: CallId, items: Sequence[SealItem]) -> list[BlockRef]:
         """Seals all items or none; the reference to use for each: its own, or that of the block which has the hash.
 
         In the second case the caller holds both. What a tenant has CACHED beyond its quota is evicted, its coldest
         first, as soon as it would be cached. Fenced, Stale.
         """
         unpack = partial(codec.unpack_refs, num_refs=_bounded(len(items)))
-        return self._ask(unpack, "seal", *lane, *codec.pack_items(items))
+        return self._ask(unpack, "seal", *call, *codec.pack_items(items))
 
-    def acquire(self, lane: Lane, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
+    def acquire(self, call: CallId, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """References on the longest prefix that is there for every group; equally long lists, one per group. Fenced."""
         _bounded(sum(map(len, hashes_by_group)))
         unpack = partial(codec.unpack_prefix, num_groups=len(hashes_by_group))
-        return self._ask(unpack, "acquire", *lane, codec.pack_hashes(hashes_by_group))
+        return self._ask(unpack, "acquire", *call, codec.pack_hashes(hashes_by_group))
 
     def hand_over(
-        self, lane: Lane, refs: Sequence[BlockRef], lease_s: float = TICKET_LEASE_S, ticket: TicketId | None = None
+        self, call: CallId, refs: Sequence[BlockRef], lease_s: float = TICKET_LEASE_S, ticket: TicketId | None = None
     ) -> TicketId:
         """References of a ticket on `refs`, which the holder keeps too. `ticket`: the one that these are added to;
         None: a new one. Fenced, Stale, NotHolder, Gone.
@@ -151,13 +151,13 @@ class LedgerScripts:
         # A repeated call is answered with the secret of the first.
         ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))
         packed = codec.pack_refs(refs)
-        return self._ask(_unpack_ticket, "hand_over", *lane, packed, _ms(lease_s), ticket.epoch, ticket.secret)
+        return self._ask(_unpack_ticket, "hand_over", *call, packed, _ms(lease_s), ticket.epoch, ticket.secret)
 
-    def claim(self, lane: Lane, ticket: TicketId) -> tuple[list[BlockRef], bool]:
+    def claim(self, call: CallId, ticket: TicketId) -> tuple[list[BlockRef], bool]:
         """Some of the ticket's references become the holder's, once, in the order of `hand_over`; and whether some are
         left for another call. Fenced, Gone.
         """
-        return self._ask(_unpack_claimed, "claim", *lane, ticket.epoch, ticket.secret, CHUNK)
+        return self._ask(_unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
         """Ends a ticket, or what is left of it, that nobody will claim. Refuses nothing."""
@@ -168,23 +168,23 @@ class LedgerScripts:
         _bounded(len(refs))
         self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
 
-    def release(self, lane: Lane, refs: Sequence[BlockRef]) -> int:
+    def release(self, call: CallId, refs: Sequence[BlockRef]) -> int:
         """Gives up `refs` (a chain, head first); returns how many were held. Refuses nothing."""
         _bounded(len(refs), RELEASE_CHUNK)
-        return self._ask(int, "release", *lane, codec.pack_refs(refs))
+        return self._ask(int, "release", *call, codec.pack_refs(refs))
 
-    def assert_held(self, lane: Lane, refs: Sequence[BlockRef]) -> list[Standing]:
+    def assert_held(self, call: CallId, refs: Sequence[BlockRef]) -> list[Standing]:
         """After a rebuild and `register`: references on some of what the holder says it holds, as far as they are
         still free or cached. Fenced.
         """
         _bounded(len(refs))
-        return self._ask(_unpack_standings, "assert_held", *lane, codec.pack_refs(refs))
+        return self._ask(_unpack_standings, "assert_held", *call, codec.pack_refs(refs))
 
-    def assert_all(self, lane: Lane) -> bool:
+    def assert_all(self, call: CallId) -> bool:
         """That was all: what else waited for the holder's writer slot becomes FREE. Returns whether some is left for
         another call. Fenced.
         """
-        return self._call("assert_all", *lane) == b"1"
+        return self._call("assert_all", *call) == b"1"
 
     def ask_all(self, census: str) -> None:
         """Asks every worker, with its next beat, for a `report` under this name. LedgerUnavailable."""

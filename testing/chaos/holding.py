@@ -70,7 +70,7 @@ class Holding:
     def num_different(self) -> int:
         """Blocks that only one side knows of, once the ledger has heard everything."""
         self.held.release(self._sequence)
-        self.held.settle_up()
+        self.held.rejoining.settle_up()
         return len({*self.refs, *self.held._reserve} ^ set(self.held.holder.holdings()))
 
 

@@ -25,7 +25,7 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import inspect
 from block_store.ledger.reaper import Reaper
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import CHUNK, RELEASE_CHUNK, Lane, LedgerScripts, chunks
+from block_store.ledger.scripts import CHUNK, RELEASE_CHUNK, CallId, LedgerScripts, chunks
 from block_store.redis import redis_server
 from block_store.redis.registry import StoreRecord
 from block_store.server.fsck import fsck
@@ -174,9 +174,9 @@ def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], A
     one, two = (ledger.register(name, writer_slot=0, lease_s=60) for name in ("one", "two"))
     numbers: dict[Epoch, int] = {one: 0, two: 0}
 
-    def lane(epoch: Epoch) -> Lane:
+    def lane(epoch: Epoch) -> CallId:
         numbers[epoch] += 1
-        return Lane(epoch, numbers[epoch])
+        return CallId(epoch, numbers[epoch])
 
     hashes, quota = [secrets.token_bytes(32) for _ in range(CHUNK)], CacheQuota(secrets.token_bytes(32), 0)
     timed("beat", lambda: ledger.beat(one, 60))

@@ -65,6 +65,6 @@ class RoughAttachment(Attachment):
         """What the beat thread does."""
         if not self.is_fenced:
             try:
-                self.held.holder.probe()
+                self.held.holder.lease.probe()
             except Fenced:
                 return

@@ -16,7 +16,8 @@ from block_store.arena.arena import Arena
 from block_store.errors import StaleDataset
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
-from block_store.ledger.client import BEAT_S, LedgerClient
+from block_store.ledger.client import LedgerClient
+from block_store.ledger.lease import BEAT_S
 from block_store.ledger.reaper import sweep
 from block_store.ledger.rebuild import open_ledger, rebuild
 from block_store.ledger.scripts import LedgerScripts

@@ -16,7 +16,7 @@ from block_store import errors
 from block_store.ledger import invariants
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState, Inspection, inspect
-from block_store.ledger.scripts import Lane
+from block_store.ledger.scripts import CallId
 from common.types import BlockRef, Epoch
 from testing.ledger.store import LONG_S, TestStore, chain
 
@@ -100,7 +100,7 @@ class SmallWorld:
             yield "a ticket ends", partial(self._end, ticket), node.roles
 
     def _of(self, role: Role, now: Inspection, tickets: list[Epoch]) -> Iterator[RoleMove]:
-        ledger, lane = self.store.ledger, Lane(role.epoch, role.number + 1)
+        ledger, lane = self.store.ledger, CallId(role.epoch, role.number + 1)
         calls: list[tuple[str, Callable[[], object]]] = [
             ("alloc 1", partial(ledger.alloc, lane, 1)),
             ("alloc 2", partial(ledger.alloc, lane, 2)),
@@ -124,7 +124,7 @@ class SmallWorld:
 
     def _of_dead(self, role: Role) -> Iterator[RoleMove]:
         """A late call has no effect; the end of the process frees what it was writing, and a successor comes."""
-        lane = Lane(role.epoch, role.number + 1)
+        lane = CallId(role.epoch, role.number + 1)
         yield "late call", partial(self._refused, partial(self.store.ledger.alloc, lane, 1)), role
         last = self.store.client.hget(self.store.ledger.tag + "meta", "epoch")
         successor = Role(role.slot + 2, Epoch(int(last or 0) + 1))  # type: ignore[arg-type]

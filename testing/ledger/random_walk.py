@@ -15,7 +15,7 @@ from block_store import errors
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState, Inspection
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import TICKET_SECRET_BYTES, Lane, LedgerScripts, ReapReport, Standing
+from block_store.ledger.scripts import TICKET_SECRET_BYTES, CallId, LedgerScripts, ReapReport, Standing
 from common.ticket import TicketId
 from common.types import BlockRef, CacheQuota
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
@@ -73,7 +73,7 @@ class LedgerWalk:
     def _mine(self, who: int) -> Mine:
         return self.holders[who % len(self.holders)]
 
-    def _once(self, name: str, mine: Mine, operation: Callable[[Lane], object]) -> object:
+    def _once(self, name: str, mine: Mine, operation: Callable[[CallId], object]) -> object:
         """The operation, its repetition (I8), and the invariants after it. Returns its answer or refusal."""
         before = self._now()
         answer = _attempt(lambda: operation(mine.caller.lane()))

@@ -29,7 +29,7 @@ from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import Inspection, inspect
 from block_store.ledger.rebuild import open_ledger
-from block_store.ledger.scripts import Lane, LedgerScripts
+from block_store.ledger.scripts import CallId, LedgerScripts
 from common import convert
 from common.ticket import TicketId
 from common.types import BlockRef, CacheQuota, Epoch, KvLayout, KvSpec
@@ -57,14 +57,14 @@ class Caller:
     slot: WriterSlot
     number: int = 0
 
-    def lane(self) -> Lane:
+    def lane(self) -> CallId:
         self.number += 1
-        return Lane(self.epoch, self.number)
+        return CallId(self.epoch, self.number)
 
     @property
-    def last(self) -> Lane:
+    def last(self) -> CallId:
         """The lane of the last call, to repeat it."""
-        return Lane(self.epoch, self.number)
+        return CallId(self.epoch, self.number)
 
 
 class TestStore:

@@ -17,9 +17,10 @@ import pytest
 from block_store.errors import LedgerUnavailable
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
-from block_store.ledger.client import Attempt, LedgerClient
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import HolderView
+from block_store.ledger.lane import Attempt
 from block_store.ledger.rebuild import rebuild
 from block_store.ledger.scripts import CHUNK, LedgerScripts
 from block_store.redis import redis_server
@@ -91,7 +92,7 @@ def tables_of(refs: list[BlockRef]) -> tuple[tuple[tuple[BlockRef, ...], ...], .
 
 def reconnect(*workers: HeldBlocks) -> None:
     for held in workers:
-        wait_until(lambda held=held: held.holder.probe() or not held.holder.breaker.is_open, 15)  # type: ignore[misc]
+        wait_until(lambda held=held: held.holder.lease.probe() or not held.holder.breaker.is_open, 15)  # type: ignore[misc]
 
 
 def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silenceable) -> None:
@@ -186,7 +187,7 @@ def test_a_hand_over_whose_answer_is_lost_is_one_hand_over(silenceable: Silencea
     with unheard("hand_over"), pytest.raises(LedgerUnavailable):
         held.hand_over(tables_of(refs), attempt)
     assert held.num_held == 3 and held.holder.breaker.is_open
-    held.holder.probe()
+    held.holder.lease.probe()
     assert held.alloc(1), "other calls may come in between"
     ticket_id = held.hand_over(tables_of(refs), attempt)
     [ticket] = tickets(store)
@@ -204,7 +205,7 @@ def test_the_answer_to_a_hand_over_is_for_nobody_else(silenceable: Silenceable, 
     attempt = Attempt()
     with unheard("hand_over"), pytest.raises(LedgerUnavailable):
         held.hand_over(tables_of(refs), attempt)
-    held.holder.probe()
+    held.holder.lease.probe()
     [old] = tickets(store)
     if settled:  # by a call that came before the caller gave up
         held.alloc(0)
@@ -224,7 +225,7 @@ def test_tables_of_more_blocks_than_a_call_takes(redis_handle: RedisHandle, shm:
     store = TestStore(redis_handle.client, shm / "big", num_blocks=2 * CHUNK + 200)
     held, decode = store.held(), store.held()
     for worker in (held, decode):
-        worker.holder._budget_s = -1.0
+        worker.holder.lane.budget_s = -1.0
     refs = held.seal(items(held, held.alloc(2 * CHUNK + 10), "a"))
     handing, claiming, lost = Attempt(), Attempt(), 0
 
@@ -234,7 +235,7 @@ def test_tables_of_more_blocks_than_a_call_takes(redis_handle: RedisHandle, shm:
             with unheard(answer), suppress(LedgerUnavailable):
                 return call()
             lost += 1
-            worker.holder.probe()
+            worker.holder.lease.probe()
             assert worker.holder.holdings()
 
     ticket_id = persistently(held, lambda: held.hand_over(tables_of(refs), handing))
@@ -251,16 +252,16 @@ def test_tables_of_more_blocks_than_a_call_takes(redis_handle: RedisHandle, shm:
 def test_a_claim_that_is_given_up_half_way_holds_nothing(redis_handle: RedisHandle, shm: Path) -> None:
     store = TestStore(redis_handle.client, shm / "big", num_blocks=2 * CHUNK + 200)
     held, decode = store.held(), store.held()
-    decode.holder._budget_s = -1.0
+    decode.holder.lane.budget_s = -1.0
     refs = held.seal(items(held, held.alloc(2 * CHUNK + 10), "a"))
     ticket = Ticket(store.arena.arena_id, held.hand_over(tables_of(refs)), tables_of(refs), (16 * len(refs),))
     attempt = Attempt()
     with unheard("claim"), pytest.raises(LedgerUnavailable):
         decode.claim(ticket, attempt)
-    decode.holder.probe()
+    decode.holder.lease.probe()
     with unheard("claim"), pytest.raises(LedgerUnavailable):
         decode.claim(ticket, attempt)
-    decode.holder.probe()
+    decode.holder.lease.probe()
     assert len(attempt.refs) == CHUNK
     decode.decline(ticket, attempt)
     decode.assert_idle()
@@ -278,7 +279,7 @@ def test_a_late_seal_of_what_another_has_sealed_meanwhile(silenceable: Silenceab
     held.holder.breaker.open("a test")
     assert held.seal(items(held, mine, "a")) == mine
     theirs = other.seal(items(other, other.alloc(2), "a"))
-    held.holder.probe()
+    held.holder.lease.probe()
     held.release([])
     held.top_up()
     assert set(held.holder.holdings()) == {*mine, *held._reserve}, "their blocks are not wanted any more"

@@ -19,7 +19,7 @@ import pytest
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.ledger.client import LedgerClient
 from block_store.ledger.reaper import sweep
-from block_store.ledger.scripts import Lane, LedgerScripts
+from block_store.ledger.scripts import CallId, LedgerScripts
 from block_store.redis import redis_server
 from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef
@@ -32,7 +32,7 @@ def test_beats_keep_a_lease_and_silence_loses_it(store: TestStore) -> None:
     silent_blocks = silent.alloc(2)
     time.sleep(0.7)
     assert store.ledger.reap().reaped == (silent.epoch,)
-    assert len(lives.alloc(1)) == 1 and lives.num_available > 0
+    assert len(lives.alloc(1)) == 1 and lives.lease.num_available > 0
     with pytest.raises(Fenced):
         silent.alloc(1)
     silent.release(silent_blocks)
@@ -90,7 +90,7 @@ def test_what_a_killed_writer_wrote_waits_for_its_slot(store: TestStore, redis_h
     slot, epoch = (int(word) for word in process.stdout.readline().split())
     process.send_signal(signal.SIGSTOP)
     sweep(store.ledger, store.arena, ())  # the writer took its time to start: after a gap nobody is reaped
-    store.expire(Lane(epoch, 0).epoch)  # type: ignore[arg-type]
+    store.expire(CallId(epoch, 0).epoch)  # type: ignore[arg-type]
     report = sweep(store.ledger, store.arena, ())
     assert report.reaped == (epoch,) and report.waiting_slots == (slot,)
     for _ in range(3):
@@ -150,14 +150,14 @@ def test_readings_between_beats_do_not_look_like_an_older_ledger(store: TestStor
     held.alloc(1)
     for _ in range(3):
         held.holder.holdings()
-        held.holder.beat()
+        held.holder.lease.beat()
 
 
 def test_a_call_given_up_is_settled_before_the_next(store: TestStore) -> None:
     """Its caller has gone; what it got in the ledger is not leaked."""
     ledger = forgetful(store)
     held = store.held()
-    held.holder._budget_s = -1.0
+    held.holder.lane.budget_s = -1.0
     kept = held.alloc(2)
     attempts: list[Callable[[], object]] = [
         lambda: held.alloc(3), lambda: held.acquire([chain("a", 2)]), lambda: held.release(kept[:1]),
@@ -167,7 +167,7 @@ def test_a_call_given_up_is_settled_before_the_next(store: TestStore) -> None:
         with suppress(LedgerUnavailable):
             attempt()
         assert not ledger.lose and held.holder.breaker.is_open
-        held.holder.probe()
+        held.holder.lease.probe()
     extra = held.alloc(1)
     assert set(held.holder.holdings()) == {kept[1], *extra}
     held.release([kept[1]])
@@ -186,7 +186,7 @@ def test_a_frozen_redis_delays_calls_and_repeats_none_twice(shm: Path) -> None:
     os.kill(redis.process.pid, signal.SIGSTOP)
     wake = threading.Timer(0.7, os.kill, (redis.process.pid, signal.SIGCONT))
     wake.start()
-    held.holder._budget_s = 5.0
+    held.holder.lane.budget_s = 5.0
     refs = held.alloc(4)
     wake.join()
     assert held.holder.holdings() == refs and store.moment().counts.reserved == 4

@@ -48,7 +48,7 @@ def is_void(store: TestStore) -> bool:
 def build_anew(store: TestStore, *workers: HeldBlocks) -> None:
     store.ledger = store.ledger.under(rebuild(store.client, store.arena))
     for held in workers:
-        held.holder.probe()
+        held.holder.lease.probe()
     store.check()
 
 
@@ -201,7 +201,7 @@ def test_a_stored_reply_that_fits_no_call_is_not_taken_for_one(store: TestStore,
     held.alloc(1)
     reply, call = REPLIES[name]
     holder = key(store, f"holder:{held.epoch}")
-    store.client.hset(holder, mapping={"number": held.holder._number + 1, "reply": reply})
+    store.client.hset(holder, mapping={"number": held.holder.lane.number + 1, "reply": reply})
     with pytest.raises(LedgerUnavailable):
         call(held)
     assert is_void(store)
@@ -222,7 +222,7 @@ def test_who_cannot_join_a_damaged_ledger_asks_for_another(store: TestStore) -> 
     held.alloc(1)
     store.ledger = store.ledger.under(rebuild(store.client, store.arena))
     store.client.hset(key(store, "meta"), "epoch", "many")
-    held.holder.probe()
+    held.holder.lease.probe()
     assert is_void(store)
     build_anew(store, held)
     held.alloc(1)

@@ -31,7 +31,7 @@ def look(store: TestStore, *workers: HeldBlocks) -> Findings:
     def beat() -> None:
         while not stop.wait(0.01):
             for held in workers:
-                held.holder.probe()
+                held.holder.lease.probe()
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -56,10 +56,10 @@ DAMAGE: dict[str, Callable[[TestStore, HeldBlocks, BlockRef], object]] = {
 
 
 def _next_lane(held: HeldBlocks):  # type: ignore[no-untyped-def]
-    from block_store.ledger.scripts import Lane
+    from block_store.ledger.scripts import CallId
 
-    held.holder._number += 1
-    return Lane(held.epoch, held.holder._number)
+    held.holder.lane.number += 1
+    return CallId(held.epoch, held.holder.lane.number)
 
 
 @pytest.mark.parametrize("what", DAMAGE)
@@ -91,7 +91,7 @@ def test_a_rebuild_repairs(store: TestStore) -> None:
     DAMAGE["the header has generation"](store, held, refs[1])
     store.ledger.distrust()
     store.ledger = store.ledger.under(rebuild(store.client, store.arena))
-    held.holder.probe()
+    held.holder.lease.probe()
     assert look(store, held) == Findings((), ())
     held.release(refs)
     held.assert_idle()

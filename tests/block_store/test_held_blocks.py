@@ -11,8 +11,8 @@ import pytest
 from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerUnavailable, NotHolder, Stale, StaleDataset
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S, PROBE_S
-from block_store.ledger.client import Attempt
 from block_store.ledger.codec import SealItem
+from block_store.ledger.lane import Attempt
 from block_store.ledger.scripts import CHUNK
 from block_store.redis.redis_server import RedisHandle
 from common.ticket import Ticket
@@ -54,9 +54,9 @@ def test_blocks_are_ready_to_write(store: TestStore) -> None:
     assert held.arena.check_refs(refs) and held.num_reserved == 4
     assert (held.arena.states == 1).sum() == 6, "the reserve too is in the header: a rebuild must see whose it is"
     assert {int(held.arena.writer_slots[ref.block]) for ref in refs} == {held.writer_slot.number}
-    lane = held.holder._number
+    lane = held.holder.lane.number
     assert len(held.alloc(4)) == 4
-    assert held.holder._number == lane, "taken from the reserve without a call"
+    assert held.holder.lane.number == lane, "taken from the reserve without a call"
     held.top_up()
     assert held.num_reserved == 4 and held.num_free_hint >= 4
     held.alloc(6)
@@ -75,10 +75,10 @@ def test_nothing_comes_between_the_two_halves_of_a_rejoining(store: TestStore) -
         lambda: held.alloc(1), lambda: held.acquire([chain("a", 1)]), lambda: held.seal([]), lambda: held.share([ref]),
         lambda: held.release([ref]), lambda: held.release_many([[ref]]), lambda: held.hand_over((([ref],),), attempt),
         lambda: held.claim(ticket), lambda: held.decline(ticket), lambda: held.forget(attempt), held.give_up_reserve,
-        held._everything,
+        held.rejoining._everything,
     ]  # fmt: skip
     with ThreadPoolExecutor(len(calls)) as pool:
-        with held._lock:
+        with held.lock:
             waiting = [pool.submit(call) for call in calls]
             time.sleep(0.2)
             assert not any(call.done() for call in waiting)
@@ -268,7 +268,7 @@ def test_what_the_reserve_has_far_beyond_what_is_expected_goes_back(redis_handle
     held = big.held(reserve=10)
     for expected, reserved in ((601, 601), (172, 600), (100, 2 * 100 + CHUNK), (0, 2 * 10 + CHUNK), (5000, 601)):
         held.expect(expected)
-        held.settle_up()
+        held.rejoining.settle_up()
         assert held.num_reserved == reserved, expected
         assert big.check().counts.reserved == reserved
     held.close()
@@ -279,13 +279,13 @@ def test_a_census_is_reported_to_once_it_is_heard_of(store: TestStore) -> None:
     held, other = store.held(), store.held()
     refs = filled(held, "a", 3)
     store.ledger.ask_all("c")
-    held.holder.beat()
-    held.settle_up()
+    held.holder.lease.beat()
+    held.rejoining.settle_up()
     assert store.ledger.reports("c") == {held.epoch: ([], [])}
     held._counts.pop(refs[2])  # what the ledger has and the holder knows nothing of
-    held.settle_up()
-    other.holder.beat()
-    other.settle_up()
+    held.rejoining.settle_up()
+    other.holder.lease.beat()
+    other.rejoining.settle_up()
     assert store.ledger.reports("c") == {held.epoch: ([], refs[2:]), other.epoch: ([], [])}
 
 
@@ -297,11 +297,11 @@ def test_a_beat_that_is_not_answered_opens_the_breaker(store: TestStore, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(store.ledger, "beat", silent)
-        held.holder.probe()
+        held.holder.lease.probe()
     assert held.holder.breaker.is_open
     with pytest.raises(LedgerUnavailable):
         held.alloc(1)
-    held.holder.probe()
+    held.holder.lease.probe()
     assert not held.holder.breaker.is_open and held.alloc(1)
 
 
@@ -309,10 +309,10 @@ def test_both_sides_are_compared_once_after_an_unanswered_call(
     store: TestStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = store.held()
-    held._unsure = True
-    held.settle_up()
+    held._calls.is_unsure = True
+    held.rejoining.settle_up()
     monkeypatch.setattr(store.ledger, "holdings_after", None)
-    held.settle_up()
+    held.rejoining.settle_up()
 
 
 @pytest.mark.parametrize("refusal", [Exhausted(13, 12), LedgerDamaged("a script failed")])
@@ -348,28 +348,28 @@ def test_a_silent_redis_is_asked_again_with_pauses(store: TestStore, monkeypatch
 
 def test_between_two_beats_a_holder_counts_what_is_left(store: TestStore) -> None:
     held = store.held()
-    held.holder.beat()
+    held.holder.lease.beat()
     assert held.num_free_hint == 12
     refs = held.alloc(5)
     assert held.num_free_hint == 7
     held.release(refs[:2])
     assert held.num_free_hint == 9
-    held.holder.beat()
+    held.holder.lease.beat()
     assert held.num_free_hint == 9
 
 
 def test_a_new_ledger_that_lets_nobody_in_is_tried_ever_more_rarely(store: TestStore) -> None:
     holder = store.held().holder
-    pauses = [holder._probe_pause_s]
+    pauses = [holder.lease._probe_pause_s]
 
     def refused() -> NoReturn:
         raise LedgerUnavailable("not yet")
 
-    holder.on_stale = refused
+    holder.lease.on_stale = refused
     for _ in range(5):
-        holder._rejoin()
-        pauses.append(holder._probe_pause_s)
+        holder.lease._rejoin()
+        pauses.append(holder.lease._probe_pause_s)
     assert pauses == [PROBE_S, 2 * PROBE_S, 4 * PROBE_S, 8 * PROBE_S, 8 * PROBE_S, 8 * PROBE_S]
-    holder.on_stale = lambda: True
-    holder._rejoin()
-    assert holder._probe_pause_s == PROBE_S
+    holder.lease.on_stale = lambda: True
+    holder.lease._rejoin()
+    assert holder.lease._probe_pause_s == PROBE_S

@@ -11,7 +11,7 @@ from block_store import errors
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import CHUNK, Lane, chunks
+from block_store.ledger.scripts import CHUNK, CallId, chunks
 from block_store.redis.redis_server import RedisHandle
 from common.ticket import TicketId
 from common.types import BlockRef, CacheQuota, Epoch
@@ -250,7 +250,7 @@ def test_every_call_carries_the_dataset(store: TestStore) -> None:
     ticket = ledger.hand_over(me.lane(), refs)
     old = copy.copy(ledger)
     old.dataset = "f" * 16
-    before, lane, hashes = store.moment(), Lane(me.epoch, 99), [chain("a", 2)]
+    before, lane, hashes = store.moment(), CallId(me.epoch, 99), [chain("a", 2)]
     for call in (
         lambda: old.register("x", writer_slot=1), lambda: old.beat(me.epoch), lambda: old.alloc(lane, 1),
         lambda: old.seal(lane, [SealItem(refs[0])]), lambda: old.acquire(lane, hashes),
@@ -268,9 +268,9 @@ def test_a_repeated_register_is_once_and_a_lower_number_is_refused(store: TestSt
     ledger = store.ledger
     assert ledger.register("w", writer_slot=1, token="t") == ledger.register("w", writer_slot=1, token="t")
     epoch = ledger.register("w", writer_slot=1)
-    ledger.alloc(Lane(epoch, 5), 1)
+    ledger.alloc(CallId(epoch, 5), 1)
     with pytest.raises(errors.OutOfOrder):
-        ledger.alloc(Lane(epoch, 4), 1)
+        ledger.alloc(CallId(epoch, 4), 1)
     assert len(store.moment().holders) == 2
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from block_store.errors import Fenced, Gone, LedgerUnavailable
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Attempt, LedgerClient
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
+from block_store.ledger.lane import Attempt
 from block_store.ledger.rebuild import rebuild
 from block_store.ledger.scripts import CHUNK, LedgerScripts
 from common.ticket import Ticket
@@ -50,7 +51,7 @@ class Unheard:
 
     def heal(self) -> None:
         self.line.heal()
-        self.decode.holder.probe()
+        self.decode.holder.lease.probe()
 
     def expire_ticket(self) -> None:
         if self.store.client.zscore(self.store.ledger.tag + "leases", str(self.ticket.id.epoch)) is not None:
@@ -140,7 +141,7 @@ def test_the_worker_is_fenced_meanwhile(unheard: Make, lost: int) -> None:
     scene.store.ledger.reap()
     scene.line.heal()
     with pytest.raises(Fenced):
-        scene.decode.holder.probe()
+        scene.decode.holder.lease.probe()
     for call in (scene.decode.claim, scene.decode.decline):
         with pytest.raises(Fenced):
             call(scene.ticket, scene.attempt)
@@ -155,7 +156,7 @@ def test_the_ledger_is_built_anew_meanwhile(unheard: Make, lost: int) -> None:
     scene = unheard(lost)
     scene.store.ledger.forget()
     scene.store.ledger = scene.store.ledger.under(rebuild(scene.store.client, scene.store.arena))
-    scene.prefill.holder.probe()
+    scene.prefill.holder.lease.probe()
     scene.heal()
     with pytest.raises(Gone):
         scene.decode.claim(scene.ticket, scene.attempt)

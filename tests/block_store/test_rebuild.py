@@ -22,7 +22,7 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState, inspect
 from block_store.ledger.reaper import SWEEP_S, Reaper
 from block_store.ledger.rebuild import open_ledger, rebuild
-from block_store.ledger.scripts import RELEASE_CHUNK, Lane, LedgerScripts, chunks
+from block_store.ledger.scripts import RELEASE_CHUNK, CallId, LedgerScripts, chunks
 from block_store.redis import private_redis, redis_server
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord
@@ -236,7 +236,7 @@ def test_restarted_with_everything(shm: Path) -> None:
         assert running.ledger.dataset != old and set(held.holder.holdings()) == {*refs, *held._reserve}
         running.check()
         with pytest.raises(StaleDataset):
-            running.ledger.under(old).alloc(Lane(held.epoch, 99), 1)
+            running.ledger.under(old).alloc(CallId(held.epoch, 99), 1)
         held.close()
     process.terminate()
     process.wait()
@@ -263,13 +263,13 @@ def build_anew(store: TestStore) -> None:
 
 
 def join(held: HeldBlocks) -> None:
-    held.holder.probe()
+    held.holder.lease.probe()
     assert not held.holder.breaker.is_open
 
 
 def test_blocks_of_an_answer_that_a_rebuild_overtook_are_not_written(store: TestStore) -> None:
     late, ledger = store.held(), Interrupted(store.client, store.arena.arena_id, store.arena.fixed.dataset)
-    late.holder.ledger = ledger
+    late.holder.lane.ledger = ledger
     other: list[BlockRef] = []
 
     def rebuilt_and_given_to_another() -> None:
@@ -361,18 +361,18 @@ def test_half_a_rejoining_is_made_again(store: TestStore) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(LedgerScripts, "assert_held", lost)
-        held.holder.probe()
+        held.holder.lease.probe()
     assert held.holder.breaker.is_open
     join(held)
     assert set(held.holder.holdings()) == {*refs, *reserve} and set(held._reserve) == reserve
     build_anew(store)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(LedgerScripts, "assert_held", lost)
-        held.holder.probe()
+        held.holder.lease.probe()
     store.expire(held.holder._joining.epoch)  # type: ignore[union-attr]
     store.ledger.reap()
     for _ in range(2):
-        held.holder.probe()
+        held.holder.lease.probe()
     assert set(held.holder.holdings()) == {*refs, *reserve} and set(held._reserve) == reserve
     store.check()
 

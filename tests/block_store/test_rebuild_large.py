@@ -42,7 +42,7 @@ def lose(store: TestStore) -> None:
 
 def rejoin(*workers: HeldBlocks) -> None:
     for held in workers:
-        held.holder.probe()
+        held.holder.lease.probe()
         assert not held.holder.breaker.is_open
 
 

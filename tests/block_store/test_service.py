@@ -18,8 +18,9 @@ import pytest
 from block_store.arena.arena import Arena
 from block_store.arena.header import arena_bytes
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.client import Attempt, LedgerClient
+from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
+from block_store.ledger.lane import Attempt
 from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
@@ -132,7 +133,7 @@ def test_the_store_reaps_who_falls_silent(shm: Path) -> None:
     store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1")
     reply = store.attach("w")
     held = held_by(reply, "w")
-    held.holder._stop.set()
+    held.holder.lease._stop.set()
     held.alloc(2)
     held.holder.ledger.beat(held.epoch, 0.0)
     held.holder.ledger.client.zadd(held.holder.ledger.tag + "leases", {str(held.epoch): 1})

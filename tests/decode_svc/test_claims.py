@@ -43,10 +43,10 @@ def waiting(bench: DecodeBench) -> Group:
 def test_who_leaves_while_the_claim_waits_holds_nothing(small: DecodeBench, how: str, answers_before: bool) -> None:
     group = waiting(small)
     if answers_before:
-        small.held.holder.probe()
+        small.held.holder.lease.probe()
     LEAVES[how](small, group)
     assert 1 not in small.inbox.session.groups
-    small.held.holder.probe()
+    small.held.holder.lease.probe()
     assert small.worker.step() is None, "nothing is left to do"
     assert small.worker.load.num_waiting == 0 and small.held.num_held == 0
     assert not group.live, "it never ran"
@@ -60,7 +60,7 @@ def test_a_sample_cancelled_while_the_claim_waits_is_not_decoded(small: DecodeBe
     expected = [judge.generate(PROMPT, SAMPLED, STOPPING, sample_index=index) for index in range(3)]
     waiting(small)
     small.worker.cancel(small.inbox.session, 1, 1)
-    small.held.holder.probe()
+    small.held.holder.lease.probe()
     small.run()
     found = small.inbox.ids(1)
     assert found[0] == expected[0] and found[2] == expected[2]
@@ -71,7 +71,7 @@ def test_every_sample_cancelled_while_the_claim_waits(small: DecodeBench) -> Non
     waiting(small)
     for index in range(3):
         small.worker.cancel(small.inbox.session, 1, index)
-    small.held.holder.probe()
+    small.held.holder.lease.probe()
     small.run(max_steps=5)
     assert small.held.num_held == 0 and 1 not in small.inbox.session.groups
 
@@ -81,7 +81,7 @@ def test_a_deadline_that_ends_while_the_claim_waits(small: DecodeBench) -> None:
     group.deadline_ns = time.monotonic_ns()
     small.worker.step()
     assert small.inbox.rejections == {1: Rejection.DEADLINE}
-    small.held.holder.probe()
+    small.held.holder.lease.probe()
     assert small.worker.step() is None and small.held.num_held == 0
 
 
@@ -89,7 +89,7 @@ def test_a_claim_that_waits_is_made_once_the_ledger_answers(small: DecodeBench) 
     judge = Oracle(small.runner)
     expected = {index: judge.generate(PROMPT, SAMPLED, STOPPING, sample_index=index) for index in range(3)}
     waiting(small)
-    small.held.holder.probe()
+    small.held.holder.lease.probe()
     small.run()
     assert small.inbox.ids(1) == expected
 
@@ -97,7 +97,7 @@ def test_a_claim_that_waits_is_made_once_the_ledger_answers(small: DecodeBench) 
 def test_a_second_submission_while_the_first_claim_waits_comes_after_it(small: DecodeBench) -> None:
     first = waiting(small)
     second = small.submit(2, PROMPT, replace(SAMPLED, num_sequences=1), STOPPING)
-    small.held.holder.probe()
+    small.held.holder.lease.probe()
     small.worker.step()
     assert first.number < second.number and first.live and second.live
     small.run()

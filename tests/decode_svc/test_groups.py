@@ -160,7 +160,7 @@ def test_the_load_counts_sequences_and_blocks(small: DecodeBench) -> None:
     small.worker.step()
     load = small.inbox.loads[-1]
     assert (load.num_running, load.num_waiting, load.total_blocks) == (3, 3, 256)
-    small.held.holder.beat()
+    small.held.holder.lease.beat()
     small.worker.step()  # takes no block
     assert small.inbox.loads[-1].free_blocks == 256 - small.held.num_held
     small.run()

@@ -24,14 +24,14 @@ def test_beside_others_a_group_starts_with_one_block_more_for_each_of_its_sequen
     held = small.held
     group = small.submit(1, PROMPT, replace(SAMPLED, num_sequences=3), SHORT)
     needed = len(small.worker._blocks.writes.needing_block(group.live)) + 3
-    held.holder.beat()
+    held.holder.lease.beat()
     others = small.prefill.alloc(held.num_free_hint - needed + 1)
-    held.holder.beat()
+    held.holder.lease.beat()
     assert held.num_free_hint == needed - 1
     small.worker.step()
     assert group not in small.scheduler.running
     small.prefill.release(others)
-    held.holder.beat()
+    held.holder.lease.beat()
     small.worker.step()
     assert group in small.scheduler.running
     small.run()
@@ -45,10 +45,10 @@ def test_the_reserve_covers_what_runs_and_no_more_than_an_eighth(
     for handle, reserve in ((0, 21), (1, 42), (2, 63), (3, 84), (4, 100)):
         bench.submit(handle, PROMPT, SAMPLED, LONG)
         bench.worker.step()
-        bench.held.settle_up()
-        assert bench.held.num_reserved >= bench.held._reserve_target == reserve, handle
+        bench.held.rejoining.settle_up()
+        assert bench.held.num_reserved >= bench.held._reserve.target == reserve, handle
     for handle in range(5):
         bench.worker.cancel(bench.inbox.session, handle)
     bench.worker.step()
-    assert bench.held._reserve_target == 2
+    assert bench.held._reserve.target == 2
     bench.close()

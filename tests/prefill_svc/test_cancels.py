@@ -33,7 +33,7 @@ def put(world: Any, prompt: list[int], num_branches: int = 1) -> tuple[Job, list
 
 def settle(world: Any) -> None:
     """Redis answers again, and what was not acknowledged is made up for."""
-    world.held.holder.probe()
+    world.held.holder.lease.probe()
     world.held.release(world.held.alloc(1))
 
 
@@ -84,13 +84,13 @@ def test_cancelled_when_its_hand_over_got_no_answer(make_world: Make, num_answer
 
         return run
 
-    world.held.holder._budget_s = -1.0
+    world.held.holder.lane.budget_s = -1.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.held.holder, "hand_over", unheard)
         world.worker.step()
     assert job in world.worker._parked
     world.worker.cancel(job)
-    world.held.holder.probe()
+    world.held.holder.lease.probe()
     done = world.prefill(PROMPT[:32], [Branch()], GREEDY, STOPPING)
     assert done.ticket is not None and len(world.claim(done.ticket)) == 2
     assert world.held.num_held == 0 and not any(isinstance(event, Done) for event in events)

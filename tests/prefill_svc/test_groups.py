@@ -276,7 +276,7 @@ def test_a_prompt_that_waits_for_its_hand_over_can_be_cancelled(
 ) -> None:
     """The ledger has handed it over, and nobody heard of it."""
     world, events = make_world(), []
-    world.held.holder._budget_s = -1.0
+    world.held.holder.lane.budget_s = -1.0
     hand_over = world.ledger.hand_over
 
     def unheard(*args: Any) -> Any:
@@ -291,7 +291,7 @@ def test_a_prompt_that_waits_for_its_hand_over_can_be_cancelled(
             world.worker.step()
     assert not any(isinstance(event, Done) for event in events)
     world.worker.cancel(job)
-    world.held.holder.probe()
+    world.held.holder.lease.probe()
     world.held.holder.holdings()
     world.held.assert_idle()
     assert not any(holder.kind == "ticket" for holder in inspect(world.ledger).holders)

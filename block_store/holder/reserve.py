@@ -1,0 +1,117 @@
+"""The blocks that a worker keeps allocated ahead, so that a decode step rarely needs a call of the ledger."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from block_store.arena.writer_slots import WriterSlot
+from block_store.errors import ArenaLost, Exhausted, HeaderAheadError, LedgerUnavailable
+from block_store.holder.outage import OutageCalls, locked
+from block_store.ledger.scripts import CHUNK
+from common.types import BlockRef
+
+
+class Reserve:
+    """RESERVED blocks that no sequence has yet, in the order in which they are taken. The beat thread levels it."""
+
+    def __init__(self, calls: OutageCalls, writer_slot: WriterSlot, least: int) -> None:
+        """`least`: blocks that it has at any time, as far as they are available."""
+        self.target = least
+        """Blocks that the beat thread fills it up to."""
+        self._calls = calls
+        self._writer_slot = writer_slot
+        self._least = least
+        self._refs: dict[BlockRef, None] = {}
+
+    @property
+    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
+        return self._calls.lock
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __iter__(self) -> Iterator[BlockRef]:
+        return iter(self._refs)
+
+    def __contains__(self, ref: object) -> bool:
+        return ref in self._refs
+
+    def take(self, num_blocks: int) -> list[BlockRef]:
+        """Blocks out of it, which the ledger fills first if they are too few. Exhausted, LedgerUnavailable: none."""
+        if num_blocks > len(self._refs):
+            self._refill(num_blocks)
+        self._calls.check_fence()
+        refs = list(islice(self._refs, num_blocks))
+        for ref in refs:
+            del self._refs[ref]
+        return refs
+
+    def expect(self, num_blocks: int) -> None:
+        """`HeldBlocks.expect`."""
+        self.target = max(self._least, min(num_blocks, self._calls.arena.num_blocks // 8))
+
+    def level(self) -> None:
+        """Towards its target, as far as blocks are available."""
+        try:
+            while (missing := self.target - len(self._refs)) > 0:
+                with self.lock:
+                    self._fetch(min(missing, CHUNK))
+                self._calls.holder.lease.keep()
+        except (Exhausted, LedgerUnavailable):
+            return
+        if (surplus := len(self._refs) - 2 * self.target - CHUNK) > 0:
+            self.give_back(surplus)
+
+    @locked
+    def give_back(self, num_blocks: int) -> None:
+        """The blocks that came last become available to everybody."""
+        refs = list(self._refs)[len(self._refs) - num_blocks :]
+        for ref in refs:
+            del self._refs[ref]
+        self._calls.release(refs)
+
+    def keep_only(self, is_kept: Callable[[BlockRef], bool]) -> None:
+        """Forgets the others, which the ledger does not hold for us."""
+        self._refs = {ref: None for ref in self._refs if is_kept(ref)}
+
+    def clear(self) -> None:
+        """The holder has ended."""
+        self._refs.clear()
+
+    def _refill(self, num_blocks: int) -> None:
+        """At least `num_blocks`, and beyond them the least reserve if that is free. The rest: with the next beat."""
+        self._calls.check_fence()
+        missing = num_blocks - len(self._refs)
+        wanted = missing + self._least
+        if wanted <= 0:
+            return
+        try:
+            self._fetch(min(wanted, max(missing, CHUNK)))
+        except Exhausted:
+            if missing <= 0 or missing == wanted:
+                raise
+            self._fetch(missing)
+
+    def _fetch(self, num_blocks: int) -> None:
+        """Blocks of the ledger, entered in the header at once: a rebuild must see whose they are."""
+        calls, arena, holder = self._calls, self._calls.arena, self._calls.holder
+        refs = calls.call(lambda: holder.alloc(num_blocks))
+        holder.lease.num_available -= num_blocks
+        if arena.rebuild_count != calls.rebuild_count:
+            raise LedgerUnavailable("the ledger is built anew")
+        if any(ref.generation >> 32 != calls.rebuild_count for ref in refs):
+            calls.contradicted(reason := "a generation that this ledger cannot issue")
+            raise LedgerUnavailable(reason)
+        try:
+            arena.raise_generations(refs, self._writer_slot.number)
+        except HeaderAheadError as error:
+            if arena.is_lost:
+                raise ArenaLost(f"arena {arena.arena_id} is lost") from error
+            calls.contradicted(str(error))
+            raise LedgerUnavailable(str(error)) from error
+        # A rebuild that began since then may not have seen us in the header (`rebuild`): these are not ours.
+        if arena.rebuild_count != calls.rebuild_count:
+            raise LedgerUnavailable("the ledger is built anew")
+        self._refs.update(dict.fromkeys(refs))

@@ -1,0 +1,170 @@
+"""The ordered lane of a holder's ledger calls: each of them happens once, though some have to be repeated.
+
+Mutating calls carry a running number and are made one at a time. A call that got no answer is repeated with the same
+number, before any later call; to a repeated number the ledger gives the stored reply. A call has a budget: when it is
+spent the breaker opens and calls fail at once, until a beat gets through (`lease`). Independent of what the calls do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from block_store.errors import Fenced, LedgerDamaged, LedgerError, LedgerUnavailable, OutOfOrder, StaleDataset
+from block_store.ledger.breaker import Breaker
+from block_store.ledger.scripts import CallId, LedgerScripts
+from common.ticket import TicketId
+from common.types import BlockRef, Epoch
+
+_LOG = logging.getLogger(__name__)
+_REPEAT_PAUSE_S = 0.002
+T = TypeVar("T")
+Key = tuple[object, ...]
+"""Tells a call that is made again from another one."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One hand-over or one claim, over all its calls and their repetitions: answers to them are for nobody else.
+
+    A caller that makes it again after LedgerUnavailable passes the same object; one that does not, says so by
+    `LedgerClient.forget`.
+    """
+
+    ticket: TicketId | None = None
+    """That a hand-over has begun."""
+    refs: list[BlockRef] = field(default_factory=list)
+    """That a claim has got."""
+    num_answered: int = 0
+    is_over: bool = False
+
+
+class OrderedLane:
+    """The calls of one incarnation. Thread-safe."""
+
+    def __init__(self, ledger: LedgerScripts, name: str, epoch: Epoch, budget_s: float) -> None:
+        self.ledger = ledger
+        self.name = name
+        self.epoch = epoch
+        self.budget_s = budget_s
+        """Most of what a call may take, with its repetitions."""
+        self.breaker = Breaker(name)
+        self.fenced = threading.Event()
+        self.on_fenced: Callable[[], None] = lambda: None
+        """Runs once, in the thread that learns it."""
+        self.number = 0
+        """Of the last call that was made."""
+        self.answered = 0
+        """Of the last call that was answered."""
+        self._lock = threading.Lock()
+        self._pending: tuple[Key | None, Callable[[CallId], object]] | None = None
+        self._settled: dict[Key, object] = {}
+        """Answers to unanswered calls, as later ones found them out, for the callers that make them again."""
+
+    def call(self, operation: Callable[[CallId], T], key: Key | None = None, changes: bool = True) -> T:
+        """The answer to `operation`. `key` None: nobody makes this call again. `changes` False: a reading, which takes
+        no number. Errors: Fenced, LedgerUnavailable, StaleDataset, and the operation's refusals.
+        """
+        self._check_open()  # without the lock: a call that waits for an answer holds it
+        with self._lock:
+            self._check_open()
+            if self._pending is not None:
+                self._settle(*self._pending)
+            if key in self._settled:
+                return cast(T, self._settled.pop(key))
+            self.number += changes
+            self._pending = (key, operation)
+            return self._until_answered(operation)
+
+    def settled(self, key: Key) -> object:
+        """The answer to an unanswered call as a later one found it out, until that call is made again; else None."""
+        return self._settled.get(key)
+
+    def forget(self, key: Key) -> object:
+        """As `settled`, once."""
+        with self._lock:
+            return self._settled.pop(key, None)
+
+    def restart(self, ledger: LedgerScripts, epoch: Epoch, number: int) -> None:
+        """Goes on in a ledger that was built anew. What was under way in the old one is over."""
+        with self._lock:
+            self.ledger, self.epoch, self.number, self.answered = ledger, epoch, number, number
+            self._pending = None
+            self._settled.clear()
+
+    def fence(self) -> None:
+        """Nothing is this holder's any more; calls `on_fenced` once."""
+        if not self.fenced.is_set():
+            self.fenced.set()
+            self.on_fenced()
+
+    def distrust(self, reason: object) -> None:
+        """The ledger is not to be believed: has it built anew, and goes on without it until it is."""
+        self.breaker.open(f"it must be built anew: {reason}")
+        try:
+            self.ledger.distrust()
+        except LedgerError as error:
+            _LOG.warning("could not ask for a rebuild: %s", error)
+
+    def give_up(self, ticket: TicketId) -> None:
+        """Ends a ticket; if the ledger does not answer it is left to its lease."""
+        try:
+            if not self.breaker.refuses():
+                self.ledger.give_up(ticket)
+        except LedgerError as error:
+            _LOG.info("ticket %d is left to its lease: %s", ticket.epoch, error)
+
+    def _check_open(self) -> None:
+        if self.fenced.is_set():
+            raise Fenced(f"holder {self.name} (epoch {self.epoch}) is fenced or closed")
+        if self.breaker.refuses():
+            raise LedgerUnavailable(f"{self.name} goes on without the ledger")
+
+    def _settle(self, key: Key | None, pending: Callable[[CallId], object]) -> None:
+        """Repeats the unanswered call. Its answer is kept for the caller that makes the same call again; its refusal
+        matters to nobody; what it got else shows in `holdings`.
+        """
+        try:
+            answer = self._until_answered(pending)
+        except (Fenced, StaleDataset, LedgerUnavailable):
+            raise
+        except LedgerError as refusal:
+            _LOG.info("the repeated call was refused: %s", refusal)
+            return
+        attempt = key[0] if key else None
+        if key is not None and not (isinstance(attempt, Attempt) and attempt.is_over):
+            self._settled[key] = answer
+        elif isinstance(answer, TicketId):
+            self.give_up(answer)
+
+    def _until_answered(self, operation: Callable[[CallId], T]) -> T:
+        deadline = time.monotonic() + self.budget_s
+        while True:
+            try:
+                answer = operation(CallId(self.epoch, self.number))
+            except LedgerUnavailable as error:
+                if time.monotonic() >= deadline:
+                    self.breaker.open(error)
+                    raise
+                time.sleep(_REPEAT_PAUSE_S)
+                continue
+            except StaleDataset as error:
+                self.breaker.open(error)
+                raise
+            except (LedgerDamaged, OutOfOrder) as error:  # there is one lane a holder: its number was changed
+                self._pending = None
+                self.distrust(error)
+                raise LedgerUnavailable(str(error)) from error
+            except Fenced:
+                self._pending = None
+                self.fence()
+                raise
+            except Exception:
+                self._pending = None
+                raise
+            self._pending, self.answered = None, self.number
+            return answer

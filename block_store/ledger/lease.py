@@ -1,0 +1,104 @@
+"""A holder's lease in the ledger, extended by the beats of a thread of its own.
+
+The same thread notices that the ledger answers again or was built anew, and has the holder settle what it missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from block_store.errors import Fenced, LedgerDamaged, LedgerError, LedgerUnavailable, StaleDataset
+from block_store.ledger.breaker import PROBE_S
+from block_store.ledger.lane import OrderedLane
+from common.telemetry import Fallbacks
+
+_LOG = logging.getLogger(__name__)
+BEAT_S = 1.0
+MOST_PROBE_PAUSE_S = 8 * PROBE_S
+"""A new ledger that does not let a holder in is tried ever more rarely, down to this."""
+
+
+class Lease:
+    """That the ledger may count on this holder, and what its last beat heard. Beats come from one thread at a time."""
+
+    def __init__(self, lane: OrderedLane, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self.on_stale: Callable[[], bool] = lambda: False
+        """Rejoins a ledger that was built anew; False: there is none yet."""
+        self.on_answer: Callable[[], object] = lambda: None
+        """Runs in the beat thread after every beat that was answered."""
+        self.num_available = 0
+        """Blocks that could still be allocated as of the last beat; `Reserve` counts from there on."""
+        self.census = ""
+        """The census that the last beat heard of; empty: none."""
+        self._lane = lane
+        self._beaten_at = 0.0
+        self._probe_pause_s = PROBE_S
+        self._fallbacks = Fallbacks(_LOG)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, beat_s: float) -> None:
+        """Beats every `beat_s` seconds from now on, until `end`."""
+        name = f"beat-{self._lane.name}"
+        self._thread = threading.Thread(target=self._beat_on, args=(beat_s,), name=name, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """No more beats; returns when the last one is over."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def beat(self) -> None:
+        """Extends the lease now. Errors: Fenced, StaleDataset, LedgerDamaged, LedgerUnavailable."""
+        self._beaten_at = time.monotonic()
+        lane = self._lane
+        try:
+            self.num_available, self.census = lane.ledger.beat(lane.epoch, self.lease_s, lane.answered)
+        except Fenced:
+            lane.fence()
+            raise
+
+    def keep(self) -> None:
+        """Beat if the last beat is a while ago; called during long work in the beat thread."""
+        if time.monotonic() - self._beaten_at > self.lease_s / 5:
+            self.beat()
+
+    def probe(self) -> None:
+        """What the beat thread does: beat, rejoin if the ledger was built anew, open or close the breaker. Fenced."""
+        lane = self._lane
+        try:
+            self.beat()
+            lane.breaker.close()
+            self.on_answer()
+        except StaleDataset as error:
+            lane.breaker.open(error)
+            self._rejoin()
+        except LedgerDamaged as error:
+            lane.distrust(error)
+        except LedgerUnavailable as error:
+            lane.breaker.open(error)
+
+    def _beat_on(self, beat_s: float) -> None:
+        lane = self._lane
+        while not self._stop.wait(self._probe_pause_s if lane.breaker.is_open else beat_s) and not lane.fenced.is_set():
+            try:
+                self.probe()
+            except Fenced as error:
+                _LOG.error("holder %s is fenced: %s", lane.name, error)
+            except Exception:  # a lease that nobody renews costs every request here
+                _LOG.exception("a beat of %s failed; the next one comes", lane.name)
+
+    def _rejoin(self) -> None:
+        try:
+            if self.on_stale():
+                _LOG.warning("holder %s is in the new ledger, as epoch %d", self._lane.name, self._lane.epoch)
+                self._probe_pause_s = PROBE_S
+                self._lane.breaker.close()
+        except LedgerError as error:
+            self._probe_pause_s = min(2 * self._probe_pause_s, MOST_PROBE_PAUSE_S)
+            self._fallbacks.note("new ledger not joined yet", f"{self._lane.name}: {error}")
