@@ -106,6 +106,13 @@ class WorkerSettings(ServerSettings):
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU")
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = Field(
+        "auto", description="whose model definition is run; auto: ours where there is one, else that of transformers"
+    )
+    allow_variant_numerics: bool = Field(
+        False,
+        description="serve a model whose rows depend on their batch, so that tokens may differ by load",
+    )
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
     block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")

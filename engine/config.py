@@ -16,6 +16,8 @@ from engine.errors import ModelError, UnsupportedModel, refuse_unless
 from engine.rope_config import RopeConfig, read_rope
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "opt"]
+ModelImpl = Literal["auto", "native", "transformers"]
+"""Whose model definition is run. auto: ours where there is one."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -30,7 +32,8 @@ ARCHITECTURES: dict[str, Family] = {
 class ModelConfig:
     """One model. Lengths in tokens, sizes in elements."""
 
-    family: Family
+    family: Family | Literal["transformers"]
+    """transformers: it defines the model (`engine.foreign`)."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -58,7 +61,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> ModelConfig:
+    def from_directory(cls, path: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
         """Read `config.json` (and end-of-sequence ids from `generation_config.json`).
 
         Raises: ModelError: missing directory or file, invalid JSON or field; UnsupportedModel: names what is not
@@ -68,7 +71,9 @@ class ModelConfig:
         if not directory.is_dir():
             raise ModelError(f"model directory {directory} does not exist")
         raw = read_json(directory / "config.json")
-        family = _family(raw)
+        if impl == "transformers" or (impl == "auto" and _family(raw) is None):
+            return _with_eos(_foreign(directory), raw, directory)
+        family = _native_family(raw)
         _refuse_common(raw)
         try:
             config = _opt(raw) if family == "opt" else _llama_like(raw, family)
@@ -103,15 +108,44 @@ def read_json(path: Path) -> dict[str, Any]:
 # --- families
 
 
-def _family(raw: dict[str, Any]) -> Family:
-    """The family by `architectures`, or by `model_type` where that is absent."""
+def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
-    name = str(names[0]) if names else str(raw.get("model_type", "(none)"))
+    return str(names[0]) if names else str(raw.get("model_type", "(none)"))
+
+
+def _family(raw: dict[str, Any]) -> Family | None:
+    """The native family by `architectures`, or by `model_type` where that is absent; None: there is none."""
     by_type = {family: family for family in ARCHITECTURES.values()}
-    family = ARCHITECTURES.get(name) if names else by_type.get(cast(Family, name))
-    if family is None:
-        raise UnsupportedModel(f"architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    name = _architecture(raw)
+    return ARCHITECTURES.get(name) if raw.get("architectures") else by_type.get(cast(Family, name))
+
+
+def _native_family(raw: dict[str, Any]) -> Family:
+    if (family := _family(raw)) is None:
+        raise UnsupportedModel(
+            f"architecture {_architecture(raw)} has no native implementation; those that have one are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
     return family
+
+
+def _foreign(directory: Path) -> ModelConfig:
+    from engine.foreign import config as foreign
+
+    found = foreign.read(directory)
+    text, (heads, kv_heads, width) = foreign.text_of(found), foreign.head_sizes(found)
+    return ModelConfig(
+        family="transformers",
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
+        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        num_layers=int(text.num_hidden_layers),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=-(-width // 8) * 8,
+        max_model_len=foreign.longest(found),
+        checkpoint_dtype=_dtype({"dtype": text.dtype}),
+    )
 
 
 def _refuse_common(raw: dict[str, Any]) -> None:

@@ -21,9 +21,10 @@ from common.settings import AttentionBackend, WorkerSettings
 from common.types import DType, KvLayout
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
-from engine.config import ModelConfig
+from engine.config import ModelConfig, ModelImpl
 from engine.device import open_device
 from engine.errors import ModelError
+from engine.foreign.model import TransformersModel
 from engine.loader import LoadFormat, Target, open_weights
 from engine.models.attention import LayerCache, StepMetadata
 from engine.models.decoder import Decoder
@@ -42,6 +43,7 @@ from kernels.providers.base import (
 from kernels.providers.choice import choose
 
 logger = logging.getLogger("engine")
+Model = Opt | Decoder | TransformersModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class RunnerSettings:
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     """auto: bfloat16, whose row results do not depend on the batch (docs/design.md, Numbers)."""
     load_format: LoadFormat = "auto"
+    model_impl: ModelImpl = "auto"
+    allow_variant_numerics: bool = False
+    """Run a model of transformers whose rows depend on their batch."""
     block_size: int = 16
     max_model_len: int | None = None
     """Longest sequence in tokens; None: the model's."""
@@ -78,13 +83,13 @@ class RunnerSettings:
 class ModelRunner:
     """One model, ready to step over the blocks of the arena it is bound to."""
 
-    def __init__(self, settings: RunnerSettings, model: Opt | Decoder | None = None, *, urgent: bool = False) -> None:
+    def __init__(self, settings: RunnerSettings, model: Model | None = None, *, urgent: bool = False) -> None:
         """Load the weights, unless a `model` of the same settings is there already (see `sharing`).
 
         Raises: ModelError, one sentence naming file, tensor or setting.
         """
         self.settings = settings
-        self.config = ModelConfig.from_directory(settings.model)
+        self.config = ModelConfig.from_directory(settings.model, settings.model_impl)
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
         self.device = open_device(settings.device, settings.num_threads, urgent)
@@ -97,7 +102,8 @@ class ModelRunner:
         """Of weights that this runner has loaded; 0 for one that shares another's."""
         self.model = model or self._load()
         self.device.wait()  # another runner's stream may read the weights from now on
-        self.numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
+        self.attention_by_layer = self._attention_by_layer()
+        self._numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
         self._bound: Binding | None = None
         self.peaks: dict[tuple[int, int, bool], int] = {}
         """Bytes that `start_up.profile` has measured, by what it was asked."""
@@ -108,6 +114,12 @@ class ModelRunner:
 
         urgent: on a GPU its steps go before the other's where both wait for room."""
         return cls(other.settings, other.model, urgent=urgent)
+
+    @property
+    def numerics(self) -> str:
+        """What the bits of K and V depend on beside model and layout (`engine.numerics`)."""
+        foreign = f" {self.model.numerics}" if isinstance(self.model, TransformersModel) else ""
+        return self._numerics + foreign
 
     @property
     def num_threads(self) -> int:
@@ -192,28 +204,51 @@ class ModelRunner:
 
     # --- inside
 
-    def _choose_attention(self) -> AttentionProvider:
+    def _attention_spec(self) -> AttentionSpec:
         c, settings, device = self.config, self.settings, self.device
         dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self.layout.groups[0].dtype]
         if device.compute_capability is None and dtype == torch.float16:
             raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
-        spec = AttentionSpec(
+        return AttentionSpec(
             device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
             settings.block_size, dtype, kv_dtype, c.head_dim**-0.5, c.window, self.max_model_len,
             settings.deterministic,
         )  # fmt: skip
+
+    def _choose_attention(self, spec: AttentionSpec | None = None) -> AttentionProvider:
+        """For all layers, or for those that attend as `spec` says."""
+        settings = self.settings
         try:
-            return choose(settings.attention_backend, spec, settings.attention_library)
+            return choose(settings.attention_backend, spec or self._attention_spec(), settings.attention_library)
         except Unavailable as error:
             raise ModelError(str(error)) from error
 
+    def _attention_by_layer(self) -> tuple[AttentionProvider, ...]:
+        """One for each layer of a model of transformers; layers that attend alike share one."""
+        if not isinstance(self.model, TransformersModel):
+            return ()
+        found: dict[object, AttentionProvider] = {}
+        base, providers = self._attention_spec(), []
+        for layer in self.model.layers:
+            key = (layer.scale, layer.window, layer.softcap, None if layer.sinks is None else id(layer))
+            if key not in found:
+                how = {"softmax_scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
+                found[key] = self._choose_attention(replace(base, sinks=layer.sinks, **how))  # type: ignore[arg-type]
+            providers.append(found[key])
+        return tuple(providers)
+
     @torch.inference_mode()
-    def _load(self) -> Opt | Decoder:
+    def _load(self) -> Model:
         settings = self.settings
         target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic)
+        if self.config.family == "transformers":
+            where = (Path(settings.model), self.config, target, settings.load_format, settings.seed)
+            foreign = TransformersModel(*where, self.max_model_len)
+            self.weights_bytes = foreign.num_bytes
+            return foreign
         build = Opt if self.config.family == "opt" else Decoder
         with open_weights(Path(settings.model), self.config, target, settings.load_format, settings.seed) as weights:
-            model: Opt | Decoder = build(self.config, weights, self.max_model_len)
+            model: Model = build(self.config, weights, self.max_model_len)
             self.weights_bytes = weights.num_bytes
         return model
 
@@ -237,8 +272,9 @@ class ModelRunner:
         )
         decode_only = num_tokens == len(batch.context_lens)
         on_device = AttentionBatch(starts, lens, table, host, decode_only)
-        self.attention.prepare(on_device)
-        metadata = StepMetadata(positions, slots, on_device, self.attention)
+        for provider in dict.fromkeys(self.attention_by_layer) or (self.attention,):
+            provider.prepare(on_device)
+        metadata = StepMetadata(positions, slots, on_device, self.attention, self.attention_by_layer)
         return self.model.forward(tokens, metadata, caches, None if every_row else rows).float()
 
 

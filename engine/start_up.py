@@ -94,6 +94,9 @@ def capture(runner: ModelRunner, max_num_seqs: int) -> None:
 def _can_capture(runner: ModelRunner) -> bool:
     if runner.device.compute_capability is None or runner.settings.enforce_eager:
         return False
+    if runner.attention_by_layer:
+        logger.info("no CUDA graphs: the model is that of transformers")
+        return False
     if not runner.attention.capturable:
         logger.info("no CUDA graphs: attention provider %s cannot be captured", runner.attention.name)
     return runner.attention.capturable

@@ -12,12 +12,26 @@ def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
     return rows[:, :context_len].float()
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax_scale: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    softmax_scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """q [q_len, heads, d], keys and values [kv_heads, ctx, d], visible [q_len, ctx] -> [q_len, heads, d] fp32."""
     q_len, num_heads, head_dim = q.shape
     grouped = q.float().view(q_len, keys.shape[0], -1, head_dim)
     scores = torch.einsum("qhgd,hkd->hgqk", grouped, keys) * softmax_scale
-    probabilities = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:  # one more logit a head, whose value is zero
+        sink = sinks.float().view(keys.shape[0], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : visible.shape[1]]
     return torch.einsum("hgqk,hkd->qhgd", probabilities, values).reshape(q_len, num_heads, head_dim)
 
 
@@ -31,6 +45,8 @@ def paged_prefill_reference(
     *,
     softmax_scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `paged_prefill`, one sequence at a time: gather, mask, softmax in fp32."""
     out = torch.zeros_like(q)
@@ -52,7 +68,7 @@ def paged_prefill_reference(
         unseen = ~visible.any(0)[None, :, None]
         keys = _gather(key_cache, blocks, num_keys).masked_fill(unseen, 0.0)
         values = _gather(value_cache, blocks, num_keys).masked_fill(unseen, 0.0)
-        out[begin:end] = _attend(q[begin:end], keys, values, visible, softmax_scale).to(q.dtype)
+        out[begin:end] = _attend(q[begin:end], keys, values, visible, softmax_scale, softcap, sinks).to(q.dtype)
     return out
 
 
@@ -65,9 +81,12 @@ def paged_attention_reference(
     *,
     softmax_scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `paged_attention`, one sequence at a time, in the accumulation type fp32."""
     cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return paged_prefill_reference(
-        q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale=softmax_scale, window=window
-    )
+        q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q,
+        softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip

@@ -22,6 +22,8 @@ def paged_attention(
     *,
     softmax_scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per sequence.
@@ -31,12 +33,18 @@ def paged_attention(
     block_table: int32 [num_seqs, max_blocks]; entries that no visible key lies in are not read.
     context_lens: int32 [num_seqs], with the current token, whose K and V are already written; 0 gives a row of zeros.
     window: the query at position p sees keys p - window + 1 .. p; None for all keys up to p.
+    softcap: scores become softcap * tanh(score / softcap) before the softmax (Gemma 2); None: they stay.
+    sinks: fp32 [num_heads], one more logit a head in the softmax that has no value (gpt-oss); None: none.
     Returns [num_seqs, num_heads, head_dim] (`out` if given).
     Errors: ValueError for shapes, dtypes or block ids that do not fit.
     """
     if on_triton(q):
+        if softcap is not None or sinks is not None:
+            raise ValueError("the Triton kernels have neither softcap nor sinks yet")
         from kernels.gpu import attention as gpu
 
         where = (key_cache, value_cache, block_table, context_lens)
         return gpu.paged_attention(q, *where, softmax_scale=softmax_scale, window=window, out=out)
-    return attention(q, key_cache, value_cache, block_table, context_lens, None, softmax_scale, window, out)
+    return attention(
+        q, key_cache, value_cache, block_table, context_lens, None, softmax_scale, window, softcap, sinks, out
+    )

@@ -15,6 +15,7 @@ from block_store.ledger.prefix_hash import hash_domain
 from common.settings import WorkerSettings
 from common.telemetry import count_fallbacks_of
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
+from engine.foreign.row_check import check_rows
 from engine.model_runner import ModelRunner, RunnerSettings
 from kernels import cpu
 from kernels.cpu import fallbacks
@@ -31,7 +32,9 @@ class Model(Protocol):
     max_model_len: int
     model_fingerprint: str
     """Hex."""
-    numerics: str
+
+    @property
+    def numerics(self) -> str: ...
 
 
 def load_model(settings: WorkerSettings) -> ModelRunner:
@@ -43,7 +46,9 @@ def load_model(settings: WorkerSettings) -> ModelRunner:
     count_fallbacks_of(fallbacks)
     if settings.attention_backend == "triton" and settings.device != "cuda" and interprets_triton():
         cpu.load("triton")
-    return ModelRunner(RunnerSettings.of(settings))
+    runner = ModelRunner(RunnerSettings.of(settings))
+    check_rows(runner)
+    return runner
 
 
 def longest_group(model: Model) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ class StepMetadata:
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
     batch: AttentionBatch
     attention: AttentionProvider
+    by_layer: Sequence[AttentionProvider] = ()
+    """One for each layer where layers attend in different ways."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ struct Attention {
     const int32_t *block_table, *context_lens, *cu;
     int64_t out_token, out_head, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row;
     int64_t num_blocks, max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window;
-    float scale;
+    float scale, softcap;
+    const float* sinks;  // [heads], or null
     bool prefetch;
     // Of sequences that share their first pieces with others, after `share`: how many these are, and what came of them.
     std::vector<int64_t> shared_pieces = {};  // [num_seqs], or empty
@@ -52,7 +53,7 @@ struct Attention {
     // Query tokens [i0, i0 + n) of a sequence and the heads of one KV head.
     void begin(Tile<T>& t, Scratch& scratch, int64_t seq, int64_t kv_head, int64_t i0, int n) const {
         const int g = group(), rows = n * g;
-        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale);
+        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale, softcap);
         for (int r = 0; r < rows; ++r) {
             const T* row = q + (q_begin(seq) + i0 + r / g) * q_token + (kv_head * g + r % g) * q_head;
             Dot<T>::pack_q(t.q_row(r), row, int(d));
@@ -120,7 +121,7 @@ struct Attention {
         const int g = group();
         for (int r = 0; r < t.rows; ++r)
             finish_row(out_row(seq, i0 + r / g, kv_head * g + r % g), t.total_o + size_t(r) * t.dpad, t.total_m[r],
-                       t.total_l[r], t.d);
+                       t.total_l[r], sinks ? sinks[kv_head * g + r % g] * LOG2E : NEG_INF, t.d);
     }
 
     void merge(Tile<T>& t) const {
@@ -310,7 +311,7 @@ struct Attention {
 
     void together(Tile<T>& t, Scratch& scratch, const int64_t* seqs, int n, int64_t pieces, int64_t kv_head) {
         const int g = group(), rows = n * g;
-        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale);
+        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale, softcap);
         for (int r = 0; r < rows; ++r) {
             Dot<T>::pack_q(t.q_row(r), q + q_begin(seqs[r / g]) * q_token + (kv_head * g + r % g) * q_head, int(d));
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f, t.lo[r] = 0, t.hi[r] = PIECE;
@@ -403,20 +404,22 @@ LL_EXPORT int ll_attention_prefetch(int64_t on) {
     return 0;
 }
 
-// Layouts as in kernels/paged_prefill.py; cu_seqlens_q null: one query per sequence. Strides in elements.
+// Layouts as in kernels/paged_prefill.py; cu_seqlens_q null: one query per sequence; window and softcap 0, sinks null:
+// none. Strides in elements.
 LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
                            const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
                            int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,
                            int64_t k_slot, int64_t v_block, int64_t v_head, int64_t v_slot, int64_t table_row,
                            int64_t num_blocks, int64_t max_blocks, int64_t total_q, int64_t num_seqs, int64_t heads,
                            int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t is_bf16,
-                           int64_t threads, float scale) {
+                           int64_t threads, const float* sinks, float scale, float softcap) {
     auto run = [&](auto tag) {
         using T = decltype(tag);
         ll::Attention<T> a{static_cast<T*>(out), static_cast<const T*>(q), static_cast<const T*>(k),
                            static_cast<const T*>(v), block_table, context_lens, cu_seqlens_q, out_token, out_head,
                            q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row, num_blocks,
-                           max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale, ll::prefetching};
+                           max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale, softcap, sinks,
+                           ll::prefetching};
         return a.run(int(threads));
     };
     return is_bf16 ? run(ll::bf16{}) : run(float{});

@@ -37,11 +37,16 @@ def attention(
     cu_seqlens_q: Tensor | None,
     softmax_scale: float,
     window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
     """`paged_attention` (cu_seqlens_q None) and `paged_prefill`: picks the operator or the reference."""
     _check_shapes(q, key_cache, value_cache, block_table, context_lens, softmax_scale)
     _check(window is None or window > 0, "window must be positive")
+    _check(softcap is None or softcap > 0, "softcap must be positive")
+    fits = sinks is None or (sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous())
+    _check(fits, "sinks must be fp32 [num_heads]")
     num_seqs = context_lens.shape[0]
     if cu_seqlens_q is None:
         _check(q.shape[0] == num_seqs, "decode takes one query per sequence")
@@ -56,11 +61,22 @@ def attention(
         if library.isa != "reference":
             count_fallback("attention", f"no fast path for {q.dtype} on {q.device.type}")
         return _reference(
-            q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window, out
+            q,
+            key_cache,
+            value_cache,
+            block_table,
+            context_lens,
+            cu_seqlens_q,
+            softmax_scale,
+            window,
+            softcap,
+            sinks,
+            out,
         )
     torch.ops.looseleaf.attention(
-        out, q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window or 0
-    )
+        out, q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window or 0,
+        softcap or 0.0, sinks,
+    )  # fmt: skip
     return out
 
 
@@ -73,10 +89,12 @@ def _reference(
     cu_seqlens_q: Tensor | None,
     softmax_scale: float,
     window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-
+    how = {"softmax_scale": softmax_scale, "window": window, "softcap": softcap, "sinks": sinks}
     where = (q, key_cache, value_cache, block_table, context_lens)
     if cu_seqlens_q is None:
-        return out.copy_(paged_attention_reference(*where, softmax_scale=softmax_scale, window=window))
-    return out.copy_(paged_prefill_reference(*where, cu_seqlens_q, softmax_scale=softmax_scale, window=window))
+        return out.copy_(paged_attention_reference(*where, **how))
+    return out.copy_(paged_prefill_reference(*where, cu_seqlens_q, **how))

@@ -104,7 +104,8 @@ struct Forward {
         return ll_attention(attended, qkv, layer.keys, layer.values, p.table, p.context_lens, p.cu_seqlens_q, q_width,
                             m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block, m.cache_head,
                             m.cache_slot, p.table_row, m.num_blocks, p.table_width, p.num_tokens, p.num_seqs, m.heads,
-                            m.kv_heads, m.block_size, m.d, m.window, m.is_bf16, p.threads, m.scale);
+                            m.kv_heads, m.block_size, m.d, m.window, m.is_bf16, p.threads, nullptr,
+                            m.scale, 0.f);
     }
 
     // Row rows[i] of `from` becomes row i; in place where rows ascend, which the caller has checked.

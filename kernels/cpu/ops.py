@@ -38,7 +38,7 @@ def _call(name: str, *arguments: int | float | None) -> None:
 
 
 _SIGNATURES: dict[str, list[type]] = {
-    "ll_attention": [PTR] * 7 + [I64] * 22 + [F32],
+    "ll_attention": [PTR] * 7 + [I64] * 22 + [PTR] + [F32] * 2,
     "ll_write_blocks": [PTR] * 8 + [I64] * 22,
     "ll_copy_blocks": [PTR] * 4 + [I64] * 7,
     "ll_rms_norm": [PTR] * 5 + [I64] * 6 + [F32],
@@ -79,6 +79,8 @@ def _attention(
     cu_seqlens_q: Tensor | None,
     softmax_scale: float,
     window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> None:
     _last_contiguous(out, q, key_cache, value_cache, block_table)
     context_lens = context_lens.contiguous()
@@ -90,7 +92,7 @@ def _attention(
         context_lens.data_ptr(), _pointer(cu),
         *out.stride()[:2], *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
         num_blocks, block_table.shape[1], q.shape[0], context_lens.shape[0], q.shape[1], kv_heads, block_size, head_dim,
-        window, _dtype(q), torch.get_num_threads(), softmax_scale,
+        window, _dtype(q), torch.get_num_threads(), _pointer(sinks), softmax_scale, softcap,
     )  # fmt: skip
 
 
@@ -179,7 +181,7 @@ def _log_softmax_top(
 _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
     "attention": (
         "(Tensor(a!) out, Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lens, "
-        "Tensor? cu_seqlens_q, float softmax_scale, int window) -> ()",
+        "Tensor? cu_seqlens_q, float softmax_scale, int window, float softcap, Tensor? sinks) -> ()",
         _attention,
     ),
     "write_blocks": (

@@ -77,7 +77,7 @@ struct Ahead {
 template <class T>
 struct Tile {
     int rows, d, dpad, words;  // dpad: head_dim up to a multiple of W; words: of a key
-    float scale_log2;          // softmax_scale * log2(e)
+    float scale, softcap;      // softcap 0: none
     float* qpack;              // [rows, words, TERMS]
     float* kpack;              // [words, PANEL, W]
     float* scores;             // [rows, PIECE], then weights
@@ -99,9 +99,9 @@ struct Tile {
         size_t floats = size_t(rows) * (d + PIECE + 2 * dpad + 8) + size_t(PANEL) * W * d + d + 16 * 16;
         return floats * 4;
     }
-    void place(char* base, int rows_, int d_, float scale) {
+    void place(char* base, int rows_, int d_, float scale_, float softcap_) {
         rows = rows_, d = d_, dpad = (d + W - 1) / W * W, words = d / Dot<T>::PER_WORD;
-        scale_log2 = scale * LOG2E;
+        scale = scale_, softcap = softcap_;
         float* p = reinterpret_cast<float*>(base);
         auto take = [&](size_t n) { float* r = p; p += (n + 15) & ~size_t(15); return r; };
         kpack = take(size_t(PANEL) * W * words), scores = take(size_t(rows) * PIECE), o = take(size_t(rows) * dpad);
@@ -177,6 +177,15 @@ void score_rows(Tile<T>& t, int row, int g, int n) {
     if (at < n) score_block<T, R, 1, AHEAD>(t, row, at, g);
 }
 
+// cap * tanh(x * scale / cap), as Gemma 2 bounds its scores.
+LL_INLINE vf capped(vf x, float scale, float cap) {
+    const vf y = x * splat(scale / cap), most = splat(20.f);  // tanh is 1 beyond it
+    const vf magnitude = vmax(y, -y), bounded = magnitude > most ? most : magnitude;
+    const vf e = exp2v(bounded * splat(-2.f * LOG2E));
+    const vf t = (splat(1.f) - e) / (splat(1.f) + e);
+    return splat(cap) * (y < vf{} ? -t : t);
+}
+
 // scores -> weights 2^(score * scale - m) of one row; the rest of the tile's range [lo, hi) becomes 0.
 template <class T>
 void softmax_row(Tile<T>& t, int row, int lo, int hi) {
@@ -195,11 +204,16 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
         vi key = lane + g * W;
         return ((key >= from) & (key < to)) ? v : splat(otherwise);
     };
+    float scale_log2 = t.scale * LOG2E;
+    if (t.softcap != 0.f) {
+        for (int g = first / W; g * W < last; ++g) store(x + g * W, capped(load(x + g * W), t.scale, t.softcap));
+        scale_log2 = LOG2E;
+    }
     vf top = splat(NEG_INF);
     for (int g = first / W; g * W < last; ++g) top = vmax(top, seen(g, load(x + g * W), NEG_INF));
-    float m = hmax(top) * t.scale_log2;
+    float m = hmax(top) * scale_log2;
     if (m == NEG_INF) m = 0.f;  // nothing but NaN or -inf: the row becomes NaN, it does not vanish
-    const vf scale = splat(t.scale_log2), minus_m = splat(-m);
+    const vf scale = splat(scale_log2), minus_m = splat(-m);
     vf sum = {};
     for (int g = lo / W; g * W < hi; ++g) {
         vf weight = seen(g, exp2v(fma(load(x + g * W), scale, minus_m)), 0.f);
@@ -294,10 +308,16 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
     total_m = top;
 }
 
+// sink: a logit that takes part in the row's sum but has no value, in units of log2; NEG_INF: none.
 template <class T>
-LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d) {
-    const vf l = splat(total_m == NEG_INF ? 1.f : total_l);
-    auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) / l; };
+LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, float sink, int d) {
+    float factor = 1.f;
+    if (sink != NEG_INF && total_m != NEG_INF) {
+        const float top = sink > total_m ? sink : total_m;
+        factor = exp2s(total_m - top), total_l = total_l * factor + exp2s(sink - top);
+    }
+    const vf l = splat(total_m == NEG_INF ? 1.f : total_l), by = splat(factor);
+    auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) * by / l; };
     int i = 0;
     for (; i + 2 * W <= d; i += 2 * W) {
         vf a = at(i), b = at(i + W);

@@ -56,6 +56,16 @@ class AttentionSpec:
     max_model_len: int
     deterministic: bool
     """A row's bits may depend on its own query, keys and values only (docs/design.md, Numbers)."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap) before the softmax; None: they stay."""
+    sinks: Tensor | None = None
+    """fp32 [num_heads]: one more logit a head that takes part in the softmax and has no value; None: none."""
+
+    @property
+    def extras(self) -> str | None:
+        """What is asked for beyond plain attention, by name; None: nothing."""
+        found = [name for name in ("softcap", "sinks") if getattr(self, name) is not None]
+        return " and ".join(found) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,8 @@ def flash_window(window: int | None) -> tuple[int, int]:
 
 def flash_objection(spec: AttentionSpec) -> str | None:
     """What no flash-attn kernel takes: the reason, or None."""
+    if spec.extras:
+        return f"is not asked for {spec.extras} yet"
     if spec.dtype not in HALF_TYPES:
         return f"takes bfloat16 and float16, not {_name(spec.dtype)}"
     if spec.kv_dtype != spec.dtype:

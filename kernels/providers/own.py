@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,12 @@ class CpuAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider cpu {why}")
-        self._spec = spec
+        self._how: dict[str, Any] = {
+            "softmax_scale": spec.softmax_scale,
+            "window": spec.window,
+            "softcap": spec.softcap,
+            "sinks": spec.sinks,
+        }
         self.version = f"{kernels.__version__}+{current().isa}"
         self.deterministic = current().isa != "reference"
 
@@ -43,15 +50,11 @@ class CpuAttention:
         pass
 
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
-        scale, window = self._spec.softmax_scale, self._spec.window
-        return paged_attention(
-            q, keys, values, batch.block_table, batch.context_lens, softmax_scale=scale, window=window
-        )
+        return paged_attention(q, keys, values, batch.block_table, batch.context_lens, **self._how)
 
     def prefill(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
-        scale, window = self._spec.softmax_scale, self._spec.window
         where = (batch.block_table, batch.context_lens, batch.cu_seqlens_q)
-        return paged_prefill(q, keys, values, *where, softmax_scale=scale, window=window)
+        return paged_prefill(q, keys, values, *where, **self._how)
 
 
 class TritonAttention:
@@ -83,6 +86,8 @@ class TritonAttention:
             return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
         if spec.kv_dtype == torch.float8_e4m3fn and capability is not None and capability < FP8_COMPUTE_CAPABILITY:
             return f"needs compute capability 8.9 for an fp8 cache, this GPU has {capability[0]}.{capability[1]}"
+        if spec.extras:
+            return f"has no {spec.extras} yet"
         if spec.head_dim > 256:
             return f"takes head dimensions up to 256, not {spec.head_dim}"
         return None

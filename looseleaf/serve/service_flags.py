@@ -13,7 +13,7 @@ from looseleaf.serve.settings import ServeSettings
 _WORKER_SETTINGS = (
     "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed", "device",
     "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
-    "gpu_memory_utilization",
+    "gpu_memory_utilization", "model_impl", "allow_variant_numerics",
 )  # fmt: skip
 """What `serve` passes on to its workers by the same name."""
 _TINY_BLOCKS = 4096

@@ -47,6 +47,13 @@ class ServeSettings(Settings):
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = Field(
+        "auto", description="whose model definition is run; auto: ours where there is one, else that of transformers"
+    )
+    allow_variant_numerics: bool = Field(
+        False,
+        description="serve a model whose rows depend on their batch, so that tokens may differ by load",
+    )
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
     block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")

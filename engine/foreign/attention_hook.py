@@ -1,0 +1,141 @@
+"""transformers' attention interface, answered by our attention over blocks; and what its layers ask for.
+
+A thread says what answers while it runs a model (`answered_by`): keyword arguments reach the attention of most
+families, but not of all (Nemotron, StableLM). At start a `Recorder` answers with zeros and writes down what each layer
+asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import UnsupportedModel
+from engine.models.attention import LayerCache, StepMetadata
+from kernels.write_blocks import write_blocks
+
+NAME = "looseleaf"
+HARMLESS = {
+    "attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "max_length_k", "max_length_q",
+    "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+"""Arguments that change nothing of a causal pass without a cache of transformers' own."""
+
+
+_RUNNING = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What one layer asks of attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # fp32 [num_heads]
+
+
+class Call(Protocol):
+    """What answers a layer's attention: a `Pass` or a `Recorder`."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
+        """q [T, H, D], k [T, KVH, D], v [T, KVH, DV] -> [T, H, DV]."""
+        ...
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **asked: Any
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query [1, H, T, D], key [1, KVH, T, D] -> [1, T, H, DV]."""
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{type(module).__name__} makes a mask of its own")
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    call: Call = _RUNNING.call
+    return call.attend(int(module.layer_idx), q, k, v, asked)[None], None
+
+
+@contextlib.contextmanager
+def answered_by(call: Call) -> Iterator[None]:
+    """In this thread, for a while."""
+    _RUNNING.call = call
+    try:
+        yield
+    finally:
+        del _RUNNING.call
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Our attention is causal by itself; windows come with the layer."""
+
+
+def register() -> None:
+    """Makes "looseleaf" an attention implementation of transformers, in this process; done twice it is as done once."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]
+    AttentionMaskInterface.register(NAME, no_mask)  # type: ignore[no-untyped-call]
+
+
+class Recorder:
+    """Writes down what every layer asks for, and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerFacts] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
+        """As `Call.attend`. Raises UnsupportedModel for arguments that it does not know."""
+        if layer in self.layers:
+            raise UnsupportedModel(f"layer {layer} attends twice")
+        scale, window, softcap = (
+            asked.pop("scaling", None),
+            asked.pop("sliding_window", None),
+            asked.pop("softcap", None),
+        )
+        sinks = asked.pop("s_aux", None)
+        causal = asked.pop("is_causal", None)
+        unknown = sorted(name for name, value in asked.items() if value is not None and name not in HARMLESS)
+        if unknown or causal is False:
+            raise UnsupportedModel(f"the attention of layer {layer} takes {', '.join(unknown) or 'no causal mask'}")
+        self.layers[layer] = LayerFacts(
+            q.shape[1], k.shape[1], k.shape[2], v.shape[2],
+            float(scale if scale is not None else q.shape[2] ** -0.5),
+            int(window) if window else None,
+            float(softcap) if softcap else None,
+            None if sinks is None else sinks.detach().float().contiguous(),
+        )  # fmt: skip
+        return q.new_zeros((*q.shape[:2], v.shape[2]))
+
+
+@dataclass(slots=True)
+class Pass:
+    """One step: K and V go to blocks, and attention reads them from there."""
+
+    step: StepMetadata
+    caches: Sequence[LayerCache]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
+        """As `Call.attend`."""
+        step, cache = self.step, self.caches[layer]
+        wide, value_dim = cache.keys.shape[3], v.shape[2]
+        q, k, v = _padded(q, wide), _padded(k, wide), _padded(v, wide)
+        write_blocks(q, k, v, step.positions, step.slot_mapping, cache.keys, cache.values, None)
+        provider = step.by_layer[layer]
+        run = provider.decode if step.batch.decode_only else provider.prefill
+        return run(q, cache.keys, cache.values, step.batch)[..., :value_dim]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Zeros up to `width`, which change no score and no sum; the last dimension contiguous."""
+    if x.shape[2] < width:
+        return F.pad(x, (0, width - x.shape[2]))
+    return x if x.stride(2) == 1 else x.contiguous()

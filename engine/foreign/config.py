@@ -1,0 +1,86 @@
+"""What a model that only transformers knows is: its sizes, and whether our blocks can hold what it remembers.
+
+transformers' own configuration classes read `config.json`, with their defaults and names; the model is not built here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError, UnsupportedModel
+
+KINDS = ("full_attention", "sliding_attention")
+"""Layers whose memory is keys and values by position."""
+STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
+"""Kinds of rotary positions that rotate a position alike in every step, or are made to (`model.steady_rope`)."""
+
+
+def read(directory: Path) -> Any:
+    """transformers' configuration of a decoder-only language model. Raises ModelError and UnsupportedModel."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError(
+            "this architecture is run by transformers, which is not installed: pip install 'looseleaf[transformers]'"
+        )
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises what its parts raise
+        raise UnsupportedModel(f"transformers cannot read {directory / 'config.json'}: {_first_line(error)}") from error
+    name = (config.architectures or [f"model_type {config.model_type}"])[0]
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"architecture {name} is no decoder-only language model of transformers")
+    _refuse(config, name)
+    return config
+
+
+def text_of(config: Any) -> Any:
+    """The language model's part of a configuration."""
+    return config.get_text_config(decoder=True)
+
+
+def head_sizes(config: Any) -> tuple[int, int, int]:
+    """(query heads, KV heads, the larger of a key's and a value's width) as they are cached."""
+    text = text_of(config)
+    heads = int(text.num_attention_heads)
+    if getattr(text, "kv_lora_rank", None):  # multi-head latent attention, cached as the heads that it unfolds to
+        return heads, heads, max(int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim), int(text.v_head_dim))
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return heads, int(getattr(text, "num_key_value_heads", None) or heads), width
+
+
+def longest(config: Any) -> int:
+    """Positions that the model has. Raises ModelError."""
+    text = text_of(config)
+    length = getattr(text, "max_position_embeddings", None)
+    if not length:
+        raise ModelError("config.json names no max_position_embeddings; say --max-model-len")
+    return int(length)
+
+
+def rope_kinds(config: Any) -> set[str]:
+    """The kinds of rotary positions that layers use; empty: none."""
+    rope = getattr(text_of(config), "rope_parameters", None) or {}
+    each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return {str(parameters["rope_type"]) for parameters in each if parameters.get("rope_type")}
+
+
+def _refuse(config: Any, name: str) -> None:
+    text = text_of(config)
+    if config.is_encoder_decoder:
+        raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModel(f"quantization_config ({method}) is not supported; use an unquantized checkpoint")
+    kinds = set(getattr(text, "layer_types", None) or KINDS[:1])
+    if other := sorted(kinds - set(KINDS)):
+        raise UnsupportedModel(f"architecture {name} has layers of kind {', '.join(other)}, which is not supported")
+    if unsteady := sorted(rope_kinds(config) - set(STABLE_ROPE)):
+        raise UnsupportedModel(f"RoPE scaling {', '.join(unsteady)} is not supported by the transformers backend")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]

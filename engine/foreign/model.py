@@ -1,0 +1,180 @@
+"""A model that transformers defines, run over our blocks with our linear layers. No code of a checkpoint is executed.
+
+A forward pass is transformers' own, over one packed row of tokens and without a cache; `attention_hook` answers its
+attention and `packed_weight` its products. Positions, norms, activations and routers are as transformers writes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from common.digests import check_digests
+from engine.checkpoint import weight_files
+from engine.config import ModelConfig
+from engine.errors import ModelError, UnsupportedModel
+from engine.foreign import attention_hook, packed_weight
+from engine.foreign import config as foreign_config
+from engine.foreign.attention_hook import LayerFacts, Pass, Recorder
+from engine.foreign.steady import Steady
+from engine.loader import LoadFormat, Target
+from engine.models.attention import LayerCache, StepMetadata
+
+logger = logging.getLogger("engine")
+RECORDED_TOKENS = 2
+
+
+class TransformersModel:
+    """token ids [T] -> logits of the wanted rows [R, vocab]; as `Decoder`."""
+
+    def __init__(
+        self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
+    ) -> None:
+        """Raises ModelError, and UnsupportedModel for what would not give the right numbers."""
+        import transformers
+
+        self.is_variant = False
+        """Rows depend on what is computed beside them."""
+        self._version = transformers.__version__
+        attention_hook.register()
+        found = foreign_config.read(directory)
+        self._model = _build(directory, found, target, load_format, seed)
+        steady_rope(self._model, max_len)
+        matrices = packed_weight.pack(self._model, target.deterministic)
+        self.num_bytes = sum(map(_bytes, self._model.parameters())) + sum(map(_bytes, (m.raw for m in matrices)))
+        self.layers = self._recorded(config, target.device)
+        for each in matrices:
+            each.settle()
+        self._layers_at = _layers_of(self._model, config.num_layers)
+
+    @property
+    def numerics(self) -> str:
+        """What the bits depend on beside the runner's: `name=value` pairs."""
+        return f"model=transformers/{self._version}{'+variant' if self.is_variant else ''}"
+
+    def forward(
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        return self._run(token_ids, step.positions, rows, Pass(step, caches))
+
+    def shallow(self, num_layers: int) -> Self:
+        """As `Decoder.shallow`."""
+        other = copy.copy(self)
+        path = self._layers_at.split(".")
+        other._model = copy.copy(self._model)
+        at: nn.Module = other._model
+        for name in path[:-1]:
+            at._modules = dict(at._modules)
+            at._modules[name] = copy.copy(at._modules[name])
+            at = at._modules[name]  # type: ignore[assignment]
+        at._modules = dict(at._modules)
+        at._modules[path[-1]] = at._modules[path[-1]][:num_layers]  # type: ignore[index]
+        return other
+
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, call: attention_hook.Call
+    ) -> torch.Tensor:
+        keep = 0 if rows is None else rows
+        with attention_hook.answered_by(call), Steady():
+            answer = self._model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep
+            )
+        logits: torch.Tensor = answer.logits[0]
+        return logits
+
+    def _recorded(self, config: ModelConfig, device: torch.device) -> tuple[LayerFacts, ...]:
+        """What each layer asks for, by a pass over two tokens that attends to nothing."""
+        recorder = Recorder()
+        tokens = torch.arange(RECORDED_TOKENS, device=device)
+        try:
+            self._run(tokens, tokens, None, recorder)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(f"{type(self._model).__name__} cannot run over blocks: {error!r}"[:500]) from error
+        missing = sorted(set(range(config.num_layers)) - set(recorder.layers))
+        if missing or len(recorder.layers) != config.num_layers:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__} does not let us attend for {len(missing)} of its "
+                f"{config.num_layers} layers (layer {missing[0] if missing else max(recorder.layers)})"
+            )
+        for index, layer in recorder.layers.items():
+            expected = (config.num_heads, config.num_kv_heads)
+            if (layer.num_heads, layer.num_kv_heads) != expected or _width(layer) > config.head_dim:
+                raise UnsupportedModel(
+                    f"layer {index} has {layer.num_heads} heads over {layer.num_kv_heads} of {_width(layer)}, not "
+                    f"{expected[0]} over {expected[1]} of {config.head_dim}: layers of several sizes are not supported"
+                )
+        return tuple(recorder.layers[index] for index in range(config.num_layers))
+
+
+def _bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _width(layer: LayerFacts) -> int:
+    return max(layer.key_dim, layer.value_dim)
+
+
+def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat, seed: int) -> Any:
+    """transformers' model with its weights, in the compute dtype, on the device."""
+    import transformers
+
+    how: dict[str, Any] = {"attn_implementation": attention_hook.NAME, "dtype": target.dtype}
+    config._experts_implementation = "eager"  # the others multiply all experts' rows at once
+    try:
+        if load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = transformers.AutoModelForCausalLM.from_config(config, **how)
+        else:
+            files = weight_files(directory)
+            check_digests(directory, ["config.json", "generation_config.json", *(file.path.name for file in files)])
+            logger.info("loading weights of %s with transformers %s", directory, transformers.__version__)
+            model, said = transformers.AutoModelForCausalLM.from_pretrained(
+                directory, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+                output_loading_info=True, **how,
+            )  # fmt: skip
+            _refuse_gaps(said)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"transformers cannot load {directory}: {error!r}"[:500]) from error
+    return model.to(target.device).eval().requires_grad_(False)
+
+
+def _refuse_gaps(said: dict[str, Any]) -> None:
+    """Tensors that are missing, too many or of another shape: the checkpoint is another model than its config says."""
+    for what, text in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has unexpected tensor")):
+        if names := sorted(said.get(what) or ()):
+            raise ModelError(f"the checkpoint {text} {names[0]} ({len(names)} in all)")
+    if mismatched := sorted(said.get("mismatched_keys") or ()):
+        raise ModelError(f"tensor {mismatched[0][0]} has another shape than the config asks for")
+
+
+def steady_rope(model: nn.Module, max_len: int) -> None:
+    """Makes long RoPE pick its table once, by the longest sequence, as vLLM does. transformers picks it by the longest
+    position of a pass, so that a key would depend on the tokens that it is computed beside.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            frequencies, scaling = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=max_len)
+            module.inv_freq, module.attention_scaling = frequencies.to(module.inv_freq.device), scaling  # type: ignore
+            module.rope_type = "default"  # nothing is picked any more
+
+
+def _layers_of(model: nn.Module, num_layers: int) -> str:
+    """Where the list of layers is."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return name
+    raise UnsupportedModel(f"{type(model).__name__} has no list of {num_layers} layers")

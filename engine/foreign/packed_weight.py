@@ -1,0 +1,193 @@
+"""A model's matrices as tensors that do their products with `PackedLinear`, wherever the model's code multiplies.
+
+A model definition of transformers multiplies in many ways: `nn.Linear`, `Conv1D`, an expert cut out of a stack of
+matrices, a router's bare parameter. torch asks a tensor subclass first (`__torch_function__`), so all of them arrive
+here, and no other operation pays for it. A product of torch's own would let a row's bits depend on its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.errors import UnsupportedModel
+from kernels.linear import PackedLinear
+
+_CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half}
+_TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+_PROPERTIES = {
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.is_quantized.__get__, Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.element_size,
+}  # fmt: skip
+
+
+class _Matrices:
+    """The numbers behind a weight and its views: raw until they are used, then packed in the way they are used."""
+
+    def __init__(self, raw: Tensor, name: str, deterministic: bool) -> None:
+        self.name = name
+        self.raw: Tensor | None = raw
+        self.deterministic = deterministic
+        self.packed: dict[tuple[torch.dtype, bool], list[PackedLinear]] = {}
+        self.is_plain = False
+        """Used otherwise than as a matrix: the raw numbers stay."""
+
+    def product(self, dtype: torch.dtype, outputs_first: bool, index: int) -> PackedLinear:
+        """Of matrix `index`; all of the stack are packed the first time, so that no request waits for it later."""
+        key = (dtype, outputs_first)
+        if key not in self.packed:
+            if self.raw is None:
+                raise UnsupportedModel(f"tensor {self.name} is used in a way that the start did not see")
+            stack = self.raw if self.raw.dim() == 3 else self.raw[None]
+            self.packed[key] = [self._pack(matrix if outputs_first else matrix.T, dtype) for matrix in stack]
+        return self.packed[key][index]
+
+    def _pack(self, matrix: Tensor, dtype: torch.dtype) -> PackedLinear:
+        return PackedLinear(matrix.to(dtype).contiguous(), deterministic=self.deterministic)
+
+    def plain(self) -> Tensor:
+        if self.raw is None:
+            raise UnsupportedModel(f"tensor {self.name} is used in a way that the start did not see")
+        self.is_plain = True
+        return self.raw
+
+    def settle(self) -> None:
+        """No other uses come: lets the raw numbers go where nothing needs them."""
+        if not self.is_plain:
+            self.raw = None
+
+
+class PackedWeight(Tensor):
+    """A parameter [out, in], [in, out] or a stack of them: a product with it is a `PackedLinear`'s. Anything else than
+    a product (a bias in two dimensions, a table) works on the plain numbers.
+    """
+
+    matrices: _Matrices
+    index: int | None
+    """Of a matrix of a stack; None: all of it."""
+    outputs_first: bool
+    """Not transposed by the model's code."""
+
+    @staticmethod
+    def __new__(
+        cls, matrices: _Matrices, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
+        index: int | None = None, outputs_first: bool = True,
+    ) -> Self:  # fmt: skip
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        self.matrices, self.index, self.outputs_first = matrices, index, outputs_first
+        return self  # type: ignore[no-any-return]
+
+    @classmethod
+    def of(cls, raw: Tensor, name: str, deterministic: bool) -> Self:
+        """Over `raw`, whose memory the weight takes over."""
+        return cls(_Matrices(raw, name, deterministic), raw.shape, raw.dtype, raw.device)
+
+    def _like(self, shape: Sequence[int], **changes: Any) -> PackedWeight:
+        found = {"index": self.index, "outputs_first": self.outputs_first, "dtype": self.dtype} | changes
+        return PackedWeight(self.matrices, shape, found["dtype"], self.device, found["index"], found["outputs_first"])
+
+    def times(self, x: Tensor, outputs_first: bool) -> Tensor:
+        """x [..., in] -> [..., out]; `outputs_first`: the operation takes a weight [out, in]."""
+        index = self.index or 0
+        return self.matrices.product(self.dtype, outputs_first == self.outputs_first, index)(x)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if (answer := _answer(func, args, kwargs)) is not None:
+            return answer
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedModel(f"{func} on a packed weight")
+
+
+def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a product or a view of a weight gives; None: `func` is neither."""
+    if func is F.linear:
+        x, weight, bias = _linear_arguments(*args, **kwargs)
+        if _is_matrix(weight) and not isinstance(x, PackedWeight):
+            return _plus(weight.times(x, True), bias)
+    elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and _is_matrix(args[1]):
+        return args[1].times(args[0], False)
+    elif func is Tensor.__rmatmul__ and _is_matrix(args[0]):
+        return args[0].times(args[1], False)
+    elif func in (torch.addmm, Tensor.addmm) and len(args) == 3 and not kwargs and _is_matrix(args[2]):
+        return _plus(args[2].times(args[1], False), args[0])
+    elif func is Tensor.__getitem__ and isinstance(args[0], PackedWeight):
+        return _expert(args[0], args[1])
+    elif func in _TRANSPOSES and _is_matrix(args[0]):
+        weight = args[0]
+        return weight._like((weight.shape[1], weight.shape[0]), outputs_first=not weight.outputs_first)
+    elif func in _CASTS and isinstance(args[0], PackedWeight):
+        return _cast(func, args[0], args[1:], kwargs)
+    return None
+
+
+def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, Any, Tensor | None]:
+    return input, weight, bias
+
+
+def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias
+
+
+def _is_matrix(value: object) -> bool:
+    return isinstance(value, PackedWeight) and value.ndim == 2
+
+
+def _expert(weight: PackedWeight, index: Any) -> PackedWeight | None:
+    whole = weight.ndim == 3 and weight.index is None
+    number = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool)
+    return weight._like(weight.shape[1:], index=int(index)) if whole and number else None
+
+
+def _cast(
+    func: Callable[..., Any], weight: PackedWeight, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> PackedWeight | None:
+    named = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+    wanted = named.get(func) or next((a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)), None)
+    return None if wanted is None else weight._like(weight.shape, dtype=wanted)
+
+
+def _plain(value: Any) -> Any:
+    """The numbers themselves."""
+    if isinstance(value, PackedWeight):
+        raw = value.matrices.plain()
+        raw = raw if value.index is None else raw[value.index]
+        return (raw if value.outputs_first else raw.T).to(value.dtype)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def pack(model: nn.Module, deterministic: bool) -> list[_Matrices]:
+    """Replaces the matrices of every module but embeddings; returns what to `settle` once every use was seen."""
+    found = []
+    for prefix, module, name, parameter in _matrices_of(model):
+        weight = PackedWeight.of(parameter.detach(), f"{prefix}.{name}", deterministic)
+        del module._parameters[name]
+        setattr(module, name, weight)
+        found.append(weight.matrices)
+    return found
+
+
+def _matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.dim() in (2, 3):
+                    yield prefix, module, name, parameter

@@ -1,0 +1,83 @@
+"""Whether a row of a model's results depends on what is computed beside it: tried at start, bit by bit.
+
+A trial finds models that break the promise; it proves nothing of those that pass (docs/design.md, Numbers).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from engine.errors import UnsupportedModel
+from engine.foreign.model import TransformersModel
+from engine.model_runner import ModelRunner
+from engine.step import StepInput
+
+logger = logging.getLogger("engine")
+NUM_TOKENS = 10
+CHUNK = 5
+BATCH = 3
+
+
+def check_rows(runner: ModelRunner) -> None:
+    """Tries a model of transformers where rows must be steady, before it serves.
+
+    Raises UnsupportedModel for one that is not, unless `allow_variant_numerics`: then its numerics say so.
+    """
+    model, settings = runner.model, runner.settings
+    on_gpu = runner.device.compute_capability is not None
+    if not isinstance(model, TransformersModel) or (on_gpu and not settings.deterministic):
+        return
+    if not (found := variation(runner)):
+        return
+    what = f"a row of this model depends on what is computed beside it (logits by up to {found:.2g})"
+    if not settings.allow_variant_numerics:
+        raise UnsupportedModel(f"{what}: tokens may differ by load; --allow-variant-numerics serves it all the same")
+    logger.warning("%s: tokens may differ by load", what)
+    model.is_variant = True
+
+
+def variation(runner: ModelRunner) -> float:
+    """The largest difference of a logit between tokens one by one, in chunks of CHUNK, and as BATCH sequences at once;
+    0: the bits are the same.
+    """
+    size = runner.layout.block_size
+    blocks = -(-NUM_TOKENS // size)
+    tokens = torch.randint(runner.config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    with runner.using(runner.new_arena(BATCH * blocks, fill=0xFF)):
+        alone = _rows(runner, _steps(tokens.numpy(), 1, [0], blocks, size))
+        in_chunks = _rows(runner, _steps(tokens.numpy(), CHUNK, [0], blocks, size))
+        together = _rows(runner, _steps(tokens.numpy(), CHUNK, range(BATCH), blocks, size))
+    each = [in_chunks, *together.view(-1, BATCH, CHUNK, together.shape[1]).transpose(0, 1).flatten(1, 2)]
+    differences = [(alone - other).abs().max().item() for other in each if not torch.equal(alone, other)]
+    return max((found or float("inf") for found in differences), default=0.0)
+
+
+def _rows(runner: ModelRunner, steps: Iterator[StepInput]) -> torch.Tensor:
+    return torch.cat([runner.step(step).clone().cpu() for step in steps])
+
+
+def _steps(
+    tokens: np.ndarray,
+    chunk: int,
+    sequences: Sequence[int],
+    blocks: int,
+    block_size: int,  # type: ignore[type-arg]
+) -> Iterator[StepInput]:
+    """The same tokens for every sequence, `chunk` at a time; sequence i has the blocks from i * blocks on."""
+    table = np.array([[s * blocks + b for b in range(blocks)] for s in sequences], dtype=np.int32)
+    for start in range(0, len(tokens), chunk):
+        positions = np.arange(start, min(start + chunk, len(tokens)), dtype=np.int64)
+        slots = np.concatenate([s * blocks * block_size + positions for s in sequences])
+        yield StepInput(
+            token_ids=np.tile(tokens[positions], len(sequences)),
+            positions=np.tile(positions, len(sequences)),
+            slot_mappings=(slots,),
+            cu_seqlens_q=np.arange(len(sequences) + 1, dtype=np.int32) * len(positions),
+            context_lens=np.full(len(sequences), positions[-1] + 1, dtype=np.int32),
+            block_tables=(table,),
+            logits_rows=np.arange(len(slots), dtype=np.int64),
+        )

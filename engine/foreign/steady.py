@@ -1,0 +1,58 @@
+"""Elementwise functions whose results depend on the element alone, on a CPU.
+
+torch computes `exp` and its like in vectors, and what is left over at the end of a thread's share one by one, with
+another library. So a row's last bits would depend on how many rows stand before it, and on the number of threads. Here
+such functions see pieces that are whole vectors and that one thread computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+PIECE = 16_384
+"""Elements; below the 32,768 from which on torch takes a second thread."""
+VECTORS = 64
+"""Elements of two vectors of bf16 in AVX-512, the most that torch takes at once."""
+ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor, F)
+    for name in (
+        "cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "log", "log1p", "logsigmoid", "mish", "selu", "sigmoid",
+        "silu", "sin", "softplus", "tanh",
+    )
+    if hasattr(owner, name)
+)  # fmt: skip
+
+
+class Steady(TorchFunctionMode):
+    """While it is entered, ELEMENTWISE functions of tensors on a CPU are computed steadily, by the calling thread."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in ELEMENTWISE:
+            x = args[0] if args else kwargs.pop("input")
+            if x.device.type == "cpu":
+                kwargs.pop("inplace", None)  # the caller uses the result in any case
+                return steadily(lambda piece: func(piece, *args[1:], **kwargs), x)
+        return func(*args, **kwargs)
+
+
+def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of every element of `x`, any shape; a new tensor."""
+    flat = x.reshape(-1)
+    if len(flat) <= PIECE and len(flat) % VECTORS == 0 and flat.is_contiguous():
+        return function(flat).view(x.shape)
+    return torch.cat([_piece(function, piece) for piece in flat.split(PIECE)]).view(x.shape)
+
+
+def _piece(function: Callable[[Tensor], Tensor], piece: Tensor) -> Tensor:
+    over = -len(piece) % VECTORS
+    return function(F.pad(piece, (0, over)) if over else piece.contiguous())[: len(piece)]

@@ -1,0 +1,150 @@
+"""Tiny random checkpoints of families that transformers defines, with weights that make their peculiarities matter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.tiny import BOS_ID, EOS_ID, VOCAB_SIZE, write_tokenizer
+
+STD = 0.3
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+"""transformers maps these names onto a family's own."""
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+WINDOW: dict[str, Any] = {"sliding_window": 24}
+MIXED: dict[str, Any] = {
+    **WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+@dataclass(frozen=True)
+class Animal:
+    """A checkpoint: a family and what is not as usual."""
+
+    model_type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    """Keys of COMMON that the family does not know."""
+    scaled: dict[str, float] = field(default_factory=dict)
+    """Factors of parameters whose names contain the key."""
+
+
+HEADS = ("num_key_value_heads",)
+ZOO: dict[str, Animal] = {
+    "apertus": Animal("apertus"),
+    "arcee": Animal("arcee"),
+    "cohere": Animal("cohere", {"logit_scale": 0.25}),
+    "cohere2": Animal("cohere2", {**MIXED, "logit_scale": 0.25}),
+    "deepseek-v3": Animal(
+        "deepseek_v3",
+        {
+            "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_key_value_heads": 4,
+        },
+    ),
+    "ernie4_5": Animal("ernie4_5"),
+    "exaone4": Animal("exaone4", MIXED),
+    "gemma": Animal("gemma", {"head_dim": 16}),
+    "gemma2": Animal(
+        "gemma2",
+        {**MIXED, "head_dim": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
+        scaled={"q_proj": 3.0},
+    ),
+    "gemma3": Animal("gemma3_text", {**MIXED, "head_dim": 16}),
+    "glm": Animal("glm", {"head_dim": 16}),
+    "glm4": Animal("glm4", {"head_dim": 16}),
+    "gpt2": Animal("gpt2", without=HEADS),
+    "gpt-neox": Animal("gpt_neox", without=HEADS),
+    "gpt-oss": Animal(
+        "gpt_oss", {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, scaled={"sinks": 8.0}
+    ),
+    "granite": Animal("granite", {"attention_multiplier": 0.3, "logits_scaling": 4.0, "residual_multiplier": 0.5}),
+    "granitemoe": Animal("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "helium": Animal("helium", {"head_dim": 16}),
+    "hunyuan": Animal("hunyuan_v1_dense", {"head_dim": 16}),
+    "llama": Animal("llama"),
+    "mistral-window": Animal("mistral", WINDOW),
+    "mixtral": Animal("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron": Animal("nemotron"),
+    "olmo": Animal("olmo"),
+    "olmo2": Animal("olmo2"),
+    "olmo3": Animal("olmo3", MIXED),
+    "olmoe": Animal("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "persimmon": Animal("persimmon", without=HEADS),
+    "phi": Animal("phi"),
+    "phi3": Animal("phi3", WINDOW),
+    "phi3-longrope": Animal(
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8,
+                "long_factor": [1.0 + 0.5 * i for i in range(8)], "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "phimoe": Animal("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-mixed": Animal("qwen2", {**MIXED, "use_sliding_window": True}),
+    "qwen2-moe": Animal("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 64}),
+    "qwen3": Animal("qwen3", {"head_dim": 16}),
+    "qwen3-moe": Animal("qwen3_moe", {**MOE, "head_dim": 16}),
+    "seed-oss": Animal("seed_oss", {"head_dim": 16}),
+    "smollm3": Animal("smollm3"),
+    "stablelm": Animal("stablelm"),
+    "starcoder2": Animal("starcoder2", WINDOW),
+}  # fmt: skip
+REFUSED: dict[str, Animal] = {
+    "bamba": Animal("bamba"),
+    "bloom": Animal("bloom", without=("num_key_value_heads", "intermediate_size", "max_position_embeddings")),
+    "falcon": Animal("falcon", without=("num_key_value_heads", "intermediate_size")),
+    "falcon-h1": Animal("falcon_h1"),
+    "gptj": Animal("gptj", without=("num_key_value_heads", "intermediate_size")),
+    "jamba": Animal("jamba"),
+    "mamba2": Animal("mamba2", without=("num_key_value_heads", "num_attention_heads", "max_position_embeddings")),
+    "mpt": Animal("mpt", without=("num_key_value_heads", "intermediate_size")),
+    "qwen3-next": Animal("qwen3_next", {**MOE, "head_dim": 16}),
+}
+
+
+def make_foreign(directory: str | Path, animal: Animal, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the checkpoint with a tokenizer; returns the directory. Same arguments, same weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(directory)
+    settings = {name: value for name, value in COMMON.items() if name not in animal.without} | animal.changes
+    config = AutoConfig.for_model(animal.model_type, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                factor = next((f for key, f in animal.scaled.items() if key in name), 1.0)
+                values = torch.randn(parameter.shape) * STD * factor
+                is_norm = "norm" in name.lower() or "ln_" in name or "layernorm" in name.lower()
+                if is_norm and name.endswith("weight"):
+                    zero_centred = float(parameter.float().mean()) == 0.0  # Gemma adds one to it
+                    values = values / 3 + (0.0 if zero_centred else 1.0)
+                parameter.copy_(values)
+    model.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}))
+    write_tokenizer(path)
+    return path
