@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from bench.served.server import Request, WatchedServer, send_all
 from engine.model_runner import ModelRunner, RunnerSettings
@@ -17,7 +19,11 @@ from looseleaf.serve.model_source import BUILT_IN
 from testing.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
 from testing.oracle import Oracle
 from testing.system import assert_nothing_held
+from testing.zoo import ZOO, make_foreign
 
+FOREIGN = ("deepseek-v3", "gemma3")
+MORE_FOREIGN = ("gemma2", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe")
+"""By `make families` only: each takes 20 s."""
 MAX_MODEL_LEN = 176
 TIGHT = {"num_blocks": 48, "max_model_len": MAX_MODEL_LEN}
 """Half of what the requests need together, and each of them fits decode's floor."""
@@ -99,3 +105,24 @@ async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[C
         assert preempted()
         assert server.steps()[-1].preemption["swapped_groups"] == 0
         assert_nothing_held(server.addresses.block_store)
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, *(pytest.param(name, marks=pytest.mark.families) for name in MORE_FOREIGN)])
+async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_midway(name: str, tmp_path: Path) -> None:
+    model, cases = make_foreign(tmp_path, ZOO[name], dtype=torch.bfloat16), make_cases(512)
+    oracle = Oracle(ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu")))
+    expected = [expect(oracle, case) for case in cases]
+    longest = max(range(len(cases)), key=lambda i: min(len(text.token_ids) for text in expected[i]))
+    for those in (cases, expected):  # decode is killed in the middle of the first
+        those.insert(0, those.pop(longest))  # type: ignore[attr-defined]
+    with WatchedServer(str(model), TIGHT, {"PREEMPTION": "swap"}) as server:
+        swapped = lambda: server.steps()[-1].preemption["swapped_groups"] > 0  # noqa: E731
+        await answered_until(server, 3 * cases, 3 * expected, swapped)
+        counts = server.steps()[-1].preemption
+        assert counts["swapped_groups"] == counts["resumed_groups"] > 0
+        assert_nothing_held(server.addresses.block_store)
+    with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split") as llm:
+        pid = llm.pids["decode"]
+        check(cases, expected, await streamed(llm.addresses.grpc, cases, lambda: os.kill(pid, signal.SIGKILL)))
+        assert llm.requests_by_worker()["prefill"] > len(cases), "some came back"
+        assert_nothing_held(llm.addresses.block_store)

@@ -21,8 +21,11 @@ from engine.tiny import make_checkpoint
 from testing.equality.cases import KINDS, Answer, Case, Text, differences, expect, make_cases
 from testing.equality.workers import Workers
 from testing.oracle import Oracle
+from testing.zoo import ZOO, make_foreign
 
-FAMILIES = tuple(ARCHITECTURES.values())
+FOREIGN = ("deepseek-v3", "gemma2", "gemma3", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe")
+"""Run by the backend over transformers; `tests/engine/test_foreign.py` compares their logits with transformers'."""
+FAMILIES = (*ARCHITECTURES.values(), *FOREIGN)
 TIGHT = 26
 """Blocks that hold a part of what the requests need together; the largest group needs 15."""
 
@@ -45,9 +48,12 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subj
 
     @cache
     def make(family: Any) -> Subject:
-        directory = make_checkpoint(
-            tmp_path_factory.mktemp(family), family, seed=FAMILIES.index(family), dtype=torch.bfloat16
-        )
+        directory = tmp_path_factory.mktemp(family)
+        how: dict[str, Any] = {"seed": FAMILIES.index(family), "dtype": torch.bfloat16}
+        if family in FOREIGN:
+            make_foreign(directory, ZOO[family], **how)
+        else:
+            make_checkpoint(directory, family, **how)
         runner = ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=256, device="cpu"))
         assert runner.dtype == "bfloat16"
         cases, oracle = make_cases(runner.config.vocab_size), Oracle(runner)

@@ -1,0 +1,195 @@
+"""Families that transformers defines: logits as transformers', row by row the same bits, refused by name otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import ModelConfig
+from engine.errors import ModelError, UnsupportedModel
+from engine.foreign import packed_weight, row_check
+from engine.foreign.model import TransformersModel
+from engine.model_runner import ModelRunner, RunnerSettings
+from testing.oracle import Oracle
+from testing.zoo import REFUSED, ZOO, make_foreign
+
+transformers = pytest.importorskip("transformers")
+NUM_TOKENS = 150
+CLOSE, CLOSE_RMS = 2e-5, 5e-6
+"""Of the logits' standard deviation."""
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    @cache
+    def make(name: str) -> Path:
+        return make_foreign(tmp_path_factory.mktemp(name), (ZOO | REFUSED)[name])
+
+    return make
+
+
+def runner_of(directory: Path, **settings: Any) -> ModelRunner:
+    given = {"dtype": "float32", "model_impl": "transformers", "num_threads": 2, "device": "cpu"} | settings
+    return ModelRunner(RunnerSettings(directory, **given))
+
+
+def prompt(vocab_size: int, length: int = NUM_TOKENS) -> list[int]:
+    return torch.randint(5, vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def by_transformers(directory: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """float64 [T, vocab]"""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.double()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, of the standard deviation of `b`."""
+    return float((a.double() - b).abs().max() / b.std())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_logits_are_those_of_transformers(checkpoint: Make, name: str) -> None:
+    """As near as transformers in fp32 is to itself in float64, where that is further than CLOSE."""
+    directory = checkpoint(name)
+    runner = runner_of(directory)
+    tokens = prompt(runner.config.vocab_size)
+    got = Oracle(runner).logits(tokens, chunk=24)
+    want = by_transformers(directory, tokens, torch.float32)
+    own_error = distance(want, by_transformers(directory, tokens, torch.float64))
+    assert distance(got, want) <= max(CLOSE, own_error)
+    assert float((got.double() - want).pow(2).mean().sqrt() / want.std()) <= CLOSE_RMS
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    assert len(set(want.argmax(-1).tolist())) > 20, "a model that says one thing over and over shows nothing"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ZOO)
+def test_rows_have_the_same_bits_in_chunks_of_any_size(checkpoint: Make, name: str, dtype: str) -> None:
+    runner = runner_of(checkpoint(name), dtype=dtype)
+    row_check.check_rows(runner)
+    oracle, tokens = Oracle(runner), prompt(runner.config.vocab_size, 61)
+    alone = oracle.logits(tokens, chunk=1)
+    for chunk in (5, 24, 61):
+        assert torch.equal(oracle.logits(tokens, chunk=chunk), alone), chunk
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("gemma2", "softcap"), ("gemma2", "window"), ("gpt-oss", "sinks"), ("gpt-oss", "window"), ("granite", "scale")],
+)
+def test_what_is_peculiar_to_a_family_matters(checkpoint: Make, name: str, field: str) -> None:
+    """Without it the comparison above would fail."""
+    directory = checkpoint(name)
+    runner = runner_of(directory)
+    model = runner.model
+    assert isinstance(model, TransformersModel) and any(getattr(layer, field) is not None for layer in model.layers)
+    plain = {"scale": 16**-0.5}.get(field)
+    model.layers = tuple(replace(layer, **{field: plain}) for layer in model.layers)
+    runner.attention_by_layer = runner._attention_by_layer()
+    tokens = prompt(runner.config.vocab_size)
+    got = Oracle(runner).logits(tokens, chunk=24)
+    assert distance(got, by_transformers(directory, tokens, torch.float32)) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bamba", "layers of kind linear_attention"),
+        ("bloom", "max_position_embeddings"),
+        ("falcon", "transformers cannot load"),
+        ("falcon-h1", "layers of kind hybrid"),
+        ("gptj", "transformers cannot load"),
+        ("jamba", "layers of kind linear_attention"),
+        ("mpt", "cannot run over blocks"),
+        ("qwen3-next", "layers of kind linear_attention"),
+    ],
+)
+def test_what_would_give_wrong_numbers_is_refused_by_name(checkpoint: Make, name: str, why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        runner_of(checkpoint(name))
+
+
+def test_products_of_torch_are_noticed_and_refused_unless_allowed(
+    checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weight, "pack", lambda model, deterministic: [])
+    runner = runner_of(checkpoint("llama"))
+    with pytest.raises(UnsupportedModel, match="depends on what is computed beside it"):
+        row_check.check_rows(runner)
+    allowed = runner_of(checkpoint("llama"), allow_variant_numerics=True)
+    row_check.check_rows(allowed)
+    assert allowed.numerics == runner.numerics + "+variant", "its blocks are shared with nobody who is steady"
+
+
+def test_ours_is_taken_where_there_is_one_and_transformers_is_asked_otherwise(checkpoint: Make) -> None:
+    native, foreign = checkpoint("llama"), checkpoint("gemma2")
+    assert ModelConfig.from_directory(native).family == "llama"
+    assert ModelConfig.from_directory(native, "transformers").family == "transformers"
+    assert ModelConfig.from_directory(foreign).family == "transformers"
+    with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM has no native implementation"):
+        ModelConfig.from_directory(foreign, "native")
+    assert "transformers/" in runner_of(native).numerics
+
+
+def test_both_implementations_of_a_family_say_the_same(checkpoint: Make) -> None:
+    tokens = prompt(512)
+    ours, theirs = (
+        Oracle(runner_of(checkpoint("llama"), model_impl=impl)).logits(tokens, chunk=24)
+        for impl in ("native", "transformers")
+    )
+    assert distance(ours, theirs.double()) < 5e-5
+
+
+def test_without_transformers_it_is_said_what_to_install(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = checkpoint("gemma2")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'looseleaf\[transformers\]'"):
+        ModelConfig.from_directory(directory)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = make_foreign(tmp_path / "m", ZOO["gemma2"])
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in tensors if "layers.1" in name and "down_proj" in name)
+    save_file(
+        {n: t for n, t in tensors.items() if n != name}, directory / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(ModelError, match=r"lacks tensor .*layers\.1.*down_proj"):
+        runner_of(directory)
+
+
+def test_code_of_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
+    directory = make_foreign(tmp_path / "m", ZOO["gemma2"])
+    (directory / "evil.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
+    config = (directory / "config.json").read_text().replace('"model_type": "gemma2"', '"model_type": "evil"')
+    config = config.replace("{", '{"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},', 1)
+    (directory / "config.json").write_text(config.replace("Gemma2ForCausalLM", "EvilForCausalLM"))
+    with pytest.raises(UnsupportedModel, match="transformers cannot read"):
+        runner_of(directory)
+    assert not (directory / "ran").exists()
+
+
+def test_dummy_weights_and_a_shallow_model(checkpoint: Make) -> None:
+    runner = runner_of(checkpoint("gemma3"), load_format="dummy")
+    again = runner_of(checkpoint("gemma3"), load_format="dummy")
+    tokens = prompt(512, 20)
+    assert torch.equal(Oracle(runner).logits(tokens), Oracle(again).logits(tokens))
+    whole = Oracle(runner).logits(tokens)
+    runner.model = again.model.shallow(2)
+    assert not torch.equal(Oracle(runner).logits(tokens), whole)
+    runner.model = again.model
+    assert torch.equal(Oracle(runner).logits(tokens), whole), "the whole model is as it was"
