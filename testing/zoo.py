@@ -119,7 +119,11 @@ REFUSED: dict[str, Animal] = {
     "falcon-h1": Animal("falcon_h1"),
     "gptj": Animal("gptj", without=("num_key_value_heads", "intermediate_size")),
     "jamba": Animal("jamba"),
-    "mamba2": Animal("mamba2", without=("num_key_value_heads", "num_attention_heads", "max_position_embeddings")),
+    "mamba2": Animal(
+        "mamba2",
+        {"num_heads": 16, "head_dim": 8, "state_size": 16, "n_groups": 1},
+        without=("num_key_value_heads", "num_attention_heads", "max_position_embeddings", "intermediate_size"),
+    ),
     "mpt": Animal("mpt", without=("num_key_value_heads", "intermediate_size")),
     "qwen3-next": Animal("qwen3_next", {**MOE, "head_dim": 16}),
 }

@@ -32,7 +32,7 @@ def read(directory: Path) -> Any:
         raise UnsupportedModel(f"transformers cannot read {directory / 'config.json'}: {_first_line(error)}") from error
     name = (config.architectures or [f"model_type {config.model_type}"])[0]
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(f"architecture {name} is no decoder-only language model of transformers")
+        raise UnsupportedModel(f"architecture {name} is not a decoder-only language model of transformers")
     _refuse(config, name)
     return config
 
@@ -57,7 +57,7 @@ def longest(config: Any) -> int:
     text = text_of(config)
     length = getattr(text, "max_position_embeddings", None)
     if not length:
-        raise ModelError("config.json names no max_position_embeddings; say --max-model-len")
+        raise ModelError("config.json has no max_position_embeddings")
     return int(length)
 
 

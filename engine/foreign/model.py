@@ -146,6 +146,9 @@ def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat
     except ModelError:
         raise
     except Exception as error:
+        if error.args == (attention_hook.NAME,):  # a table of implementations that does not know ours
+            name = (config.architectures or [config.model_type])[0]
+            raise UnsupportedModel(f"architecture {name} of transformers computes attention in its own way") from error
         raise UnsupportedModel(f"transformers cannot load {directory}: {error!r}"[:500]) from error
     return model.to(target.device).eval().requires_grad_(False)
 

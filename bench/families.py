@@ -1,0 +1,98 @@
+"""`python -m bench.families`: every family of the zoo beside transformers; writes docs/models.md's table.
+
+Tiny random checkpoints in fp32 on this CPU: the largest distance of a logit from transformers' own (of the logits'
+standard deviation, 150 positions in chunks of 24), and whether a row has the same bits one by one and in chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+
+from engine.errors import ModelError
+from engine.foreign.model import TransformersModel
+from engine.model_runner import ModelRunner, RunnerSettings
+from testing.oracle import Oracle
+from testing.zoo import REFUSED, ZOO, make_foreign
+
+PAGE = Path(__file__).parents[1] / "docs/models.md"
+BEGIN, END = "<!-- made by python -m bench.families -->", "<!-- end -->"
+NUM_TOKENS, CHUNK = 150, 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    out: Path = parser.parse_args().out
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    before, rest = out.read_text().split(BEGIN)
+    table = "\n".join([BEGIN, "", *rows(), "", END])
+    out.write_text(before + table + rest.split(END)[1])
+
+
+def rows() -> Iterator[str]:
+    """The lines of the table."""
+    yield f"transformers {transformers.__version__}, torch {torch.__version__}."
+    yield ""
+    yield "| checkpoint | architecture | attention | distance | rows fp32 | rows bf16 |"
+    yield "|---|---|---|---|---|---|"
+    for name in sorted(ZOO):
+        with tempfile.TemporaryDirectory() as directory:
+            yield row(name, make_foreign(directory, ZOO[name]))
+    for name in sorted(REFUSED):
+        with tempfile.TemporaryDirectory() as directory:
+            path = make_foreign(directory, REFUSED[name])
+            try:
+                runner_of(path, "float32")
+            except ModelError as error:
+                yield f"| {name} | refused: {str(error).replace(directory, 'DIRECTORY')} | | | | |"
+            else:
+                raise AssertionError(f"{name} is not refused any more")
+
+
+def row(name: str, path: Path) -> str:
+    runner = runner_of(path, "float32")
+    tokens = torch.randint(5, runner.config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+    ids: list[int] = tokens.tolist()
+    got = Oracle(runner).logits(ids, chunk=CHUNK).double()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        want = reference.eval()(tokens[None]).logits[0].double()
+    distance = float((got - want).abs().max() / want.std())
+    bits = ["same" if steady(runner_of(path, dtype), ids) else "differ" for dtype in ("float32", "bfloat16")]
+    return f"| {name} | {type(reference).__name__} | {peculiar(runner)} | {distance:.1e} | {bits[0]} | {bits[1]} |"
+
+
+def steady(runner: ModelRunner, ids: list[int]) -> bool:
+    oracle = Oracle(runner)
+    alone = oracle.logits(ids, chunk=1)
+    return all(torch.equal(oracle.logits(ids, chunk=chunk), alone) for chunk in (5, CHUNK, len(ids)))
+
+
+def peculiar(runner: ModelRunner) -> str:
+    """What layers ask for beyond causal attention over all keys."""
+    assert isinstance(runner.model, TransformersModel)
+    layers = runner.model.layers
+    found = []
+    if windowed := sum(layer.window is not None for layer in layers):
+        found.append("window" if windowed == len(layers) else f"window in {windowed} of {len(layers)} layers")
+    found += [what for what in ("softcap", "sinks") if any(getattr(layer, what) is not None for layer in layers)]
+    if any(layer.key_dim != layer.value_dim for layer in layers):
+        found.append("keys wider than values")
+    return ", ".join(found) or "full"
+
+
+def runner_of(path: Path, dtype: str) -> ModelRunner:
+    return ModelRunner(RunnerSettings(path, dtype=dtype, model_impl="transformers", device="cpu"))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()
