@@ -45,10 +45,16 @@ def weight_files(directory: Path) -> list[WeightFile]:
     else:
         names = ["model.safetensors"]
         if not (directory / names[0]).exists():
-            pickled = " (pytorch_model.bin is not read: it is pickled; convert it)"
-            hint = pickled if any(directory.glob("*.bin")) else ""
+            hint = f"; pickled *.bin files are not read: {convert(directory)}" if any(directory.glob("*.bin")) else ""
             raise ModelError(f"{directory} has neither model.safetensors nor model.safetensors.index.json{hint}")
     return [_read_header(directory / name) for name in names]
+
+
+def convert(directory: Path) -> str:
+    """The command that makes safetensors of a directory's pickled weights (torch reads tensors only, not code)."""
+    load = f"AutoModelForCausalLM.from_pretrained('{directory}', dtype='auto')"
+    code = f"from transformers import *; {load}.save_pretrained('{directory}')"
+    return f'convert them with python -c "{code}"'
 
 
 def fingerprint(directory: str | Path, dtype: str, load_format: str, seed: int = 0) -> str:

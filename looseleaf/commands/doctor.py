@@ -22,6 +22,7 @@ from common.errors import StartupError
 from common.rpc import open_blocking_channel
 from common.settings import Settings, settings_config
 from looseleaf.commands.health import state_of
+from looseleaf.serve import hub
 from looseleaf.serve.addresses import check_port_free
 from looseleaf.serve.device import torch_cuda, why_no_gpu
 from looseleaf.serve.model_source import BUILT_IN
@@ -210,7 +211,7 @@ def grpc_answers(host: str, number: int) -> bool:
 def model(given: str | None) -> str:
     if given is None and not BUILT_IN.is_dir():
         return "none given: `serve` makes a small one with random weights"
-    directory = Path(given) if given is not None else BUILT_IN
+    directory = BUILT_IN if given is None else (hub.is_name(given) and hub.cached(given)) or Path(given)
     config: Any = importlib.import_module("engine.config")
     errors: Any = importlib.import_module("engine.errors")
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import StartupError
+from looseleaf.serve import hub
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _IN_WHEEL = REPOSITORY / "looseleaf" / "storyteller"
@@ -32,12 +33,13 @@ class ModelSource:
 
 
 def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
-    """The directory `given`, else the built-in model, else a small random one. StartupError if it is no model.
+    """The directory or name on the Hugging Face Hub `given`, else the built-in model, else a small random one.
+    Raises StartupError if it is not a model.
 
     With `dummy` weights a config.json is enough: a missing tokenizer is replaced by the small random model's.
     """
     if given is not None:
-        directory = _checked(Path(given))
+        directory = hub.fetch(given) if hub.is_name(given) else _checked(Path(given))
         if dummy and not (directory / "tokenizer.json").exists():
             return ModelSource(
                 with_tokenizer(directory, cache_directory()), f"{directory} has no tokenizer: taking another"
@@ -53,6 +55,8 @@ def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
 
 
 def _checked(directory: Path) -> Path:
+    if directory.suffix == ".gguf" and directory.is_file():
+        raise StartupError(f"{directory} is a GGUF file, which is not supported; name a directory of safetensors files")
     if not directory.is_dir():
         raise StartupError(f"model directory {directory} does not exist")
     if not (directory / "config.json").is_file():

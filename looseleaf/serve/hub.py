@@ -1,0 +1,60 @@
+"""Models by their name on the Hugging Face Hub: from the local cache, else downloaded with progress."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from common.errors import StartupError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_WANTED = ("*.json", "*.jinja", "*.safetensors", "*.txt", "tokenizer.model")
+_UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
+"""Second copies of the weights, in other formats."""
+
+
+def is_name(given: str) -> bool:
+    """Whether `given` is ORGANIZATION/NAME rather than a directory that exists."""
+    return _NAME.fullmatch(given) is not None and not Path(given).exists()
+
+
+def cached(name: str) -> Path | None:
+    """The model's directory in the local cache, if its configuration and weights are there."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = _snapshot(name, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    return found if (found / "config.json").is_file() and any(found.glob("*.safetensors")) else None
+
+
+def fetch(name: str) -> Path:
+    """The model's directory in the local cache, after a download if need be. Raises StartupError."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if (found := cached(name)) is not None:
+        return found
+    where = f"model {name} is neither a directory nor in the Hugging Face cache ({HF_HUB_CACHE})"
+    try:
+        return _snapshot(name)
+    except GatedRepoError as error:
+        why = f"; its owner grants access on {ENDPOINT}/{name}, then run `hf auth login`"
+        raise StartupError(where + why) from error
+    except RepositoryNotFoundError as error:
+        raise StartupError(f"{where}, and {ENDPOINT} does not show it without `hf auth login`") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise StartupError(
+            f"{where}, and {ENDPOINT} cannot be reached; where it can, run `hf download {name} --local-dir "
+            f"{name.partition('/')[2]}`, copy that directory here and name it"
+        ) from error
+
+
+def _snapshot(name: str, local_files_only: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted, unwanted = list(_WANTED), list(_UNWANTED)
+    return Path(
+        snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, local_files_only=local_files_only)
+    )
