@@ -39,12 +39,12 @@ def paged_attention(
     Errors: ValueError for shapes, dtypes or block ids that do not fit.
     """
     if on_triton(q):
-        if softcap is not None or sinks is not None:
-            raise ValueError("the Triton kernels have neither softcap nor sinks yet")
         from kernels.gpu import attention as gpu
 
         where = (key_cache, value_cache, block_table, context_lens)
-        return gpu.paged_attention(q, *where, softmax_scale=softmax_scale, window=window, out=out)
+        return gpu.paged_attention(
+            q, *where, softmax_scale=softmax_scale, window=window, out=out, softcap=softcap, sinks=sinks
+        )
     return attention(
         q, key_cache, value_cache, block_table, context_lens, None, softmax_scale, window, softcap, sinks, out
     )

@@ -31,12 +31,12 @@ def paged_prefill(
     Everything else, errors included, as in `paged_attention`. Returns [total_q, num_heads, head_dim].
     """
     if on_triton(q):
-        if softcap is not None or sinks is not None:
-            raise ValueError("the Triton kernels have neither softcap nor sinks yet")
         from kernels.gpu import attention as gpu
 
         where = (key_cache, value_cache, block_table, context_lens, cu_seqlens_q)
-        return gpu.paged_prefill(q, *where, softmax_scale=softmax_scale, window=window, out=out)
+        return gpu.paged_prefill(
+            q, *where, softmax_scale=softmax_scale, window=window, out=out, softcap=softcap, sinks=sinks
+        )
     return attention(
         q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, softmax_scale, window, softcap, sinks, out
     )

@@ -38,6 +38,8 @@ class Attention:
     deterministic: bool
     k_scale: float
     v_scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -88,6 +90,10 @@ def _check_batch(a: Attention) -> None:
     _require(a.block_table.dim() == 2 and a.block_table.shape[0] == a.num_seqs, "one block table row per sequence")
     _require(a.softmax_scale > 0 and a.k_scale > 0 and a.v_scale > 0, "scales must be positive")
     _require(a.window is None or a.window > 0, "window must be positive")
+    _require(a.softcap is None or a.softcap > 0, "softcap must be positive")
+    if a.sinks is not None:
+        fits = a.sinks.dtype == torch.float32 and a.sinks.shape == a.q.shape[1:2] and a.sinks.is_contiguous()
+        _require(fits, "sinks must be fp32 [num_heads]")
     if a.cu_seqlens_q is None:
         _require(a.q.shape[0] == a.num_seqs, "decode takes one query per sequence")
     else:
@@ -132,22 +138,24 @@ def launch(a: Attention, tiling: Tiling, splits: int) -> Tensor:
         "TILE": tiling.tile,
         "PIECE": tiles.PIECE if a.deterministic else 0,
         "WINDOWED": a.window is not None,
+        "SINKS": a.sinks is not None,
         "enable_fp_fusion": not a.deterministic,
     }
     varlen = a.cu_seqlens_q is not None
     programs = a.q.shape[0] // (tiling.rows // a.group) + a.num_seqs if varlen else a.num_seqs
     attention_kernel[(programs, a.num_kv_heads, splits)](
         a.out, a.q, a.key_cache, a.value_cache, a.block_table, a.context_lens, a.cu_seqlens_q,
-        partial_acc, partial_max, partial_sum,
-        a.softmax_scale * a.k_scale * math.log2(math.e), a.v_scale,
+        partial_acc, partial_max, partial_sum, a.sinks,
+        a.softmax_scale * a.k_scale * math.log2(math.e), (a.softcap or 0.0) * math.log2(math.e), a.v_scale,
         a.num_seqs, splits, a.window or 0,
         *a.q.stride()[:2], *a.out.stride()[:2], a.block_table.stride(0), *a.key_cache.stride()[:3],
         GROUP=a.group, BLOCK_SIZE=a.key_cache.shape[2], ROWS=tiling.rows, VARLEN=varlen, DIRECT=splits == 1,
-        WIDE=INTERPRETED, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **span,
+        CAPPED=a.softcap is not None, WIDE=INTERPRETED, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        **span,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(a.num_seqs, a.q.shape[1])](
-            a.out, a.context_lens, partial_acc, partial_max, partial_sum, a.v_scale, splits, a.window or 0,
+            a.out, a.context_lens, partial_acc, partial_max, partial_sum, a.sinks, a.v_scale, splits, a.window or 0,
             *a.out.stride()[:2], SPLITS=1 if a.deterministic else tiles.power_of_2(splits), num_warps=4, **span,
         )  # fmt: skip
     return a.out
@@ -179,6 +187,8 @@ def paged_attention(
     deterministic: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Contract of `kernels.paged_attention.paged_attention`, on bf16, fp16 (and fp32, slowly).
 
@@ -188,7 +198,7 @@ def paged_attention(
     mode. Takes 4 (head_dim + 2) bytes for every sequence, head and 512 keys that a block table row can hold.
     """
     where = (key_cache, value_cache, block_table, context_lens, None)
-    options = (softmax_scale, window, deterministic, k_scale, v_scale)
+    options = (softmax_scale, window, deterministic, k_scale, v_scale, softcap, sinks)
     return _run(Attention(_out_like(q) if out is None else out, q, *where, *options))
 
 
@@ -207,6 +217,8 @@ def paged_prefill(
     deterministic: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as in `paged_attention`.
 
@@ -214,5 +226,5 @@ def paged_prefill(
     cu_seqlens_q[num_seqs] on are left alone.
     """
     where = (key_cache, value_cache, block_table, context_lens, cu_seqlens_q)
-    options = (softmax_scale, window, deterministic, k_scale, v_scale)
+    options = (softmax_scale, window, deterministic, k_scale, v_scale, softcap, sinks)
     return _run(Attention(_out_like(q) if out is None else out, q, *where, *options), max_q_len)

@@ -74,6 +74,14 @@ def rescale(x, new_max):
 
 
 @triton.jit
+def capped(x, cap):
+    """cap * tanh(x / cap), as Gemma 2 bounds its scores."""
+    part = tl.exp2(tl.abs(x) / cap * -2.8853900817779268)  # 2 * log2(e)
+    bounded = (1.0 - part) / (1.0 + part) * cap
+    return tl.where(x < 0, -bounded, bounded)
+
+
+@triton.jit
 def walk(
     acc, row_max, row_sum,  # fp32 [ROWS, WIDTH], [ROWS], [ROWS]
     q,  # [ROWS, WIDTH]
@@ -81,9 +89,9 @@ def walk(
     keys_from, keys_to,  # keys_from is a multiple of TILE
     first_key,  # of the tile's first row
     key_cache, value_cache, table,
-    scale_log2, window, kv_block, kv_slot,
+    scale_log2, cap_log2, window, kv_block, kv_slot,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys from `keys_from` to `keys_to` into the rows' sums. Those before `first_key` are not read.
 
@@ -102,6 +110,8 @@ def walk(
         offsets = (blocks.to(tl.int64) * kv_block + (keys % BLOCK_SIZE) * kv_slot)[:, None] + dims  # [TILE, WIDTH]
         k = as_operand(tl.load(key_cache + offsets, mask=real, other=0.0), q.dtype, WIDE)
         scores = tl.dot(as_operand(q, q.dtype, WIDE), tl.trans(k), input_precision="ieee") * scale_log2
+        if CAPPED:
+            scores = capped(scores, cap_log2)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]  # [ROWS, TILE]
             if WINDOWED:
@@ -127,6 +137,14 @@ def fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum):
 
 
 @triton.jit
+def with_sink(acc, row_max, row_sum, sink_log2):
+    """Rows whose softmax has one more logit, without a value: acc fp32 [ROWS, WIDTH], the others [ROWS]."""
+    new_max = tl.maximum(row_max, sink_log2)
+    old = rescale(row_max, new_max)
+    return acc * old[:, None], row_sum * old + tl.exp2(sink_log2 - new_max)
+
+
+@triton.jit
 def finish(acc, row_sum, value_scale):
     """The mean of the values; zeros where nothing was seen."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None] * value_scale
@@ -138,12 +156,14 @@ def attention_kernel(
     key_cache, value_cache,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     block_table, context_lens, cu_seqlens_q,  # [num_seqs, max_blocks], [num_seqs], [num_seqs + 1]
     partial_acc, partial_max, partial_sum,  # fp32 [num_seqs, num_heads, num_splits(, HEAD_DIM)]
-    scale_log2, value_scale,
+    sinks,  # fp32 [num_heads]
+    scale_log2, cap_log2, value_scale,
     num_seqs, num_splits, window,
     q_row, q_head, out_row, out_head, table_row, kv_block, kv_head, kv_slot,  # strides, elements
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr,
-    VARLEN: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr,
+    VARLEN: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_seqs, num_kv_heads, num_splits); VARLEN: (total_q // (ROWS // GROUP) + num_seqs, num_kv_heads, 1).
 
@@ -198,8 +218,8 @@ def attention_kernel(
                 tl.full([ROWS], float("-inf"), tl.float32),
                 tl.zeros([ROWS], tl.float32),
                 rows, positions, tl.maximum(piece, first_key // TILE * TILE), tl.minimum(piece + PIECE, keys_to),
-                first_key, keys, values, table, scale_log2, window, kv_block, kv_slot,
-                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, WIDE,
+                first_key, keys, values, table, scale_log2, cap_log2, window, kv_block, kv_slot,
+                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, CAPPED, WIDE,
             )  # fmt: skip
             acc, row_max, row_sum = fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum)
     else:
@@ -208,16 +228,19 @@ def attention_kernel(
             unmasked_to = (first_position + 1) // TILE * TILE
             acc, row_max, row_sum = walk(
                 acc, row_max, row_sum, rows, positions, masked_from, unmasked_to,
-                first_key, keys, values, table, scale_log2, window, kv_block, kv_slot,
-                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, False, WINDOWED, WIDE,
+                first_key, keys, values, table, scale_log2, cap_log2, window, kv_block, kv_slot,
+                HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, False, WINDOWED, CAPPED, WIDE,
             )  # fmt: skip
             masked_from = unmasked_to
         acc, row_max, row_sum = walk(
             acc, row_max, row_sum, rows, positions, masked_from, tl.minimum(begin + size, keys_to),
-            first_key, keys, values, table, scale_log2, window, kv_block, kv_slot,
-            HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, WIDE,
+            first_key, keys, values, table, scale_log2, cap_log2, window, kv_block, kv_slot,
+            HEAD_DIM, WIDTH, BLOCK_SIZE, TILE, True, WINDOWED, CAPPED, WIDE,
         )  # fmt: skip
     if DIRECT:
+        if SINKS:
+            sink = tl.load(sinks + q_heads) * 1.4426950408889634  # log2(e)
+            acc, row_sum = with_sink(acc, row_max, row_sum, sink)
         where = out + (q_rows * out_row + q_heads * out_head)[:, None] + dims
         tl.store(where, finish(acc, row_sum, value_scale).to(out.dtype.element_ty), mask=real)
     else:
@@ -232,9 +255,10 @@ def merge_kernel(
     out,  # [num_seqs, num_heads, HEAD_DIM]
     context_lens,  # [num_seqs]
     partial_acc, partial_max, partial_sum,  # fp32 [num_seqs, num_heads, num_splits(, HEAD_DIM)]
+    sinks,  # fp32 [num_heads]
     value_scale, num_splits, window, out_row, out_head,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr,
+    TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_seqs, num_heads). SPLITS: a power of two >= num_splits; any where PIECE > 0."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -262,9 +286,12 @@ def merge_kernel(
         held = split < num_live
         at = row + split
         split_max = tl.load(partial_max + at, mask=held, other=float("-inf"))
-        factor = rescale(split_max, tl.max(split_max, 0))
+        row_max = tl.max(split_max, 0, keep_dims=True)
+        factor = rescale(split_max, row_max)
         split_acc = tl.load(partial_acc + at[:, None] * HEAD_DIM + dims, mask=held[:, None] & real, other=0)
         acc = tl.sum(split_acc * factor[:, None], 0, keep_dims=True)
         row_sum = tl.sum(tl.load(partial_sum + at, mask=held, other=0) * factor, 0, keep_dims=True)
+    if SINKS:
+        acc, row_sum = with_sink(acc, row_max, row_sum, tl.load(sinks + head) * 1.4426950408889634)
     where = out + sequence * out_row + head * out_head + dims
     tl.store(where, finish(acc, row_sum, value_scale).to(out.dtype.element_ty), mask=real)

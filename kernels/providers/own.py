@@ -86,8 +86,6 @@ class TritonAttention:
             return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
         if spec.kv_dtype == torch.float8_e4m3fn and capability is not None and capability < FP8_COMPUTE_CAPABILITY:
             return f"needs compute capability 8.9 for an fp8 cache, this GPU has {capability[0]}.{capability[1]}"
-        if spec.extras:
-            return f"has no {spec.extras} yet"
         if spec.head_dim > 256:
             return f"takes head dimensions up to 256, not {spec.head_dim}"
         return None
@@ -100,6 +98,7 @@ class TritonAttention:
         return self._kernels.paged_attention(
             q, keys, values, batch.block_table, batch.context_lens,
             softmax_scale=spec.softmax_scale, window=spec.window, deterministic=spec.deterministic,
+            softcap=spec.softcap, sinks=spec.sinks,
         )  # fmt: skip
 
     def prefill(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor:
@@ -107,4 +106,5 @@ class TritonAttention:
         return self._kernels.paged_prefill(
             q, keys, values, batch.block_table, batch.context_lens, batch.cu_seqlens_q, max_q_len=batch.max_q_len,
             softmax_scale=spec.softmax_scale, window=spec.window, deterministic=spec.deterministic,
+            softcap=spec.softcap, sinks=spec.sinks,
         )  # fmt: skip

@@ -35,7 +35,8 @@ def _types(dtype: str, cache: str) -> dict[str, str]:
         **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}:16"),
         **dict.fromkeys(("block_table", "context_lens", "cu_seqlens_q"), "*i32"),
         **dict.fromkeys(("partial_acc", "partial_max", "partial_sum"), "*fp32:16"),
-        **dict.fromkeys(("scale_log2", "value_scale"), "fp32"),
+        "sinks": "*fp32",
+        **dict.fromkeys(("scale_log2", "cap_log2", "value_scale"), "fp32"),
         **dict.fromkeys(("num_seqs", "num_splits", "window", "table_row"), "i32"),
         **dict.fromkeys(("q_row", "q_head", "out_row", "out_head", "kv_block", "kv_head", "kv_slot"), "i32:16"),
     }
@@ -51,15 +52,19 @@ def _tiling(kind: str, head_dim: int, fp8: bool, cc: int, dtype: str) -> Tiling:
     return tiles.prefill_tiling(head_dim, GROUP, fp8, Chip(cc, 132), 4 if kind == "short" else None)
 
 
-def attention_case(kind: str, head_dim: int, dtype: str, cache: str, windowed: bool, cc: int) -> Case:
-    """The variant that a launch of this kind takes."""
+def attention_case(
+    kind: str, head_dim: int, dtype: str, cache: str, windowed: bool, cc: int, *, extras: bool = False
+) -> Case:
+    """The variant that a launch of this kind takes; `extras`: with softcap and sinks."""
     tiling = _tiling(kind, head_dim, cache != dtype, cc, dtype)
     varlen, direct = kind.endswith(("prefill", "short")), not kind.endswith("split")
     constexprs: dict[str, Any] = {
         "GROUP": GROUP, "HEAD_DIM": head_dim, "WIDTH": tiles.width_of(head_dim), "BLOCK_SIZE": 16,
         "ROWS": tiling.rows, "TILE": tiling.tile, "PIECE": tiles.PIECE if kind.startswith("det") else 0,
         "VARLEN": varlen, "DIRECT": direct, "WINDOWED": windowed, "WIDE": False,
+        "CAPPED": extras, "SINKS": extras,
     }  # fmt: skip
+    constexprs |= {} if extras else {"sinks": None}
     constexprs |= {} if varlen else {"cu_seqlens_q": None}
     constexprs |= dict.fromkeys(("partial_acc", "partial_max", "partial_sum")) if direct else {}
     options = (cc, tiling.num_warps, tiling.num_stages, not constexprs["PIECE"])
@@ -70,7 +75,13 @@ def merge_case(piece: int, splits: int, head_dim: int, cc: int) -> Case:
     width = tiles.width_of(head_dim)
     constexprs: dict[str, Any] = {"HEAD_DIM": head_dim, "WIDTH": width, "SPLITS": splits, "TILE": 64, "PIECE": piece}
     return Case(
-        f"{MODULE}:merge_kernel", _types("bf16", "bf16"), {**constexprs, "WINDOWED": False}, cc, 4, 3, not piece
+        f"{MODULE}:merge_kernel",
+        _types("bf16", "bf16"),
+        {**constexprs, "WINDOWED": False, "SINKS": False, "sinks": None},
+        cc,
+        4,
+        3,
+        not piece,
     )
 
 
@@ -100,6 +111,10 @@ def compiled(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> Comp
     cases = [attention_case(*variant) for variant in variants]
     cases += [merge_case(piece, splits, 128, cc) for piece, splits in ((0, 64), (512, 1)) for cc in CHIPS]
     cases.append(merge_case(0, 64, 256, 90))
+    cases += [
+        attention_case(kind, 128, "bf16", "bf16", kind == "decode", 90, extras=True)
+        for kind in ("decode", "split", "prefill", "det_split", "det_prefill")
+    ]
     return list(zip(cases, compile_cases(cases), strict=True))
 
 

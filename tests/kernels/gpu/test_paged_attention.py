@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.gpu import attention
-from kernels.gpu.attention import paged_attention
+from kernels.gpu.attention import paged_attention, paged_prefill
 from kernels.gpu.attention_tiles import Chip, Tiling, num_pieces, num_splits
 from testing.gpu_kernels import tolerance_of
 
@@ -88,6 +88,45 @@ def test_any_number_of_splits(device: str, scatter: Any, attend_f64: Any, splits
     out = torch.full_like(q, float("nan")).to(device)
     call = attention.Attention(out, q.to(device), *where(case, device), None, 80**-0.5, None, False, 1.0, 1.0)
     assert_rows(attention.launch(call, Tiling(16, 64, 4), splits).cpu(), q, case, attend_f64)
+
+
+def attend_f64_with(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """q [heads, d] at the last position, keys and values [n, kv_heads, d], scale 0.5 -> [heads, d], in float64."""
+    group, out = q.shape[0] // keys.shape[1], []
+    for head in range(q.shape[0]):
+        scores = keys[:, head // group].double() @ q[head].double() * 0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = scores if sinks is None else torch.cat((scores, sinks[head : head + 1].double()))
+        out.append(torch.softmax(scores, 0)[: len(keys)] @ values[:, head // group].double())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(5.0, False), (None, True), (20.0, True)])
+def test_softcap_and_sinks(
+    device: str, scatter: Any, softcap: float | None, with_sinks: bool, deterministic: bool
+) -> None:
+    lens = [1, 0, 17, 700]
+    case = scatter(lens, 2, 64, 16, FP16)
+    q = torch.randn(len(lens), 4, 64).to(FP16)
+    sinks = torch.tensor([-3.0, 0.0, 5.0, 30.0]) if with_sinks else None
+    out = torch.full_like(q, float("nan")).to(device)
+    given = None if sinks is None else sinks.to(device)
+    how: dict[str, Any] = {"softmax_scale": 0.5, "softcap": softcap, "sinks": given, "deterministic": deterministic}
+    got = paged_attention(q.to(device), *where(case, device), out=out, **how).cpu()
+    for i, n in enumerate(lens):
+        want = torch.zeros(4, 64, dtype=torch.float64)
+        if n:
+            want = attend_f64_with(q[i], case.keys[i], case.values[i], softcap, sinks)
+        assert (got[i] - want).abs().max() <= tolerance_of(q.dtype) * max(1.0, float(want.abs().max()))
+    rows = 5  # of a chunk: the last one is the decode row
+    chunk = torch.cat((torch.randn(rows - 1, 4, 64).to(FP16), q[3:]))
+    keys, values, table, context_lens = where(case, device)
+    cu = torch.tensor([0, rows], dtype=torch.int32, device=device)
+    in_chunk = paged_prefill(chunk.to(device), keys, values, table[3:], context_lens[3:], cu, **how).cpu()[-1]
+    assert (in_chunk - got[3]).abs().max() <= (0.0 if deterministic else 2e-3)
 
 
 def test_extreme_scores(device: str, scatter: Any, attend_f64: Any) -> None:
