@@ -5,6 +5,7 @@
     looseleaf chat ["message"]          talk; without a message, turn by turn
     looseleaf health [ADDRESS]          exit status 0 if the service there is ready
     looseleaf doctor [MODEL]            check this machine
+    looseleaf plan MODEL                what a model and a context length need, with the arithmetic
     looseleaf blocks [ADDRESS]          who holds which KV block
     looseleaf fsck DIRECTORY            compare ledger, arena and workers
     looseleaf secrets DIRECTORY         make what services show each other, where no launcher does
@@ -26,6 +27,7 @@ _COMMANDS = {
     "chat": "looseleaf.commands.chat",
     "health": "looseleaf.commands.health",
     "doctor": "looseleaf.commands.doctor",
+    "plan": "looseleaf.commands.plan",
     "blocks": "looseleaf.commands.blocks",
     "fsck": "looseleaf.commands.fsck",
     "secrets": "looseleaf.commands.secrets",

@@ -115,6 +115,15 @@ class TransformersModel:
         return tuple(recorder.layers[index] for index in range(config.num_layers))
 
 
+def num_parameters(directory: Path) -> int:
+    """Of the model that a configuration describes; nothing is allocated."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(foreign_config.read(directory))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _bytes(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 

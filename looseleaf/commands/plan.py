@@ -1,0 +1,111 @@
+"""`looseleaf plan MODEL`: what a model and a context length need, with the arithmetic. Loads no weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import CliPositionalArg
+
+from block_store.server import sizing
+from common.settings import Settings, settings_config
+from common.types import DTYPE_BYTES, KvSpec
+from looseleaf.serve.model_source import resolve
+
+if TYPE_CHECKING:
+    from engine.config import ModelConfig
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+GIB = 1 << 30
+
+
+class PlanSettings(Settings):
+    """What a model and a context length need: weights, KV, blocks, hosts."""
+
+    model_config = settings_config("LOOSELEAF_PLAN_", "looseleaf plan")
+
+    model: CliPositionalArg[str] = Field(description="Hugging Face model directory (config.json is enough) or name")
+    context: int | None = Field(None, ge=1, description="tokens of a sequence, also 256K or 1M; default: the model's")
+    sequences: int = Field(1, ge=1, description="sequences of that length at once")
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: as dtype")
+    block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
+    memory: float | None = Field(None, gt=0, description="GiB of a host; default: what is available here")
+
+    @field_validator("context", mode="before")
+    @classmethod
+    def _with_unit(cls, given: object) -> object:
+        found = re.fullmatch(r"(\d+)([kKmM]?)", str(given))
+        return int(found[1]) * _UNITS[found[2].lower()] if found else given
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prints the plan; exit status 0."""
+    settings = PlanSettings.load(argv)
+    print("\n".join(plan(settings, resolve(settings.model, dummy=True).directory)))
+    return 0
+
+
+def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
+    """The lines. Raises ModelError for a model that is not supported."""
+    from engine.config import ModelConfig
+
+    config = ModelConfig.from_directory(directory)
+    context = settings.context or config.max_model_len
+    dtype_bytes = DTYPE_BYTES[settings.dtype]
+    parameters = num_parameters(directory, config)
+    weights = parameters * dtype_bytes
+    shape = f"{config.num_layers} layers, {config.num_heads} query heads"
+    yield f"model    {directory.name}: {shape}, implementation {config.family}"
+    yield f"weights  {parameters:,} parameters x {dtype_bytes} bytes = {sizing.gib(weights)}"
+    layout = config.kv_layout(
+        settings.block_size, "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
+    )
+    total = 0
+    for number, group in enumerate(layout.groups):
+        blocks = group.max_blocks(context, settings.block_size)
+        total += blocks * layout.block_bytes
+        yield f"KV       group {number} ({group.kind.value}): {_per_token(group)}"
+        yield f"         {context:,} tokens / {settings.block_size} = {blocks:,} blocks of {layout.block_bytes:,} bytes"
+    together = sizing.gib(total * settings.sequences)
+    yield f"         {sizing.gib(total)} a sequence, x {settings.sequences:,} = {together}"
+    yield from _hosts(settings, weights, total)
+    if context > config.max_model_len:
+        yield f"note     the model has {config.max_model_len:,} positions; it was not made for {context:,} tokens"
+
+
+def _per_token(group: KvSpec) -> str:
+    width = DTYPE_BYTES[group.dtype]
+    factors = f"2 x {group.num_layers} layers x {group.num_kv_heads} KV heads x {group.head_dim} x {width} bytes"
+    return f"{factors} = {group.bytes_per_token:,} bytes a token"
+
+
+def _hosts(settings: PlanSettings, weights: int, sequence: int) -> Iterator[str]:
+    memory = int(settings.memory * GIB) if settings.memory else sizing.available_memory()
+    room = memory - weights
+    where = "" if settings.memory else " available here"
+    yield f"host     {sizing.gib(memory)}{where} - weights = {sizing.gib(max(0, room))} for KV"
+    if room < sequence:
+        yield "         too little for one such sequence, whose blocks all live in the arena of one host"
+        return
+    each = room // sequence
+    hosts = math.ceil(settings.sequences / each)
+    yield f"         room for {each:,} such sequences; hosts for {settings.sequences:,}: {hosts:,}"
+
+
+def num_parameters(directory: Path, config: ModelConfig) -> int:
+    """Of the checkpoint's files, or of the configuration where there are none."""
+    from engine.checkpoint import weight_files
+    from engine.tiny import parameter_shapes
+
+    if any(directory.glob("*.safetensors")):
+        return sum(math.prod(shape) for file in weight_files(directory) for _, shape, _, _ in file.tensors.values())
+    if config.family != "transformers":
+        return sum(math.prod(shape) for _, shape in parameter_shapes(config))
+    from engine.foreign.model import num_parameters as foreign
+
+    return foreign(directory)

@@ -1,0 +1,61 @@
+"""`looseleaf plan`: the arithmetic of the papers, for models that are not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.tiny import make_checkpoint
+from looseleaf.cli import main
+from testing.zoo import ZOO, make_foreign
+
+OPT_13B = {
+    "architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 50272, "hidden_size": 5120,
+    "ffn_dim": 20480, "num_hidden_layers": 40, "num_attention_heads": 40, "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 5120, "dtype": "float16",
+}  # fmt: skip
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_opt_13b_as_in_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """819,200 bytes a token, 1.6 GB for 2,048 tokens (PagedAttention, section 3)."""
+    (tmp_path / "config.json").write_text(json.dumps(OPT_13B))
+    said = planned(capsys, str(tmp_path), "--dtype", "float16", "--memory", "40", "--sequences", "20")
+    assert "2 x 40 layers x 40 KV heads x 128 x 2 bytes = 819,200 bytes a token" in said
+    assert "2,048 tokens / 16 = 128 blocks of 13,107,200 bytes" in said
+    assert "1.56 GiB a sequence, x 20 = 31.25 GiB" in said
+    assert "12,853,473,280 parameters x 2 bytes = 23.94 GiB" in said
+    assert "room for 10 such sequences; hosts for 20: 2" in said
+
+
+def test_a_million_tokens_of_llama_8b(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(Path(__file__).parents[2] / "models/configs/llama-3.1-8b")
+    said = planned(capsys, model, "--context", "1M", "--memory", "141")
+    assert "131,072 bytes a token" in said and "65,536 blocks of 2,097,152 bytes" in said
+    assert "128.00 GiB a sequence" in said and "the model has 131,072 positions" in said
+    assert "too little for one such sequence" in said
+    assert "room for 1 such sequences" in planned(capsys, model, "--context", "1M", "--memory", "160")
+    half = planned(capsys, model, "--context", "1M", "--memory", "141", "--kv-cache-dtype", "fp8_e4m3")
+    assert "64.00 GiB a sequence" in half and "room for 1 such sequences" in half
+
+
+def test_parameters_are_those_of_the_files_or_of_the_definition(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native, foreign = make_checkpoint(tmp_path / "a"), make_foreign(tmp_path / "b", ZOO["gemma2"])
+    for directory in (native, foreign):
+        with_files = planned(capsys, str(directory), "--memory", "8")
+        (directory / "model.safetensors").unlink()
+        assert planned(capsys, str(directory), "--memory", "8") == with_files
+
+
+def test_a_wrong_length_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(make_checkpoint(tmp_path)), "--context", "1G"])
+    assert "context" in capsys.readouterr().err
