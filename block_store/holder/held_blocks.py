@@ -1,4 +1,4 @@
-"""The blocks that a worker holds, each with a count of the sequences that share it; used by the worker's step thread.
+"""The blocks that a worker holds, with a count of the sequences that share each (long: one door for a step's changes).
 
 The ledger records a reference (holder, block, generation) once. The count is kept here: the ledger is called only when
 the first sequence takes a block and when the last one releases it. A reserve of RESERVED blocks makes it rare that a

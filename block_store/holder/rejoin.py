@@ -13,7 +13,8 @@ from block_store.arena.header import FixedHeader
 from block_store.holder.outage import OutageCalls, locked
 from block_store.holder.reserve import Reserve
 from block_store.ledger.lane import Attempt
-from block_store.ledger.scripts import CHUNK, Standing
+from block_store.ledger.replies import Standing
+from block_store.ledger.scripts import CHUNK
 from common.types import BlockRef
 
 

@@ -18,13 +18,13 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.joining import Joining
 from block_store.ledger.lane import Attempt, OrderedLane
 from block_store.ledger.lease import BEAT_S, Lease
+from block_store.ledger.replies import Standing
 from block_store.ledger.scripts import (
     CHUNK,
     LEASE_S,
     RELEASE_CHUNK,
     TICKET_LEASE_S,
     LedgerScripts,
-    Standing,
     chunks,
 )
 from common.ticket import TicketId

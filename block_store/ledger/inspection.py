@@ -14,7 +14,8 @@ import redis
 
 from block_store.errors import LedgerUnavailable
 from block_store.ledger.block_record import RECORD
-from block_store.ledger.scripts import LedgerScripts, reading
+from block_store.ledger.replies import reading
+from block_store.ledger.scripts import LedgerScripts
 from common.types import BlockRef, Epoch
 
 _PIECE = 512

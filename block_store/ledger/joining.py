@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from block_store.ledger.scripts import CallId, LedgerScripts, Standing, chunks
+from block_store.ledger.replies import Standing
+from block_store.ledger.scripts import CallId, LedgerScripts, chunks
 from common.types import BlockRef, Epoch
 
 

@@ -15,7 +15,8 @@ import redis
 from block_store.arena.arena import Arena
 from block_store.errors import LedgerDamaged, LedgerUnavailable, StaleDataset
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import LedgerScripts, ReapReport
+from block_store.ledger.replies import ReapReport
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord, WorkerRegistry
 

@@ -1,6 +1,6 @@
-"""The ledger's operations (docs/design.md, Ledger), each one call of one Lua script over up to CHUNK blocks.
+"""The ledger's operations, each one call of one Lua script over up to CHUNK blocks (long: a method for each script).
 
-No state of a holder is kept here: every call carries the holder's epoch and its running number (`CallId`), which
+docs/design.md, Ledger, describes them. No state of a holder is kept here: every call carries the holder's epoch and its running number (`CallId`), which
 `lane.OrderedLane` keeps. Of the arena's header only its id and its dataset generation are used.
 """
 
@@ -10,9 +10,6 @@ import copy
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import redis
 
 from block_store import errors
-from block_store.ledger import codec
+from block_store.ledger import codec, replies
 from block_store.ledger.codec import SealItem
+from block_store.ledger.replies import ReapReport, Standing
 from common.ticket import TicketId
 from common.types import BlockRef, Epoch
 
@@ -49,35 +47,11 @@ _OPERATIONS = (
 )  # fmt: skip
 
 
-class Standing(Enum):
-    """The outcome for an asserted reference."""
-
-    SEALED = "S"
-    UNSEALED = "R"
-    LOST = "L"
-
-
 class CallId(NamedTuple):
     """The holder that makes a call, and the call's number in its lane; a repeated number gets the stored reply."""
 
     epoch: Epoch
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReapReport:
-    """The result of one sweep."""
-
-    reaped: tuple[Epoch, ...]
-    num_unquarantined: int
-    postponed: bool
-    """Whether every lease was renewed instead, because the last sweep was too long ago or lies in the future."""
-    waiting_slots: tuple[int, ...]
-    """Writer slots with blocks in quarantine, or whose holders have yet to assert what they hold after a rebuild."""
-    more: bool
-    """Whether work is left for another sweep: blocks to free or to release, or holders to end."""
-    tick: int
-    """The ledger's clock, for the next sweep."""
 
 
 class LedgerScripts:
@@ -118,7 +92,7 @@ class LedgerScripts:
         `number` is that of the holder's last answered call. A ledger that does not know it is an older one, and from
         then on every call raises StaleDataset.
         """
-        return self._ask(_unpack_beat, "beat", epoch, _ms(lease_s), number)
+        return self._ask(replies.unpack_beat, "beat", epoch, _ms(lease_s), number)
 
     def alloc(self, call: CallId, num_blocks: int, wanted: int = 0) -> list[BlockRef]:
         """Allocates `num_blocks` RESERVED blocks. `wanted` is the number that this and later calls will allocate
@@ -156,13 +130,13 @@ class LedgerScripts:
         # A repeated call is answered with the secret of the first call.
         ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))
         packed = codec.pack_refs(refs)
-        return self._ask(_unpack_ticket, "hand_over", *call, packed, _ms(lease_s), ticket.epoch, ticket.secret)
+        return self._ask(replies.unpack_ticket, "hand_over", *call, packed, _ms(lease_s), ticket.epoch, ticket.secret)
 
     def claim(self, call: CallId, ticket: TicketId) -> tuple[list[BlockRef], bool]:
         """Moves some of the ticket's references to the holder, once, in the order of `hand_over`. Returns them, and
         whether some are left for another call. Raises Fenced or Gone.
         """
-        return self._ask(_unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
+        return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
         """Ends a ticket, or the rest of one, that nobody will claim. Refuses nothing."""
@@ -183,7 +157,7 @@ class LedgerScripts:
         what became of each. Raises Fenced.
         """
         _bounded(len(refs))
-        return self._ask(_unpack_standings, "assert_held", *call, codec.pack_refs(refs))
+        return self._ask(replies.unpack_standings, "assert_held", *call, codec.pack_refs(refs))
 
     def assert_all(self, call: CallId) -> bool:
         """Declares that the holder has asserted everything: what else waited for its writer slot becomes FREE.
@@ -214,7 +188,7 @@ class LedgerScripts:
             raise errors.LedgerUnavailable(f"census: {error}") from error
         except redis.ResponseError as error:
             raise errors.LedgerDamaged(f"census: {error}") from error
-        with reading("census"):
+        with replies.reading("census"):
             return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
 
     def distrust(self, epoch: Epoch | None = None) -> None:
@@ -244,7 +218,7 @@ class LedgerScripts:
         The next call continues from that place; 0 begins with the first reference. An empty list means that there are
         no more. Raises Fenced.
         """
-        return self._ask(_unpack_holdings, "holdings", epoch, place, CHUNK)
+        return self._ask(replies.unpack_holdings, "holdings", epoch, place, CHUNK)
 
     def holds(self, epoch: Epoch, refs: Sequence[BlockRef]) -> list[bool]:
         """Returns, for each of `refs`, whether the holder holds it. Raises Fenced."""
@@ -270,7 +244,7 @@ class LedgerScripts:
         ledger raises StaleDataset.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
-        return self._ask(_unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)
+        return self._ask(replies.unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)
 
     def forget(self) -> None:
         """Removes the ledger's keys at the end of the arena's life; later calls raise StaleDataset.
@@ -288,7 +262,7 @@ class LedgerScripts:
         """Returns the reply of `inspect.lua`, which `inspection` decodes."""
         reply = self._execute("inspect")
         if isinstance(reply, bytes):
-            raise _refusal(reply)
+            raise replies.refusal(reply)
         return list(reply)
 
     def clock(self) -> tuple[bytes | None, ...]:
@@ -297,21 +271,21 @@ class LedgerScripts:
         Raises LedgerUnavailable or LedgerDamaged.
         """
         try:
-            with reading("clock"):
+            with replies.reading("clock"):
                 return tuple(self.client.hmget(self.tag + "meta", "dataset", "tick", "epoch", "reserved", "sealed"))  # type: ignore[arg-type]
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise errors.LedgerUnavailable(f"clock: {error}") from error
 
     def _ask(self, unpack: Callable[[bytes], T], name: str, *args: bytes | str | int) -> T:
         reply = self._call(name, *args)
-        with reading(name):
+        with replies.reading(name):
             return unpack(reply)
 
     def _call(self, name: str, *args: bytes | str | int) -> bytes:
         reply: bytes = self._execute(name, *args)
         if reply[:1] == b"-":
-            with reading(name):
-                refusal = _refusal(reply)
+            with replies.reading(name):
+                refusal = replies.refusal(reply)
             raise refusal
         return reply[1:]
 
@@ -322,46 +296,6 @@ class LedgerScripts:
             raise errors.LedgerUnavailable(f"{name}: {error}") from error
         except redis.ResponseError as error:
             raise errors.LedgerDamaged(f"{name}: {error}") from error
-
-
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Raises LedgerDamaged if a reply cannot be read, since then something else has written into Redis."""
-    try:
-        yield
-    except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:
-        raise errors.LedgerDamaged(f"{what}: what Redis has cannot be read: {error}") from error
-
-
-def _unpack_beat(reply: bytes) -> tuple[int, str]:
-    room, census = reply.decode().split(" ")
-    return int(room), census
-
-
-def _unpack_ticket(reply: bytes) -> TicketId:
-    epoch, _, secret = reply.partition(b" ")
-    return TicketId(Epoch(int(epoch)), secret)
-
-
-def _unpack_claimed(reply: bytes) -> tuple[list[BlockRef], bool]:
-    return codec.unpack_refs(reply[1:]), reply[:1] == b"1"
-
-
-def _unpack_standings(reply: bytes) -> list[Standing]:
-    return [Standing(letter) for letter in reply.decode()]
-
-
-def _unpack_holdings(reply: bytes) -> tuple[list[BlockRef], int]:
-    return codec.unpack_refs(reply[8:]), int.from_bytes(reply[:8], "little")
-
-
-def _unpack_reaped(reply: bytes) -> ReapReport:
-    reaped, freed, postponed, more, now, waiting = reply.decode().split(" ")
-    epochs = tuple(Epoch(int(epoch)) for epoch in reaped.split(",") if epoch)
-    slots = tuple(sorted(int(float(slot)) for slot in waiting.split(",") if slot))
-    if slots and not 0 <= slots[0] <= slots[-1] < 1 << 32:
-        raise ValueError(f"{slots} are no writer slots")
-    return ReapReport(epochs, int(freed), postponed == "1", slots, more == "1", int(now))
 
 
 def server_run_id(client: redis.Redis) -> str:
@@ -403,25 +337,3 @@ def parts_of(hashes_by_group: Sequence[Sequence[bytes]]) -> Iterator[list[Sequen
     size = CHUNK // len(hashes_by_group)
     for first in range(0, min(map(len, hashes_by_group)), size):
         yield [hashes[first : first + size] for hashes in hashes_by_group]
-
-
-def _refusal(reply: bytes) -> errors.LedgerError:
-    """Returns the exception for a refusal, '-CODE detail..'."""
-    code, *detail = reply[1:].decode().split(" ")
-    match code:
-        case "EXHAUSTED":
-            return errors.Exhausted(int(detail[0]), int(detail[1]))
-        case "FLOORS_EXCEED_ARENA":
-            return errors.FloorsExceedArena(int(detail[0]), int(detail[1]))
-        case "FENCED":
-            return errors.Fenced("the holder was reaped")
-        case "STALE":
-            return errors.Stale(f"block {detail[0]} has another generation or state")
-        case "NOT_HOLDER":
-            return errors.NotHolder(f"block {detail[0]} is not held")
-        case "GONE":
-            return errors.Gone("the ticket was claimed or has expired")
-        case "STALE_DATASET":
-            return errors.StaleDataset("the ledger was built anew")
-        case _:
-            return errors.OutOfOrder("the call's number is below the holder's last one")
