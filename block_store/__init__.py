@@ -1,1 +1,3 @@
-"""Storage of KV blocks: arena in shared memory, ledger of references in Redis, the service that owns both."""
+"""Storage of KV blocks: an arena in shared or device memory, a ledger of references in Redis, and the service that owns
+both.
+"""

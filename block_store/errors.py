@@ -6,15 +6,15 @@ from common.types import BlockRef
 
 
 class BlockStoreError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class LedgerError(BlockStoreError):
-    """The ledger refused an operation; nothing was changed by it."""
+    """The ledger refused an operation, which changed nothing, or gave no answer (LedgerUnavailable)."""
 
 
 class Fenced(LedgerError):
-    """The holder's lease ran out and it was reaped: stop, drop the writer slot, register anew."""
+    """The holder's lease ended and it was reaped: stop, drop the writer slot, register anew."""
 
 
 class Stale(LedgerError):
@@ -26,23 +26,23 @@ class NotHolder(LedgerError):
 
 
 class Gone(LedgerError):
-    """The ticket was claimed already or has expired."""
+    """The ticket has been claimed or has expired, or the secret is wrong."""
 
 
 class StaleDataset(LedgerError):
-    """The ledger was built anew (or another Redis answers): everything known about it is void."""
+    """The ledger was or will be built anew (or another Redis answers): everything known about it is void."""
 
 
 class LedgerDamaged(LedgerError):
-    """A script failed on what it found in Redis: the ledger must be built anew."""
+    """A script failed on the data in Redis, or its reply is unreadable: the ledger must be built anew."""
 
 
 class OutOfOrder(LedgerError):
-    """A call's running number lies below the holder's last one: two lanes drive one holder, a programming error."""
+    """A call's running number is below the holder's last one: the ledger was changed, or two lanes drive one holder."""
 
 
 class Exhausted(LedgerError):
-    """Fewer blocks are available than asked for."""
+    """Fewer blocks are available than requested."""
 
     def __init__(self, wanted: int, available: int) -> None:
         super().__init__(f"{wanted} blocks wanted, {available} are available (others' unused floors are kept free)")
@@ -60,23 +60,23 @@ class FloorsExceedArena(LedgerError):
 
 
 class LedgerUnavailable(LedgerError):
-    """Redis gave no answer; whether the operation happened is known only once it has been repeated."""
+    """Redis gave no answer; whether the operation happened is known only when it is repeated."""
 
 
 class RedisUnusable(BlockStoreError):
-    """Redis cannot be reached or started, or is set up in a way that would lose references."""
+    """Redis cannot be reached or started, or its configuration would lose references."""
 
 
 class ArenaError(BlockStoreError):
-    """The arena file cannot be made or used."""
+    """The arena cannot be made or used."""
 
 
 class ArenaExists(ArenaError):
-    """There is an arena already; it is never truncated."""
+    """There is already an arena; it is never truncated."""
 
 
 class ArenaBusy(ArenaError):
-    """Another process holds what only one can hold."""
+    """Another process owns the arena's device memory."""
 
 
 class ArenaLost(ArenaError):
@@ -88,7 +88,7 @@ class LayoutMismatch(ArenaError):
 
 
 class NotEnoughSharedMemory(ArenaError):
-    """The shared-memory filesystem cannot take the arena."""
+    """The arena does not fit into the shared-memory filesystem."""
 
     def __init__(self, directory: str, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(
@@ -100,8 +100,9 @@ class NotEnoughSharedMemory(ArenaError):
 
 
 class HeaderAheadError(ArenaError):
-    """A block's header generation is not below the one to be written: the ledger is older than the arena. Write
-    nothing.
+    """A block's header generation is not below the one to be written, so the ledger is older than the arena.
+
+    Write nothing.
     """
 
     def __init__(self, ref: BlockRef, found: int) -> None:
@@ -111,4 +112,4 @@ class HeaderAheadError(ArenaError):
 
 
 class HeaderMismatch(ArenaError):
-    """A block's header names another generation than the block table: it was reallocated."""
+    """A block's header does not name the generation in the block table: the block was reallocated."""

@@ -1,7 +1,7 @@
-"""What the operator of a running block store needs to ask it: its address, Redis, and where the launch's secret lies.
+"""A file with what an operator needs to query a running block store: its address, its Redis, and its trust files.
 
-A file in the store's directory that only its user can read, so that `looseleaf blocks` and `looseleaf fsck` find what
-they need. It holds a password of Redis where there is one.
+It is in the store's directory, readable only by the store's user, so that `looseleaf blocks` and `looseleaf fsck` find
+what they need. It contains the Redis password, if there is one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NAME = "operator.json"
 
 @dataclass(frozen=True, slots=True)
 class OperatorFile:
-    """Its content."""
+    """The content of the file."""
 
     address: str
-    """host:port of the store's gRPC."""
+    """host:port of the store's gRPC server."""
     redis_url: str
     trust: TrustFiles
 
@@ -32,7 +32,7 @@ _ADAPTER = TypeAdapter(OperatorFile)
 
 
 def write(directory: Path, content: OperatorFile) -> None:
-    """Atomic; never readable by others."""
+    """Writes the file atomically; other users can never read it."""
     temporary = directory / f".{_NAME}.{os.getpid()}"
     temporary.touch(mode=0o600)
     temporary.write_bytes(_ADAPTER.dump_json(content))
@@ -44,7 +44,7 @@ def remove(directory: Path) -> None:
 
 
 def read(directory: Path) -> OperatorFile | None:
-    """None: no store runs there, or it is another user's."""
+    """Returns the content, or None if no store runs there or it is another user's."""
     try:
         return _ADAPTER.validate_json((directory / _NAME).read_bytes())
     except (OSError, ValidationError):
@@ -52,7 +52,7 @@ def read(directory: Path) -> OperatorFile | None:
 
 
 def find(address: str, root: Path = SHARED_MEMORY) -> OperatorFile | None:
-    """Of the store of this user and machine that listens at `address`."""
+    """Returns the content for this user's store on this machine that listens at `address`, or None."""
     found = (read(directory) for directory in root.glob("looseleaf-*") if _is_ours(directory))
     return next((content for content in found if content is not None and content.address == address), None)
 

@@ -14,7 +14,7 @@ from common.settings import ServerSettings, settings_config
 
 
 class BlockStoreSettings(ServerSettings):
-    """Flags of `python -m block_store`; LOOSELEAF_BLOCK_STORE_* in the environment."""
+    """Flags of `python -m block_store`, or LOOSELEAF_BLOCK_STORE_* in the environment."""
 
     model_config = settings_config("LOOSELEAF_BLOCK_STORE_", "block_store")
 

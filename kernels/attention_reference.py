@@ -1,4 +1,4 @@
-"""Attention over block tables in plain torch, written to be read: what every kernel of attention is compared with."""
+"""Attention over block tables in plain torch, written for readability: the reference for every attention kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-    """[num_blocks, kv_heads, block_size, head_dim] -> fp32 [kv_heads, context_len, head_dim] of one sequence."""
+    """Gathers one sequence: [num_blocks, kv_heads, block_size, head_dim] -> fp32 [kv_heads, context_len, head_dim]."""
     rows = cache[block_ids.long()].transpose(0, 1).flatten(1, 2)
     return rows[:, :context_len].float()
 
@@ -21,7 +21,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q [q_len, heads, d], keys and values [kv_heads, ctx, d], visible [q_len, ctx] -> [q_len, heads, d] fp32."""
+    """Maps q [q_len, heads, d], keys, values [kv_heads, ctx, d], visible [q_len, ctx] to fp32 [q_len, heads, d]."""
     q_len, num_heads, head_dim = q.shape
     grouped = q.float().view(q_len, keys.shape[0], -1, head_dim)
     scores = torch.einsum("qhgd,hkd->hgqk", grouped, keys) * softmax_scale
@@ -48,7 +48,7 @@ def paged_prefill_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `paged_prefill`, one sequence at a time: gather, mask, softmax in fp32."""
+    """Has the contract of `paged_prefill`. Works on one sequence at a time: gather, mask, softmax in fp32."""
     out = torch.zeros_like(q)
     block_size = key_cache.shape[2]
     starts = cu_seqlens_q.tolist()
@@ -64,7 +64,7 @@ def paged_prefill_reference(
         if window is not None:
             visible &= key_positions[None, :] > positions[:, None] - window
         num_keys = context_len - first * block_size
-        # Slots outside every row's window may hold anything, NaN too; 0 * NaN would leak.
+        # Slots outside every row's window may hold anything, even NaN; 0 * NaN would leak.
         unseen = ~visible.any(0)[None, :, None]
         keys = _gather(key_cache, blocks, num_keys).masked_fill(unseen, 0.0)
         values = _gather(value_cache, blocks, num_keys).masked_fill(unseen, 0.0)
@@ -84,7 +84,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `paged_attention`, one sequence at a time, in the accumulation type fp32."""
+    """Has the contract of `paged_attention`. Works on one sequence at a time and accumulates in fp32."""
     cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return paged_prefill_reference(
         q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q,

@@ -1,4 +1,4 @@
-"""Batched block copies: copy-on-write, swap in and out, gather and scatter for transfer. Knows bytes, not their use."""
+"""Batched block copies for copy-on-write, swapping and transfer (gather, scatter). Independent of block contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.cpu.selection import count_fallback
 
 
 def copy_blocks_reference(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """Same contract as `copy_blocks`."""
+    """Has the contract of `copy_blocks`."""
     dst[dst_ids] = src[src_ids].to(dst.device)
 
 
@@ -18,9 +18,10 @@ def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> N
     """Copies dst[dst_ids[i]] = src[src_ids[i]] for all i, in one call.
 
     src, dst: uint8 [num_blocks, block_bytes], rows contiguous; may be the same arena if no block is both source and
-    target, or lie on a GPU and in host memory. src_ids, dst_ids: int64 [n], best in host memory; no target twice.
-    Errors: ValueError for shapes, dtypes and ids out of range (then nothing is copied; ids on a GPU are not looked at,
-    and a pair out of range is left out).
+        target, or lie one on a GPU and one in host memory.
+    src_ids, dst_ids: int64 [n], preferably in host memory; no target occurs twice.
+    Raises ValueError if shapes or dtypes do not fit or an id is out of range; nothing is copied then. Ids on a GPU are
+    not checked, and the Triton kernel skips pairs out of range.
     """
     if not (src.dtype == dst.dtype == torch.uint8 and src.dim() == dst.dim() == 2 and src.shape[1] == dst.shape[1]):
         raise ValueError("src and dst must be uint8 [num_blocks, block_bytes] with blocks of one size")

@@ -1,8 +1,8 @@
 """The environment variables that kernels read. No other file of this package reads any.
 
-KERNELS_LINEAR       which product linears run on (amx, onednn, simd, torch); absent: the fastest that is measured
-KERNELS_CHOICES      a directory in which the processes of a launch agree on what was measured
-TRITON_INTERPRET=1   triton's own: kernels for a GPU are interpreted on the CPU, as a rehearsal
+KERNELS_LINEAR       the provider of linear layers (amx, onednn, simd, torch); unset: the one measured to be fastest
+KERNELS_CHOICES      a directory in which the processes of a launch agree on the measured choice
+TRITON_INTERPRET=1   triton's own variable: GPU kernels are interpreted on the CPU, as a rehearsal
 """
 
 from __future__ import annotations

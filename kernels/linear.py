@@ -1,11 +1,13 @@
-"""Linear layers with weights packed once; on a GPU cuBLAS, or Triton where rows must not depend on others.
+"""Linear layers whose weights are packed once; on a GPU cuBLAS, or Triton where rows must not depend on each other.
 
-On a CPU no row depends on the others, as tests/kernels/test_linear.py holds. Providers: "amx", ours, for bf16 on
-Intel's AMX tiles (oneDNN's cuts the sum over inputs into pieces from 33 rows on); "simd", ours in vectors; "onednn",
-measured to give a row the same bits at every batch but for a row alone (fp32, some bf16 shapes), which it pads to two.
-Ours is taken where it is not slower than oneDNN: both are timed, once in a process. An argument or the environment
-variable KERNELS_LINEAR asks for one of them; KERNELS_CHOICES names a directory in which processes agree on one. Knows
-nothing of the model.
+On a CPU no row depends on the others; tests/kernels/test_linear.py checks it. The providers are:
+- "amx": ours, for bf16 on Intel's AMX tiles. (From 33 rows on, oneDNN's AMX product splits the sum over inputs.)
+- "simd": ours, in vectors.
+- "onednn": measured to give a row the same bits in every batch, except for a single row (fp32, some bf16 shapes),
+  which is therefore padded to two.
+Ours is used unless oneDNN is faster by a margin (`SLOWER`): both are timed, once per process. An argument or the
+environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
+one. Independent of the model.
 """
 
 from __future__ import annotations
@@ -33,28 +35,30 @@ from kernels.environment import choices_directory, linear_provider
 _LOG = logging.getLogger("looseleaf.kernels")
 Provider = Literal["amx", "onednn", "simd", "torch"]
 Product = Callable[[Tensor], Tensor]
-"""x [rows, in], at least one row -> [rows, out]."""
+"""A function from x [rows, in], with at least one row, to [rows, out]."""
 Packed = tuple[Tensor, Product]
 ONEDNN_AMX_ROWS = 32
-"""The most rows for which oneDNN's AMX product adds up a row's products in one order."""
+"""Largest number of rows for which oneDNN's AMX product sums a row's products in a single order."""
 PROBED = 256
-"""About so many outputs are compared with torch's before a packed product is trusted."""
+"""Approximate number of outputs compared with torch's before a packed product is trusted."""
 TIMED_SHAPE, TIMED_ROWS = (3072, 768), (1, 32)
-"""Outputs and inputs, and numbers of rows, of the products that choose between providers."""
+"""Outputs and inputs, and numbers of rows, of the products timed to choose a provider."""
 TIMED_REPEATS = 7
 SLOWER = 1.25
-"""Ours may take so many times oneDNN's time before oneDNN is taken. Our products also allow the pass in one call
-(`engine.models.fused`), which saves more than that. And workers that share blocks must choose alike, each by its own
-measurement: a tie must not be decided by noise."""
+"""oneDNN is chosen when ours takes more than this many times its time.
+
+Our products also allow the pass in one call (`engine.models.fused`), which saves more than this margin costs. Workers
+that share blocks must also make the same choice, each by its own measurement, so noise must not decide a tie.
+"""
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] -> [..., out]."""
+    """Maps x [..., in] to [..., out]; weight [out, in], bias [out]."""
     return F.linear(x, weight, bias)
 
 
 def asked_for() -> Provider | None:
-    """What the environment asks for. Errors: ValueError for a name that is no provider's."""
+    """Returns the provider that the environment requests, if any. Raises ValueError for an unknown name."""
     name = linear_provider()
     if name not in (None, *get_args(Provider)):
         raise ValueError(f"KERNELS_LINEAR is {name!r}, but must be one of {', '.join(get_args(Provider))}")
@@ -66,12 +70,12 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """Our product on AMX tiles, or why it is not available."""
+    """Packs for our product on AMX tiles, or returns why it is not available."""
     if weight.dtype != torch.bfloat16 or not amx.available():
         return f"no AMX tiles for {weight.dtype} on this CPU"
     n_out, n_in = weight.shape
     if n_in % amx.DEPTH:
-        why = f"AMX takes numbers of inputs that are multiples of {amx.DEPTH}, not {n_in}"
+        why = f"AMX needs a number of inputs that is a multiple of {amx.DEPTH}, not {n_in}"
         count_fallback("linear", why, "on the next best provider")
         return why
     packed = amx.pack(weight)
@@ -79,16 +83,16 @@ def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
 
 
 def _on_simd(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """Our product in vectors, or why it is not available."""
+    """Packs for our product in vectors, or returns why it is not available."""
     entry, n_out = simd.entry(), weight.shape[0]
     if entry is None or weight.dtype not in (torch.bfloat16, torch.float32):
-        return f"no C++ kernels are in use that take {weight.dtype}"
+        return f"no C++ kernels for {weight.dtype} are in use"
     packed = simd.pack(weight)
     return packed, lambda x: simd.linear(entry, _last_contiguous(x), packed, bias, n_out)
 
 
 def _on_onednn(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """oneDNN's product over a weight in its own layout, or why it is not available."""
+    """Packs for oneDNN's product, in oneDNN's own weight layout, or returns why it is not available."""
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return f"no packed form of {weight.dtype}"
     if not torch.backends.mkldnn.is_available():
@@ -118,12 +122,12 @@ _PACKED: dict[Provider, Callable[[Tensor, Tensor | None], Packed | str]] = {
     "simd": _on_simd,
     "onednn": _on_onednn,
 }
-"""On a CPU: ours first."""
+"""The CPU providers, ours first."""
 
 
 @functools.cache
 def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
-    """Providers in the order in which they are tried: ours first, unless oneDNN is measured to be faster here."""
+    """Returns the providers in the order to try them: ours first, unless another choice was measured or agreed."""
     weight = torch.randn(TIMED_SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
     tried = {name: pack(weight, None) for name, pack in _PACKED.items()}
     found = {name: packed[1] for name, packed in tried.items() if not isinstance(packed, str)}
@@ -136,14 +140,17 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
     _LOG.info(
         "linears of %s run on %s: a row and %d rows of %s took %.0f us with ours (%s), %.0f with oneDNN, kernels %s%s",
         dtype, chosen, TIMED_ROWS[1], TIMED_SHAPE, own_s * 1e6, ours, onednn_s * 1e6, isa,
-        "" if chosen == measured else "; as another worker has chosen",
+        "" if chosen == measured else "; chosen by another worker",
     )  # fmt: skip
     return (chosen, *(name for name in _PACKED if name != chosen))
 
 
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
-    """The choice of the first of the processes that name the same directory in KERNELS_CHOICES: a worker
-    that is started later, on a busier machine, must not measure itself out of the blocks of the others."""
+    """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES.
+
+    A worker that starts later, on a busier machine, must not lose access to the others' blocks because it measured
+    something else.
+    """
     if (directory := choices_directory()) is None:
         return choice
     path = Path(directory) / name
@@ -152,7 +159,7 @@ def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
             mine.write(choice)
             mine.flush()
             with contextlib.suppress(FileExistsError):
-                os.link(mine.name, path)  # never replaces, and is there with its content
+                os.link(mine.name, path)  # never replaces a file; the file appears complete
         first = path.read_text()
     except OSError as error:
         count_fallback("linear choice", f"{path}: {error.strerror}", "as measured by this process alone")
@@ -161,8 +168,11 @@ def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
 
 
 def times_of(products: list[Product], dtype: torch.dtype) -> list[float]:
-    """Seconds of one thread for each product, over all of TIMED_ROWS: the best of some tries in turn, since what else
-    runs on the machine only adds time. One thread, since another worker may be measuring on another core."""
+    """Measures each product's seconds, summed over TIMED_ROWS.
+
+    Takes the best of several interleaved tries, because other load on the machine only adds time. Uses one thread,
+    because another worker may be measuring on another core.
+    """
     inputs = [torch.ones(rows, TIMED_SHAPE[1], dtype=dtype) for rows in TIMED_ROWS]
     best = [[float("inf")] * len(inputs) for _ in products]
     threads = torch.get_num_threads()
@@ -180,12 +190,14 @@ def times_of(products: list[Product], dtype: torch.dtype) -> list[float]:
 
 
 class PackedLinear:
-    """y = x @ weight.T + bias, prepacked. Keeps no unpacked copy of the weight unless asked.
+    """A prepacked linear layer, y = x @ weight.T + bias.
 
-    weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. What cannot be packed, or does not agree
-    with F.linear on a probe, runs through F.linear: logged once and counted under "linear".
-    On a GPU nothing is packed (fp16 too): F.linear, or with `deterministic` the Triton kernel of fixed tiles.
-    provider: the one to use on a CPU; None: what the environment asks for, else the one measured to be best here.
+    weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. A weight that no provider can pack, or whose
+        packed product disagrees with F.linear on a probe, runs through F.linear; this is logged once and counted under
+        "linear". On a GPU nothing is packed, and fp16 is allowed: F.linear runs, or with `deterministic` the Triton
+        kernel, whose tiles are fixed.
+    keep_weight: keeps the unpacked weight beside the packed one.
+    provider: the provider to use on a CPU; None: the one the environment requests, else the one measured to be best.
     """
 
     __slots__ = ("_product", "bias", "how", "in_features", "out_features", "packed", "weight")
@@ -215,7 +227,7 @@ class PackedLinear:
         return self.packed is not None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., in] in the weight's dtype -> [..., out]."""
+        """Maps x [..., in], in the weight's dtype, to [..., out]."""
         rows = x.reshape(-1, self.in_features)
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], self.out_features))
@@ -223,7 +235,7 @@ class PackedLinear:
 
 
 def provider_of(dtype: torch.dtype) -> str:
-    """What the linears of a CPU run on where shapes are ordinary; their bits depend on it."""
+    """Returns the provider that CPU linears of ordinary shapes run on; their bits depend on it."""
     return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how
 
 
@@ -256,7 +268,7 @@ def _on_cpu(weight: Tensor, bias: Tensor | None, provider: Provider | None) -> t
 
 
 def _agrees(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
-    """Compares some outputs with F.linear in fp32 (bf16 can be slow) on four rows, within the rounding of the dtype."""
+    """Compares some outputs for four rows with F.linear in fp32 (bf16 can be slow), within the dtype's rounding."""
     probe = torch.linspace(-1, 1, 4 * weight.shape[1]).view(4, -1).sin().to(weight.dtype)
     some = torch.arange(weight.shape[0] - 1, -1, -max(1, weight.shape[0] // PROBED))
     want = linear_reference(probe.float(), weight[some].float(), None if bias is None else bias[some].float())

@@ -1,8 +1,9 @@
-"""Decode attention: one query per sequence over its block table. Independent of layers and of who owns a block.
+"""Decode attention: one query per sequence over its block table. Independent of layers and of block ownership.
 
-Reproducibility: the key axis is cut into pieces of 256 at absolute positions; a row's reductions inside a piece run in
-a fixed order and pieces merge in ascending order, so a row's bits depend on its own query, keys and values only
-(online softmax over split keys: Flash-Decoding, Dao et al. 2023).
+Reproducibility of the C++ path: the key axis is cut into pieces of 256 keys at absolute positions. A row's reductions
+inside a piece run in a fixed order, and pieces merge in ascending order, so a row's bits depend only on its own query,
+keys and values (online softmax over split keys: Flash-Decoding, Dao et al. 2023). `kernels.gpu.attention` describes the
+Triton path.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ def paged_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per sequence.
+    """Computes attention for one query per sequence.
 
     q: [num_seqs, num_heads, head_dim] bf16 or fp32, last dimension contiguous; head_dim a multiple of 8.
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], any strides with a contiguous last one.
-    block_table: int32 [num_seqs, max_blocks]; entries that no visible key lies in are not read.
-    context_lens: int32 [num_seqs], with the current token, whose K and V are already written; 0 gives a row of zeros.
-    window: the query at position p sees keys p - window + 1 .. p; None for all keys up to p.
-    softcap: scores become softcap * tanh(score / softcap) before the softmax (Gemma 2); None: they stay.
-    sinks: fp32 [num_heads], one more logit a head in the softmax that has no value (gpt-oss); None: none.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous, otherwise any
+        strides.
+    block_table: int32 [num_seqs, max_blocks]; entries of blocks without a visible key are not read.
+    context_lens: int32 [num_seqs], including the current token, whose K and V are already written; 0 gives a row of
+        zeros.
+    window: the query at position p sees keys p - window + 1 .. p; None: all keys up to p.
+    softcap: if given, scores become softcap * tanh(score / softcap) before the softmax (Gemma 2).
+    sinks: fp32 [num_heads], if given: one more logit for each head in the softmax, without a value (gpt-oss).
     Returns [num_seqs, num_heads, head_dim] (`out` if given).
-    Errors: ValueError for shapes, dtypes or block ids that do not fit.
+    Raises ValueError if shapes or dtypes do not fit; the C++ path also if a block id does not.
     """
     if on_triton(q):
         from kernels.gpu import attention as gpu

@@ -1,5 +1,8 @@
-"""Prefill attention: packed chunks of queries over cached blocks and themselves, causal. Same core and same bits as
-`paged_attention`. Independent of layers and of who owns a block."""
+"""Causal prefill attention of packed chunks of queries over cached blocks and over the chunks themselves.
+
+It shares its core with `paged_attention` and, on the C++ path, gives the same bits. Independent of layers and of block
+ownership.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ def paged_prefill(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a packed batch of chunks.
+    """Computes causal attention for a packed batch of chunks.
 
-    q: [total_q, num_heads, head_dim]; the rows of sequence i are cu_seqlens_q[i] .. cu_seqlens_q[i + 1], and they are
-    the last positions of its context_lens[i]. Their K and V are already written. cu_seqlens_q: int32 [num_seqs + 1].
-    A chunk of one query gives the bits of `paged_attention`, so decode rows may be mixed in.
-    Everything else, errors included, as in `paged_attention`. Returns [total_q, num_heads, head_dim].
+    q: [total_q, num_heads, head_dim]; sequence i has rows cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1, which are the
+        last of its context_lens[i] positions. Their K and V are already written.
+    cu_seqlens_q: int32 [num_seqs + 1].
+    On the C++ path a chunk of one query gives the bits of `paged_attention`, so decode rows may be mixed in.
+    Everything else, including errors, is as in `paged_attention`. Returns [total_q, num_heads, head_dim].
     """
     if on_triton(q):
         from kernels.gpu import attention as gpu

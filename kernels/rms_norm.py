@@ -1,4 +1,4 @@
-"""RMS norm, optionally after adding a residual. Rounds as Hugging Face's Llama: normalise in fp32, round, multiply."""
+"""RMS norm, optionally after adding a residual. As in Hugging Face's Llama: normalise in fp32, round, multiply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.cpu.selection import count_fallback
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Same contract as `rms_norm`."""
+    """Has the contract of `rms_norm`."""
     summed = x if residual is None else x + residual
     wide = summed.float()
     out = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -28,11 +28,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[T
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Root mean square layer norm (Zhang and Sennrich 2019) over the last dimension.
+    """Computes the root mean square layer norm (Zhang and Sennrich 2019) over the last dimension.
 
     x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype.
     Returns the norm of x, or with a residual (norm of x + residual, x + residual), the sum rounded to the dtype.
-    A row's sum runs in an order fixed by its length. Errors: ValueError for shapes and dtypes.
+    A row is summed in an order fixed by its length. Raises ValueError if shapes or dtypes do not fit.
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError("weight must be [hidden] in the dtype of x")
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         if library.isa != "reference":
             count_fallback("rms_norm", f"no fast path for {x.dtype} on {x.device.type}")
         return rms_norm_reference(x, weight, eps, residual)
-    rows = x.reshape(-1, x.shape[-1])  # a view unless x is strided in the middle
+    rows = x.reshape(-1, x.shape[-1])  # a view unless the outer dimensions cannot be merged
     out = torch.empty(x.shape, dtype=x.dtype)
     if residual is None:
         torch.ops.looseleaf.rms_norm(out, rows, weight, eps, None, None)

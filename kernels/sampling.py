@@ -1,9 +1,9 @@
-"""From logits to tokens: a pure function of (logits row, seed, sample, position). Independent of sequences and of
-history.
+"""Sampling of tokens from logits: a pure function of (logits row, seed, sample, position).
 
-Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011),
-so there is no generator state to carry. Filters run in vLLM's order: temperature, min_p, top_k, top_p. Then one uniform
-number picks by inverse CDF in token-id order over the kept set. Ties break by token id.
+Independent of sequences and of history. Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel
+random numbers: as easy as 1, 2, 3, SC 2011), so there is no generator state to carry. Filters run in vLLM's order:
+temperature, min_p, top_k, top_p. One uniform number then selects a token by inverse CDF over the kept set, in token-id
+order. Ties are broken by token id.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFF
 
 
 def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Ten rounds of Philox-4x32 on 32-bit words."""
+    """Runs ten rounds of Philox-4x32 on 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -30,14 +30,14 @@ def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> 
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """The one number in [0, 1), of 53 bits, that belongs to (seed, sample, position)."""
+    """Returns the 53-bit number in [0, 1) for (seed, sample, position)."""
     counter = (position & _MASK, (position >> 32) & _MASK, sample & _MASK, (sample >> 32) & _MASK)
     high, low, _, _ = philox_4x32_10(counter, (seed & _MASK, (seed >> 32) & _MASK))
     return ((high << 32 | low) >> 11) * 2.0**-53
 
 
 def _kept(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """x: float64 [V] logits over temperature -> bool [V], what the three filters leave."""
+    """Returns which tokens the three filters keep, bool [V]. x: float64 [V], logits over temperature."""
     order = torch.sort(x, descending=True, stable=True).indices  # stable: ties keep token-id order
     weights = torch.exp(x - x.max())
     kept = weights[order] >= min_p
@@ -60,7 +60,7 @@ def sample_reference(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Same contract as `sample`, row by row in float64."""
+    """Has the contract of `sample`. Works row by row in float64."""
     columns = [_tolist(c) for c in (temperature, top_k, top_p, min_p, seeds, sample_indices, positions)]
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     for i, (heat, k, p, floor, seed, index, position) in enumerate(zip(*columns, strict=True)):
@@ -90,13 +90,15 @@ def sample(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Picks one token per row; a row's result does not depend on the batch.
+    """Samples one token per row; a row's result does not depend on the batch.
 
-    logits: fp32 [B, V], already penalised; -inf bans a token. All others: length B.
-    temperature: >= 0; 0 takes the highest logit (the lowest id among equals). top_k: <= 0 or >= V is off. top_p: in
-    (0, 1], 1 is off: the fewest most likely tokens whose mass reaches top_p. min_p: in [0, 1], 0 is off: drops tokens
-    less likely than min_p times the likeliest. seeds: 64 bits; sample_indices, positions: >= 0.
-    Returns int64 [B]. Errors: ValueError for shapes and dtypes.
+    logits: fp32 [B, V], penalties already applied; -inf bans a token. All other arguments have length B.
+    temperature: >= 0; 0 takes the highest logit (the lowest id among equals).
+    top_k: off if <= 0 or >= V.
+    top_p: in (0, 1]; 1 is off. Keeps the fewest most likely tokens whose mass reaches top_p.
+    min_p: in [0, 1]; 0 is off. Drops tokens less likely than min_p times the most likely one.
+    seeds: 64 bits; sample_indices, positions: >= 0.
+    Returns int64 [B]. Raises ValueError if shapes or dtypes do not fit.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError("logits must be fp32 [B, V]")
@@ -123,7 +125,7 @@ def sample(
 
 
 def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """Same contract as `log_softmax_top`."""
+    """Has the contract of `log_softmax_top`."""
     logprobs = torch.log_softmax(logits.double(), dim=-1).float()
     chosen = logits.gather(1, token_ids[:, None])
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
@@ -133,10 +135,11 @@ def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopL
 
 
 def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """Log-probability and rank of a chosen token per row, and of the k likeliest.
+    """Returns each row's log-probability and rank of its token in `token_ids`, and its k most likely tokens.
 
-    logits: fp32 [B, V]; token_ids: int64 [B]; 0 <= k <= V. Sums in a fixed order: rows do not depend on the batch.
-    Errors: ValueError for shapes, dtypes, ids and k out of range.
+    logits: fp32 [B, V]; token_ids: int64 [B]; 0 <= k <= V. Sums run in a fixed order, so rows do not depend on the
+    batch. Raises ValueError if shapes or dtypes do not fit or k is out of range; the C++ path also for an id out of
+    range.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or not 0 <= k <= logits.shape[1]:
         raise ValueError("logits must be fp32 [B, V] and 0 <= k <= V")

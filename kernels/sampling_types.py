@@ -1,4 +1,4 @@
-"""What the samplers of the CPU and of the GPU have in common: the columns of numbers they take, what they return."""
+"""Types that the CPU and GPU samplers share: the columns of numbers they take and the result they return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Numbers = Sequence[float] | Sequence[int] | Tensor
 
 
 def column_of(values: Numbers, dtype: torch.dtype, length: int) -> Tensor:
-    if dtype == torch.int64 and not isinstance(values, Tensor):  # seeds are unsigned 64-bit: keep the bits
+    if dtype == torch.int64 and not isinstance(values, Tensor):  # seeds are unsigned 64-bit; keep the bits
         values = [v - (1 << 64) if v >= 1 << 63 else v for v in map(int, values)]
     column = torch.as_tensor(values, dtype=dtype).contiguous()
     if column.shape != (length,):
@@ -22,9 +22,9 @@ def column_of(values: Numbers, dtype: torch.dtype, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Log-probabilities of one batch of rows. `rank` counts from 1; equal logits share a rank."""
+    """Log-probabilities for a batch of rows. `rank` starts at 1; equal logits share a rank."""
 
     chosen: Tensor  # fp32 [B]
     rank: Tensor  # int64 [B]
-    top_ids: Tensor  # int64 [B, k], likeliest first, ties by id
+    top_ids: Tensor  # int64 [B, k], most likely first, ties by id
     top: Tensor  # fp32 [B, k]

@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half: silu(gate) * up. Rounds as Hugging Face's Llama: after silu and after the product."""
+"""The elementwise half of SwiGLU: silu(gate) * up. Rounds after silu and after the product, as Hugging Face's Llama."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kernels.cpu.selection import count_fallback
 
 
 def silu_mul_reference(x: Tensor) -> Tensor:
-    """Same contract as `silu_mul`."""
+    """Has the contract of `silu_mul`."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """x: [..., 2 * intermediate], gate then up -> [..., intermediate]. Errors: ValueError for an odd last dimension."""
+    """Maps x [..., 2 * intermediate], gate then up, to [..., intermediate]. Raises ValueError for an odd width."""
     if x.shape[-1] % 2:
-        raise ValueError("the last dimension must be gate and up, of one size")
+        raise ValueError("the last dimension must hold gate and up, of equal size")
     if on_triton(x):
         from kernels.gpu import silu_mul as gpu
 

@@ -1,6 +1,7 @@
-"""RoPE on q and k, then k and v into their slots, in one pass. Independent of layers and of who owns a block.
+"""RoPE on q and k and the write of k and v into their slots, in one pass.
 
-Rotation is the half (neox) form of Hugging Face's Llama, computed in fp32 and rounded once.
+The rotation is the half (neox) form of Hugging Face's Llama, computed in fp32 and rounded once. Independent of layers
+and of block ownership.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kernels.cpu.selection import count_fallback
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] -> rotated, in x's dtype; dimensions past cos_sin's width pass through."""
+    """Rotates x [T, heads, head_dim], keeping its dtype; dimensions past cos_sin's width pass through."""
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[positions.long()][:, None, :].split(half, dim=-1)  # [T, 1, half]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
@@ -31,7 +32,7 @@ def write_blocks_reference(
     value_cache: Tensor,
     cos_sin: Tensor | None,
 ) -> None:
-    """Same contract as `write_blocks`."""
+    """Has the contract of `write_blocks`."""
     if cos_sin is not None:
         q.copy_(_rotate(q, positions, cos_sin))
         k = _rotate(k, positions, cos_sin)
@@ -52,14 +53,16 @@ def write_blocks(
     value_cache: Tensor,
     cos_sin: Tensor | None,
 ) -> None:
-    """Rotates q in place; writes rotated k, and v, into the caches. k itself is left as it is.
+    """Rotates q in place and writes rotated k, and v, into the caches. k itself is not changed.
 
-    q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; strided views of a fused qkv output are fine.
-    positions: int64 [T]. slot_mapping: int64 [T] = block * block_size + offset; negative writes nothing.
+    q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; may be strided views of a fused qkv output.
+    positions: int64 [T].
+    slot_mapping: int64 [T] = block * block_size + offset; a negative slot writes nothing.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], strided, of q's dtype; on a GPU also
-    float8_e4m3fn, to which values are rounded, saturating at +-448.
+        float8_e4m3fn, to which values are rounded, saturating at +-448.
     cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.
-    Errors: ValueError for shapes and dtypes; on a CPU for a slot or position out of range, and nothing is written.
+    Raises ValueError if shapes or dtypes do not fit. The C++ path also raises it for a slot or position out of range,
+    before anything is written.
     """
     triton = on_triton(q)
     cache_dtypes = (q.dtype, torch.float8_e4m3fn) if triton else (q.dtype,)

@@ -1,1 +1,1 @@
-"""The arena: a device's block memory, its header, the writer slots beside it."""
+"""The arena: the block memory of a device, with its header and its writer slots."""

@@ -1,9 +1,9 @@
-"""The arena: one file in shared memory with a header and equally sized blocks, mapped by every process of the node.
+"""The arena, a file in shared memory with a header and equally sized blocks (long: all rules concern the same header).
 
-On a GPU the file holds the header only; the blocks lie in device memory (`placement`). The header can be read without
-Redis and without CUDA. Independent of references; that is the ledger's business. Here live the writer rule (a header
-generation is raised from a lower value before the first store) and the reader rule (a block is good only while its
-header names the generation in the block table).
+Every process of the node maps it. On a GPU the file contains only the header; the blocks are in device memory
+(`placement`). The header can be read without Redis and without CUDA. Independent of references, which the ledger records. This module implements the writer
+rule (a header generation is raised from a lower value before the first store) and the reader rule (a block is valid
+only while its header names the generation in the block table).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _LOST_GENERATION = np.uint64(2**64 - 1)
 
 
 def ref_arrays(refs: Sequence[BlockRef]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """Block numbers int64[n] and generations uint64[n] of `refs`."""
+    """Returns the block numbers int64[n] and generations uint64[n] of `refs`."""
     ids = np.fromiter((ref.block for ref in refs), np.int64, len(refs))
     return ids, np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
 
 
 class Arena:
-    """A mapped arena. Views stay valid while the object, or any array taken from it, lives."""
+    """A mapped arena. Views remain valid as long as the object, or any array taken from it, exists."""
 
     def __init__(self, directory: Path, header: FixedHeader, mapping: mmap.mmap) -> None:
         self.directory = directory
@@ -84,10 +84,10 @@ class Arena:
         cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
         placement: Placement | None = None, ahead: Prefault | None = None,
     ) -> Arena:  # fmt: skip
-        """Makes the file, all blocks empty, its memory really there (no SIGBUS later); of `ahead`, if it is given.
+        """Makes the file with all blocks empty and all memory allocated (no SIGBUS later), from `ahead` if it is given.
 
-        `run_id` and `dataset` are usually filled in by `LedgerScripts.initialise`, `placement` by `placing`. Errors:
-        ArenaExists, NotEnoughSharedMemory.
+        `run_id` and `dataset` are usually filled in by `enter_ledger`, `placement` comes from `create_on_device`.
+        Raises ArenaError if `num_blocks` is below 1, ArenaExists, NotEnoughSharedMemory.
         """
         if num_blocks < 1:
             raise ArenaError(f"an arena of {num_blocks} blocks cannot hold anything")
@@ -107,9 +107,9 @@ class Arena:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], layout_fingerprint: bytes | None = None) -> Arena:
-        """Maps the arena found there; blocks in device memory are `placing.open_blocks`'s business.
+        """Maps the arena found there; `placement.open_blocks` opens blocks in device memory.
 
-        Errors: ArenaError (none, or damaged), LayoutMismatch.
+        Raises ArenaError if there is none or it is damaged, LayoutMismatch.
         """
         path = Path(directory) / FILE_NAME
         try:
@@ -145,13 +145,13 @@ class Arena:
 
     @property
     def fixed(self) -> FixedHeader:
-        """The fixed page as it is now: another process may have entered a new ledger since this one mapped it."""
+        """The fixed page as of now: another process may have entered a new ledger since this one mapped it."""
         return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
 
     @property
     def data(self) -> Any:
-        """The blocks, uint8 [num_blocks, block_bytes]: a numpy array, or on a GPU `DeviceBlocks`, which torch takes by
-        its `__cuda_array_interface__`. ArenaError: in device memory that is not open here.
+        """The blocks, uint8 [num_blocks, block_bytes]: a numpy array, or on a GPU `DeviceBlocks`, which torch reads
+        through its `__cuda_array_interface__`. Raises ArenaError if they are in device memory that is not open here.
         """
         return self._blocks
 
@@ -163,7 +163,7 @@ class Arena:
 
     @property
     def placement(self) -> Placement:
-        """Where the blocks are, as of now."""
+        """The placement of the blocks, as of now."""
         return self.fixed.placement
 
     @property
@@ -171,16 +171,18 @@ class Arena:
         return self.fixed.is_lost
 
     def use_memory(self, blocks: DeviceBlocks) -> None:
-        """Makes this device memory the blocks; for `placing`."""
+        """Uses this device memory as the blocks; for `placement`."""
         self._data = blocks
 
     def place(self, placement: Placement) -> None:
-        """Enters where the blocks are; inside `exclusively` where another process might too."""
+        """Enters in the header where the blocks are; inside `exclusively` if another process might do so too."""
         self._rewrite(placement=placement)
 
     def declare_lost(self) -> None:
-        """Says in the header that the arena is over; from then on no block table matches (reader rule), nothing can be
-        raised (writer rule), and workers end themselves. The store's business.
+        """Marks the arena as lost in the header. Only the store calls it.
+
+        From then on no block table matches (reader rule), no generation can be raised (writer rule), and workers end
+        themselves.
         """
         with self.exclusively():
             self._rewrite(is_lost=True)
@@ -188,19 +190,19 @@ class Arena:
 
     @property
     def rebuild_count(self) -> int:
-        """How often the ledger was built, as of now and after every store of this thread so far (a full fence)."""
+        """The ledger's rebuild count as of now, read after all earlier stores of this thread (a full fence)."""
         atomics.fence()
         return int(self._rebuild_count[0])
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
-        """Writes which ledger the blocks belong to; seen before anything is read afterwards. `rebuild`'s business."""
+        """Writes which ledger the blocks belong to, visible to others before this thread's next read. For `rebuild`."""
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
         atomics.fence()
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """For a change of the fixed page that another process might make too. ArenaLost: there is no such file."""
+        """Locks the fixed page for a change that another process might make too. Raises ArenaLost if it is gone."""
         try:
             fd = os.open(self.directory / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -216,18 +218,21 @@ class Arena:
         self._map[: len(encoded)] = encoded
 
     def acquire_writer_slot(self) -> WriterSlot:
-        """A slot that this process holds until `close` or its end; take one before registering as a holder."""
+        """Takes a slot, held until its `close` or the end of this process; take one before registering as a holder."""
         return self._slots.acquire()
 
     def is_writer_alive(self, number: int) -> bool:
         return self._slots.is_alive(number)
 
     def live_writers(self) -> list[int]:
-        """Numbers of the writer slots that a process still holds to write; not that of the memory's owner."""
+        """Returns the numbers of the writer slots that processes still hold, except that of the memory's owner."""
         return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
-        """Writer rule: before the first store into `refs`. HeaderAheadError: write nothing into any of them."""
+        """Raises the header generations (writer rule); call it before the first store into `refs`.
+
+        Raises HeaderAheadError; then write nothing into any of them.
+        """
         if not refs:
             return
         ids, gens = ref_arrays(refs)
@@ -241,8 +246,9 @@ class Arena:
     def mark_sealed(
         self, refs: Sequence[BlockRef], hashes: Sequence[bytes | None] | None, digests: Sequence[int]
     ) -> None:
-        """Enters hash (None: a partial block) and digest of blocks whose content is final. HeaderMismatch: not ours any
-        more.
+        """Enters the hashes (None: a partial block) and digests of blocks whose content is final.
+
+        Raises HeaderMismatch if a block was reallocated.
         """
         ids, gens = ref_arrays(refs)
         if not self.check(ids, gens):
@@ -254,46 +260,53 @@ class Arena:
         atomics.enter_states(self.states, ids, HeaderState.SEALED)
 
     def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
-        """Reader rule: whether every block's header names the block table's generation. Before and after each step."""
+        """Returns whether every block's header names the block table's generation (reader rule).
+
+        Call it before and after each step.
+        """
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 
     def check_refs(self, refs: Sequence[BlockRef]) -> bool:
-        """`check` for a few references."""
+        """Checks a few references as `check` does."""
         return self.check(*ref_arrays(refs))
 
     def has(self, refs: Sequence[BlockRef], hashes: Sequence[bytes]) -> bool:
-        """Whether these blocks live the lives that `refs` name, sealed with the first of these prefix hashes."""
+        """Returns whether the blocks still have the generations in `refs` and the first of these prefix hashes."""
         ids, gens = ref_arrays(refs)
         if len(hashes) < len(refs) or not self.check(ids, gens):
             return False
         return self.hashes[ids].tobytes() == b"".join(hashes[: len(refs)])
 
     def read(self, block: int) -> bytes:
-        """A copy of the block's bytes as they are now, from the host or a device."""
+        """Returns a copy of the block's bytes as they are now, from the host or a device."""
         blocks = self._blocks
         return blocks[block].tobytes() if isinstance(blocks, np.ndarray) else blocks.read(block)
 
     def digest(self, block: int) -> int:
-        """XXH3 (64 bits) of the block's bytes as they are now."""
+        """Returns the XXH3 (64 bits) of the block's bytes as they are now."""
         return xxhash.xxh3_64_intdigest(
             self.data[block].data if isinstance(self.data, np.ndarray) else self.read(block)
         )
 
     def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
-        """What `mark_sealed` enters. On a device 0, "none taken": a digest there costs a copy of the block to the host,
-        in the step thread. Who sends blocks to another host takes theirs then (`service.read_block`); who wants one
-        earlier calls `digest`.
+        """Returns the digests that `mark_sealed` enters.
+
+        On a device they are 0, "none taken": a digest would cost a copy of the block to the host, in the step thread.
+        It is taken when a block is sent to another host (`service.read_block`); `digest` takes it at any time.
         """
         return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]
 
     def remove(self) -> None:
-        """Removes the files; mapped views stay usable until they are dropped."""
+        """Removes the files; mapped views remain usable until they are dropped."""
         (self.directory / FILE_NAME).unlink(missing_ok=True)
         self._slots.remove()
 
 
 def _write_file(where: Path, head: bytes, size: int) -> None:
-    """Makes the file under another name and links it in place when complete; link, unlike rename, never replaces."""
+    """Makes the file under another name and links it in place when it is complete.
+
+    Unlike a rename, a link never replaces a file.
+    """
     scratch = where / f".{FILE_NAME}.{os.getpid()}"
     fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o660)
     try:
@@ -313,7 +326,7 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
 
 
 def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
-    """Makes the file of memory that is there already."""
+    """Makes the file from memory that was taken ahead."""
     ahead.stop()
     available = _free_bytes(where) + ahead.num_bytes
     if available < size:

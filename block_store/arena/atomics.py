@@ -1,5 +1,5 @@
-"""Loads the C helper that raises and compares the generations of an arena's header, and enters states. Knows arrays
-only, not what they mean.
+"""Loads the C helper that raises and compares the generations in an arena's header and enters states. Independent of
+what the arrays mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ I64Array = npt.NDArray[np.int64]
 
 
 def library_path() -> Path:
-    """The built helper beside this file; FileNotFoundError names the command that builds it."""
+    """Returns the path of the built helper beside this file. Raises FileNotFoundError, with the build command."""
     here = Path(__file__).parent
     for suffix in (*EXTENSION_SUFFIXES, ".so"):
         if (path := here / f"_atomics{suffix}").exists():
@@ -30,7 +30,7 @@ def library_path() -> Path:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.PyDLL(str(library_path()))  # keeps the interpreter lock: a call takes less than letting it go
+    library = ctypes.PyDLL(str(library_path()))  # keeps the interpreter lock: a call is shorter than releasing it
     for name in ("looseleaf_raise_generations", "looseleaf_check_generations"):
         function = getattr(library, name)
         function.restype = ctypes.c_int64
@@ -51,15 +51,15 @@ def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDAr
 
 
 def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
-    """Raises `base[ids]` to `gens`, each by compare-and-swap from a lower value.
+    """Raises each of `base[ids]` to `gens` by compare-and-swap from a lower value.
 
-    Returns the index of the first that was not lower (those before it are raised), or None.
+    Returns the index of the first one that was not lower (those before it are raised), or None.
     """
     return _run("looseleaf_raise_generations", base, ids, gens)
 
 
 def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None:
-    """`base[ids] = state`, seen by others only after everything that was stored before. `ids` within `base`."""
+    """Sets `base[ids] = state`, visible to others only after all earlier stores. Raises IndexError for ids outside."""
     blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64)
     if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < base.size:
         raise IndexError(f"blocks {blocks.min()} to {blocks.max()}, there are {base.size}")
@@ -67,11 +67,11 @@ def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None
 
 
 def fence() -> None:
-    """A full memory barrier: stores before it are seen by everybody before loads after it are done."""
+    """Issues a full memory barrier: stores before it are visible to all before loads after it are done."""
     nothing: U64Array = np.zeros(0, np.uint64)
-    first_mismatch(nothing, nothing, nothing)  # which fences on both sides
+    first_mismatch(nothing, nothing, nothing)  # fences on both sides
 
 
 def first_mismatch(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
-    """Index of the first block whose generation is not the wanted one, or None. Ids outside the arena never match."""
+    """Returns the index of the first block without its wanted generation, or None. Ids outside `base` never match."""
     return _run("looseleaf_check_generations", base, ids, gens)

@@ -1,8 +1,8 @@
-"""The CUDA driver calls that an arena in device memory needs, through ctypes over `libcuda.so.1`. No torch, no CUDA
-toolkit. Knows devices and bytes, not blocks.
+"""The CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or the
+CUDA toolkit. Independent of blocks.
 
-Driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes: CUDA 13.0's `cuda.h`. Tested against a stand-in
-library only (`tests/block_store/stand_in_cuda.c`); nothing here has run on a GPU yet.
+Needs driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. Tested
+only against a stand-in library (`tests/block_store/stand_in_cuda.c`); nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LAZY_PEER_ACCESS = 1
 
 
 class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle; goes to the driver by value."""
+    """CUipcMemHandle, which is passed to the driver by value."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
 _POINTER, _SIZE, _HANDLE = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
-_OUT = ctypes.c_void_p  # the address of whatever the call fills in
+_OUT = ctypes.c_void_p  # address of the value that the call fills in
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuInit": (ctypes.c_uint,),
     "cuGetErrorName": (ctypes.c_int, _OUT),
@@ -50,7 +50,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 
 
 class CudaError(BlockStoreError):
-    """A driver call failed; `name` is the driver's name of the error, e.g. CUDA_ERROR_OUT_OF_MEMORY."""
+    """A driver call failed; `name` is the driver's name for the error, e.g. CUDA_ERROR_OUT_OF_MEMORY."""
 
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call} failed: {name}")
@@ -63,14 +63,14 @@ class CudaUnavailable(BlockStoreError):
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes of a device's memory, as all its processes see them."""
+    """Bytes of a device's memory, for all processes together."""
 
     free: int
     total: int
 
 
 class Cuda:
-    """The driver. Errors: CudaUnavailable (no library, an old one, no device), CudaError."""
+    """The driver. Methods raise CudaUnavailable (no library, an old one, no device) and CudaError."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -84,7 +84,7 @@ class Cuda:
             raise CudaUnavailable(f"the CUDA driver finds no usable GPU: {error}") from None
 
     def call(self, name: str, *args: Any) -> None:
-        """One driver call. CudaError if it fails."""
+        """Makes one driver call. Raises CudaError if it fails."""
         code = self._functions[name](*args)
         if code != 0:
             raise CudaError(name, self._error_name(code))
@@ -96,20 +96,20 @@ class Cuda:
         return count.value
 
     def device(self, ordinal: int) -> CudaDevice:
-        """The device with this number among those visible to the process, numbered as by torch."""
+        """Returns the device with this number among those visible to the process, with torch's numbering."""
         if not 0 <= ordinal < self.num_devices:
             raise CudaUnavailable(f"there is no GPU {ordinal}: this process sees {self.num_devices}")
         return CudaDevice(self, ordinal)
 
     def device_of(self, uuid: bytes) -> CudaDevice:
-        """The device with this UUID; processes may number devices differently (CUDA_VISIBLE_DEVICES)."""
+        """Returns the device with this UUID; processes may number devices differently (CUDA_VISIBLE_DEVICES)."""
         for ordinal in range(self.num_devices):
             if self.uuid(ordinal) == uuid:
                 return CudaDevice(self, ordinal)
         raise CudaUnavailable(f"GPU {uuid.hex()} is not among the {self.num_devices} that this process sees")
 
     def uuid(self, ordinal: int) -> bytes:
-        """16 bytes; of a MIG instance its own."""
+        """Returns the device's UUID, 16 bytes; a MIG instance has its own."""
         handle, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
         self.call("cuDeviceGet", ctypes.byref(handle), ordinal)
         self.call("cuDeviceGetUuid_v2", uuid, handle)
@@ -122,9 +122,9 @@ class Cuda:
 
 
 class CudaDevice:
-    """One device through its primary context, the one that torch uses; retained until the process ends.
+    """One device, through its primary context, which torch uses too and which is retained until the process ends.
 
-    Usable from any thread. Errors: CudaError.
+    Usable from any thread. Methods raise CudaError.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -142,28 +142,28 @@ class CudaDevice:
         return MemoryInfo(free.value, total.value)
 
     def alloc(self, num_bytes: int) -> int:
-        """Address of `num_bytes` of zeros."""
+        """Allocates `num_bytes` of zeros; returns their address."""
         pointer = _POINTER()
         with self._current() as call:
             call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
             call("cuMemsetD8_v2", pointer, 0, num_bytes)
-            call("cuCtxSynchronize")  # the host does not wait for it, and another process may write next
+            call("cuCtxSynchronize")  # the memset is asynchronous, and another process may write next
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Of an exported piece: once nobody has it open, else what others do with it is undefined."""
+        """Frees memory. Free exported memory only when no process has it open; otherwise its use there is undefined."""
         with self._current() as call:
             call("cuMemFree_v2", pointer)
 
     def export(self, pointer: int) -> bytes:
-        """The 64-byte handle by which another process opens what `alloc` returned; void when this process ends."""
+        """Returns the 64-byte handle by which another process opens allocated memory; void when this process ends."""
         handle = _IpcHandle()
         with self._current() as call:
             call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Address, in this process, of what another one exported."""
+        """Opens memory that another process exported; returns its address in this process."""
         pointer = _POINTER()
         with self._current() as call:
             call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
@@ -174,7 +174,7 @@ class CudaDevice:
             call("cuIpcCloseMemHandle", pointer)
 
     def read(self, pointer: int, num_bytes: int) -> bytes:
-        """A copy of device memory."""
+        """Returns a copy of device memory."""
         host = ctypes.create_string_buffer(num_bytes)
         with self._current() as call:
             call("cuMemcpyDtoH_v2", host, pointer, num_bytes)
@@ -186,7 +186,7 @@ class CudaDevice:
 
     @contextmanager
     def _current(self) -> Iterator[Any]:
-        """Makes the context current in this thread for a while, and leaves the thread's own as it was."""
+        """Makes the context current in this thread while the block runs, then restores the thread's own context."""
         self._cuda.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield self._cuda.call

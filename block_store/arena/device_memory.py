@@ -1,7 +1,7 @@
-"""An arena's blocks in device memory, as one process has them: allocated here, or opened through CUDA IPC.
+"""An arena's blocks in device memory, as one process accesses them: allocated here, or opened through CUDA IPC.
 
-Independent of the arena's header. The allocating process must outlive all that opened it: a mapping whose owner has
-ended is undefined by NVIDIA's documentation, so a worker whose arena is lost ends itself (`arena.ArenaLost`).
+Independent of the arena's header. The allocating process must outlive all processes that opened the memory: a mapping
+whose owner has ended is undefined by NVIDIA's documentation, so a worker whose arena is lost ends (`errors.ArenaLost`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from block_store.arena.cuda import CudaDevice
 from block_store.arena.header import round_up
 
 GRANULE_BYTES = 2 << 20
-"""Smaller pieces may share an allocation of the driver, all of which an IPC handle would open."""
+"""Granule of allocations: smaller ones may share a driver allocation, and an IPC handle would open all of that."""
 
 
 class DeviceBlocks:
-    """uint8 [num_blocks, block_bytes] on a device, rows contiguous. Errors of all methods: CudaError."""
+    """A uint8 array [num_blocks, block_bytes] on a device, with contiguous rows. All methods can raise CudaError."""
 
     def __init__(self, device: CudaDevice, pointer: int, num_blocks: int, block_bytes: int, *, is_owner: bool) -> None:
         self.device = device
@@ -27,33 +27,33 @@ class DeviceBlocks:
 
     @classmethod
     def allocate(cls, device: CudaDevice, num_blocks: int, block_bytes: int) -> DeviceBlocks:
-        """New blocks, all zeros; they die with this process. CudaError: CUDA_ERROR_OUT_OF_MEMORY."""
+        """Allocates blocks of zeros, which end with this process. Raises CudaError (CUDA_ERROR_OUT_OF_MEMORY)."""
         pointer = device.alloc(device_bytes(num_blocks, block_bytes))
         return cls(device, pointer, num_blocks, block_bytes, is_owner=True)
 
     @classmethod
     def open(cls, device: CudaDevice, handle: bytes, num_blocks: int, block_bytes: int) -> DeviceBlocks:
-        """What another process of this host allocated. CudaError: it has ended, or IPC does not reach it."""
+        """Opens blocks of another process of this host. Raises CudaError if it has ended or IPC does not reach it."""
         return cls(device, device.open(handle), num_blocks, block_bytes, is_owner=False)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, so that `torch.as_tensor(blocks, device="cuda")` sees this memory without a copy.
+        """The interface's version 3, through which `torch.as_tensor(blocks, device="cuda")` uses this memory uncopied.
 
-        No stream: callers order their own work. The tensor keeps this object, not the mapping, alive.
+        It names no stream: callers order their own work. The tensor keeps this object alive, but not the mapping.
         """
         return {"shape": self.shape, "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None}
 
     def export(self) -> bytes:
-        """The 64-byte handle for `open`. CudaError: this host cannot (some containers, WSL)."""
+        """Returns the 64-byte handle for `open`. Raises CudaError if this host cannot export (some containers, WSL)."""
         return self.device.export(self.pointer)
 
     def read(self, block: int) -> bytes:
-        """A copy of a block's bytes on the host. IndexError."""
+        """Returns a copy of a block's bytes on the host. Raises IndexError."""
         return self.device.read(self._at(block), self.shape[1])
 
     def write(self, block: int, data: bytes) -> None:
-        """Fills a block from the host. IndexError; ValueError: not a block's length."""
+        """Fills a block from the host. Raises IndexError, or ValueError if `data` does not have a block's length."""
         if len(data) != self.shape[1]:
             raise ValueError(f"a block has {self.shape[1]} bytes, not {len(data)}")
         self.device.write(self._at(block), data)
@@ -71,5 +71,5 @@ class DeviceBlocks:
 
 
 def device_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Size of the allocation."""
+    """Returns the size of the allocation."""
     return round_up(num_blocks * block_bytes, GRANULE_BYTES)

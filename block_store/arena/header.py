@@ -1,9 +1,9 @@
-"""Byte layout of an arena file: one fixed page, arrays of per-block fields, then the blocks. Knows bytes only.
+"""Byte layout of an arena file: one fixed page, arrays of per-block fields, then the blocks. Describes bytes only.
 
 0        fixed page: magic .. layout JSON (`FIXED`, then JSON up to 4096)
 4096     generation u64[n] | digest u64[n] | prefix hash u8[n, 32] | writer slot u32[n] | state u8[n],
-         each from a multiple of 64
-data     u8[n, block_bytes] from a multiple of 2 MiB (huge-page friendly); not in the file of an arena in device memory
+         each at a multiple of 64
+data     u8[n, block_bytes] at a multiple of 2 MiB (huge-page friendly); not in the file of an arena in device memory
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REBUILD_COUNT_AT = struct.calcsize("<8sIIQQQ16s32s")
 
 
 class HeaderState(IntEnum):
-    """What the header says of a block. The ledger's states are finer; this is what can be known without Redis."""
+    """State of a block in the header, known without Redis. The ledger's states are finer."""
 
     EMPTY = 0
     WRITING = 1
@@ -37,27 +37,27 @@ class HeaderState(IntEnum):
 
 
 class Memory(IntEnum):
-    """Where an arena's blocks lie, and what they outlive. Numbered as in `BlockStoreService`."""
+    """Memory that contains an arena's blocks, and what they outlive. Numbered as in `BlockStoreService`."""
 
     HOST = 1
-    """In the file: they outlive every process."""
+    """The file: the blocks outlive every process."""
     STORE_DEVICE = 2
-    """In device memory of the block store: they outlive workers (docs/design.md, promise 4), not the store."""
+    """Device memory of the block store: the blocks outlive workers (docs/design.md, promise 4) but not the store."""
     WORKER_DEVICE = 3
-    """In device memory of the one compute process, for want of CUDA IPC: they die with it. Promise 4 is off."""
+    """Device memory of the only compute process, without CUDA IPC: the blocks end with it. Promise 4 does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the blocks are."""
+    """The place of an arena's blocks."""
 
     memory: Memory = Memory.HOST
     device_uuid: bytes = b""
-    """16 bytes, empty on the host."""
+    """UUID of the GPU, 16 bytes; empty on the host."""
     owner_slot: int = 0
-    """The writer slot whose lock says that the owner of device memory lives; 0: nobody has allocated it yet."""
+    """Writer slot whose lock proves that the owner of the device memory is alive; 0: not allocated yet."""
     ipc_handle: bytes = b""
-    """64 bytes, for STORE_DEVICE."""
+    """IPC handle of the memory, 64 bytes, for STORE_DEVICE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class FixedHeader:
     layout: KvLayout
     placement: Placement = Placement()
     is_lost: bool = False
-    """The blocks' memory is gone, or the store has removed the arena: nothing in it may be used any more."""
+    """Whether the blocks' memory is gone or the store has removed the arena: nothing in it may be used any more."""
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file: on a device it ends where the blocks would begin."""
+        """Size of the file, which ends where the blocks would begin if they are on a device."""
         on_host = self.placement.memory is Memory.HOST
         return arena_bytes(self.num_blocks, self.block_bytes) if on_host else self.data_offset
 
@@ -132,7 +132,7 @@ class ArenaOffsets:
 
 
 def arena_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Size of the whole file, blocks included."""
+    """Returns the size of the whole file, blocks included."""
     return ArenaOffsets.of(num_blocks).data + num_blocks * block_bytes
 
 

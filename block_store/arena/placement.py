@@ -1,8 +1,8 @@
 """Decides which process owns the device memory of an arena's blocks on a GPU.
 
-It is the block store, whose memory workers open through CUDA IPC. Where IPC is unavailable it is the one compute
-process, and its end loses all KV (promise 4 of docs/design.md does not hold). The owner holds a writer slot, so that
-every process can see whether it lives.
+It is the block store, whose memory workers open through CUDA IPC. Without IPC it is the only compute process, and all
+KV is lost when that ends (promise 4 of docs/design.md does not hold). The owner holds a writer slot, so that every
+process can see whether it is alive.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ MemoryOwner = Literal["auto", "store", "worker"]
 
 
 class NoDeviceMemory(ArenaError):
-    """Device memory is not available or cannot be reached; the text says why and what helps."""
+    """Device memory is not available or cannot be opened; the text says why and what helps."""
 
 
 def create_on_device(
     directory: Path, layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> Arena:
-    """The store's part. An arena whose blocks are this process' (all zeros), or will be the first worker's.
+    """Creates an arena, for the store. This process allocates its blocks (all zeros), or the first worker will.
 
-    `owner` "auto": the worker's only where the memory cannot be exported, which is logged. Errors: NoDeviceMemory,
-    ArenaExists, NotEnoughSharedMemory.
+    `owner` "auto": the worker only if this process cannot export memory, which is logged. Raises NoDeviceMemory,
+    ArenaExists or NotEnoughSharedMemory.
     """
     exported = None if owner == "worker" else _export(layout, num_blocks, device, owner)
     if exported is None:
@@ -44,7 +44,7 @@ def create_on_device(
         undo.callback(blocks.close)
         placement = Placement(Memory.STORE_DEVICE, device.uuid, ipc_handle=handle)
         arena = Arena.create(directory, layout, num_blocks, placement=placement)
-        # Held until the process ends; nobody closes it before.
+        # The slot is held until the process ends; nobody closes it earlier.
         arena.place(replace(placement, owner_slot=arena.acquire_writer_slot().number))
         arena.use_memory(blocks)
         undo.pop_all()
@@ -52,8 +52,10 @@ def create_on_device(
 
 
 def open_blocks(arena: Arena, cuda: Cuda) -> None:
-    """A worker's part: opens the store's memory, or allocates it where the store says so. The mapping stays until the
-    process ends. Errors: NoDeviceMemory, ArenaBusy (another process owns it), CudaUnavailable (no such device here).
+    """Opens the store's memory or, if the store leaves it to the worker, allocates it. For workers.
+
+    The mapping stays until the process ends. Raises NoDeviceMemory, ArenaBusy if another process owns the memory,
+    ArenaLost, or CudaUnavailable if there is no such device here.
     """
     placement = arena.placement
     device = cuda.device_of(placement.device_uuid)
@@ -67,25 +69,25 @@ def open_blocks(arena: Arena, cuda: Cuda) -> None:
 
 
 def has_live_memory(arena: Arena) -> bool:
-    """Whether the blocks are (still) there: on the host always, on a device while its owner lives or is yet to come."""
+    """Returns whether the blocks exist: always on the host, on a device while the owner is alive or yet to come."""
     placement = arena.placement
     return placement.memory is Memory.HOST or has_no_owner_yet(placement) or arena.is_writer_alive(placement.owner_slot)
 
 
 def has_no_owner_yet(placement: Placement) -> bool:
-    """Whether the first worker is still to allocate the memory."""
+    """Returns whether the first worker has yet to allocate the memory."""
     return placement.memory is Memory.WORKER_DEVICE and placement.owner_slot == 0
 
 
 def place_name(device_uuid: bytes) -> str:
-    """For people."""
+    """Names a device for people."""
     return f"GPU {device_uuid.hex()}" if device_uuid else "the CPU"
 
 
 def _export(
     layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> tuple[DeviceBlocks, bytes] | None:
-    """Memory of this process and its handle; None: it cannot be exported, and that will do."""
+    """Allocates memory and exports its handle; returns None if it cannot be exported and `owner` permits that."""
     try:
         blocks = DeviceBlocks.allocate(device, num_blocks, layout.block_bytes)
     except CudaError as error:
@@ -101,14 +103,14 @@ def _export(
 
 
 def _adopt(arena: Arena, device: CudaDevice) -> None:
-    """Allocates the blocks here and says so in the header, once in an arena's life."""
+    """Allocates the blocks here and enters this process in the header as their owner, once in an arena's life."""
     with arena.exclusively():
         if arena.is_lost:
             raise ArenaLost(f"arena {arena.arena_id} is lost")
         if arena.placement.owner_slot:
             raise ArenaBusy(f"the device memory of arena {arena.arena_id} belongs to another process")
         arena.use_memory(DeviceBlocks.allocate(device, arena.num_blocks, arena.block_bytes))
-        # Held until the process ends: the holders' own slots come and go with their leases.
+        # The slot is held until the process ends: the holders' own slots come and go with their leases.
         arena.place(replace(arena.placement, owner_slot=arena.acquire_writer_slot().number))
 
 

@@ -1,7 +1,7 @@
-"""Writer slots: numbered lock files beside an arena, held (flock) by a process while it may write: proof that it lives.
+"""Writer slots: numbered lock files beside an arena. A process holds one (flock) while it may write, as proof of life.
 
-A number is never used twice in the life of an arena. Were it reused, a block that a dead process was writing would stay
-in quarantine for as long as the process that got its number lives. Independent of blocks.
+A number is never used twice in the life of an arena. If it were, a block that a dead process was writing would stay in
+quarantine as long as the next process with that number is alive. Independent of blocks.
 
 The kernel drops the lock when the process ends, however it ends. (A child made by a bare `fork` shares the lock; exec
 drops it.)
@@ -21,7 +21,7 @@ _COUNTER = "next"
 
 @dataclass(slots=True)
 class WriterSlot:
-    """A held slot. `close` (or the process' end) says: this process stores nothing into the arena any more."""
+    """A held slot. `close`, or the end of the process, declares that it stores nothing into the arena any more."""
 
     number: int
     _fd: int | None
@@ -43,7 +43,7 @@ class WriterSlots:
         self._directory = directory
 
     def acquire(self) -> WriterSlot:
-        """Takes the next number and its lock; removes lock files of the dead."""
+        """Takes the next number and its lock; removes the lock files of dead processes."""
         self._directory.mkdir(exist_ok=True)
         with self._counter() as counter:
             number = int(os.pread(counter, 20, 0) or b"1")
@@ -57,7 +57,10 @@ class WriterSlots:
         return WriterSlot(number, fd)
 
     def is_alive(self, number: int) -> bool:
-        """Whether a process still holds the slot. A shared lock is tried, so that two who ask do not see each other."""
+        """Returns whether a process still holds the slot.
+
+        Tries a shared lock, so that two callers do not see each other.
+        """
         try:
             fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -71,7 +74,7 @@ class WriterSlots:
         return False
 
     def numbers(self) -> list[int]:
-        """Numbers with a lock file, alive or not."""
+        """Returns the numbers that have a lock file, alive or not."""
         if not self._directory.is_dir():
             return []
         return sorted(int(path.stem) for path in self._directory.glob("*.lock"))
@@ -80,7 +83,7 @@ class WriterSlots:
         return [number for number in self.numbers() if self.is_alive(number)]
 
     def remove(self) -> None:
-        """Removes all lock files; for the end of the arena's life."""
+        """Removes all lock files, at the end of the arena's life."""
         for path in (*self._directory.glob("*.lock"), self._directory / _COUNTER):
             path.unlink(missing_ok=True)
         if self._directory.is_dir():

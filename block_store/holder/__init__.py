@@ -1,1 +1,1 @@
-"""A worker's side: it attaches to a store and holds blocks, while Redis answers and while it does not."""
+"""The worker's side of the block store: attaching to a store and holding blocks, with or without Redis."""

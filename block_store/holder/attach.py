@@ -1,9 +1,9 @@
-"""A worker's side of the block store: attach once, hold blocks through the ledger, be found by gateways.
+"""The worker's side of the block store: attach once, hold blocks through the ledger, be found by gateways.
 
-Independent of models: the caller brings the layout and sizes (`Needs`).
+Independent of models: the caller supplies the layout and sizes (`Needs`).
 
-A worker whose arena is lost (its store ended and took device memory along) ends too: what its driver still shows of
-that memory is undefined, and only a new process is sure to be rid of it.
+A worker whose arena is lost (its store ended, and the device memory with it) ends too: reading that memory through the
+driver is undefined, and only a new process is certain to have no mapping of it.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from protos.v1 import block_store_pb2_grpc
 
 logger = logging.getLogger("attach")
 PREDECESSOR_S = 10.0
-"""How long a starting worker waits for the lease of one that was killed in its place."""
+"""How long a starting worker retries its registration, so that the lease of a killed predecessor can end."""
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
-"""The store answers once every worker it was told of has attached; large models load for minutes."""
+"""The store answers only when every worker that it expects has asked; large models take minutes to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a worker needs of the arena."""
+    """A worker's requirements on the arena."""
 
     worker_id: str
     role: str
@@ -68,14 +68,14 @@ class Needs:
     max_model_len: int
     floor_blocks: int
     reserve_blocks: int = 0
-    """Blocks that the worker keeps allocated ahead."""
+    """Number of blocks that the worker keeps allocated in advance."""
     device: str = "cpu"
-    """Where the worker computes: "cpu", "cuda" or "cuda:N", numbered as by torch."""
+    """Device on which the worker computes: "cpu", "cuda" or "cuda:N", with torch's numbering."""
     cuda_library: str = LIBRARY
 
     @property
     def cuda_ordinal(self) -> int | None:
-        """Number of the GPU among those this process sees; None: the CPU."""
+        """Number of the GPU among those that this process sees; None for the CPU."""
         kind, _, number = self.device.partition(":")
         return int(number or 0) if kind == "cuda" else None
 
@@ -84,26 +84,29 @@ class Attached:
     """A worker's arena, its incarnation as a holder, and its entry in the registry."""
 
     def __init__(self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0) -> None:
-        """`granted_floor`: the store's word; 0: what the worker needs."""
+        """Registers the worker. Its floor is `granted_floor`, from the store, but at least what the worker needs."""
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
-        """What the incarnation registered with: the most blocks that one sequence group may need here. Never grows: the
-        others, when they rejoin after a rebuild, must find room for theirs.
+        """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows,
+        because other workers that rejoin after a rebuild must find room for their floors.
         """
         self._needs = needs
         self._client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
-        # In a thread of its own and with time: a worker that cannot publish for three seconds counts as gone.
+        # For a thread of its own, with a longer timeout: a worker that cannot publish for three seconds counts as gone.
         self._registry_client = open_client(redis_url)
         self._registry = WorkerRegistry(self._registry_client)
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
         self.on_fenced: Callable[[], None] = lambda: None
-        """Called, in any thread, when the incarnation learns that it is fenced; an idle worker hears of it so."""
+        """Callback, from any thread, for the moment at which the incarnation learns that it is fenced, even if idle."""
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
-        """`_register`, again and again while Redis is silent, lost or damaged, or a dead predecessor's floor counts."""
+        """Registers, with retries while Redis is silent, lost or damaged, or while a dead predecessor's floor counts.
+
+        Raises the last LedgerError after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -114,8 +117,10 @@ class Attached:
                 logger.warning("cannot register yet: %s", error)
 
     def _register_with_some_floor(self) -> HeldBlocks:
-        """With what the worker asked for where what it was granted does not fit: there are more workers than the store
-        was told of, or a dead predecessor's floor counts still in a small arena (`sizing.granted_floor`).
+        """Registers with the granted floor or, if that does not fit, with the floor that the worker asked for.
+
+        The granted floor does not fit if there are more workers than the store expected, or if a dead predecessor's
+        floor still counts in a small arena (`sizing.granted_floor`).
         """
         try:
             return self._register()
@@ -150,13 +155,13 @@ class Attached:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the incarnation is over; `renew` then."""
+        """Whether the incarnation has ended; if so, call `renew`."""
         return self.held.holder.fenced.is_set()
 
     def renew(self) -> None:
-        """Give up everything held and come back as a new incarnation; for a worker that learnt it is fenced.
+        """Gives up everything held and registers a new incarnation; for a worker that has learnt that it is fenced.
 
-        ArenaLost: there is nothing to come back to.
+        Raises ArenaLost if the arena is lost.
         """
         self.held.close()
         if self.arena.is_lost:
@@ -166,8 +171,9 @@ class Attached:
     def announce(
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
     ) -> None:
-        """Publish `record` with the current load every second until `withdraw`, or until the arena is lost: then
-        `on_lost` runs, once, so that an idle worker learns it too.
+        """Publishes `record` with the current load every second, until `withdraw` or until the arena is lost.
+
+        If the arena is lost, calls `on_lost` once, so that an idle worker learns it too.
         """
         self._record = record
         fallbacks = Fallbacks(logger)
@@ -195,7 +201,7 @@ class Attached:
         return replace(record, load=load, epoch=epoch, max_group_blocks=floor, fallbacks=fallbacks)
 
     def withdraw(self) -> None:
-        """Take the worker out of the registry: gateways send it nothing new."""
+        """Takes the worker out of the registry, so that gateways send it nothing new."""
         self._stop.set()
         if self._announcer is not None and self._record is not None:
             self._announcer.join(5.0)
@@ -205,15 +211,16 @@ class Attached:
                 logger.warning("the worker's record goes stale by itself: %s", error)
 
     def close(self) -> None:
-        """Release everything and end the incarnation."""
+        """Releases everything and ends the incarnation."""
         self.held.close()
         self._client.close()
         self._registry_client.close()
 
 
 def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> list[Attached]:
-    """One process' roles attach to the store at `address`, all at once: it answers when every worker it expects has
-    asked. They share one mapping of the arena. Raises StartupError.
+    """Attaches all roles of one process to the store at `address`; they share one mapping of the arena.
+
+    All ask at once, because the store answers only when every worker that it expects has asked. Raises StartupError.
     """
     replies = _ask(address, [_request_of(need) for need in needs], trust)
     directory, redis_url = replies[0].directory, replies[0].redis_url
@@ -226,7 +233,7 @@ def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> lis
 
 
 def _request_of(needs: Needs) -> pb.AttachRequest:
-    """StartupError: there is no such device."""
+    """Returns the request to attach. Raises StartupError if there is no such device."""
     return pb.AttachRequest(
         worker_id=needs.worker_id,
         role=needs.role,
@@ -240,7 +247,10 @@ def _request_of(needs: Needs) -> pb.AttachRequest:
 
 
 def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> list[pb.AttachResponse]:
-    """The store's answers, which differ only in the floor. StartupError at the first refusal: the others would wait."""
+    """Returns the store's answers, which differ only in the floor.
+
+    Raises StartupError at the first refusal, because the other calls would wait.
+    """
     answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with open_blocking_channel(address, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
@@ -257,7 +267,7 @@ def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> li
 
 
 def _device_uuid(needs: Needs) -> bytes:
-    """The GPU's UUID; empty: the CPU. StartupError."""
+    """Returns the GPU's UUID, empty for the CPU. Raises StartupError."""
     if needs.cuda_ordinal is None:
         return b""
     try:
@@ -267,7 +277,7 @@ def _device_uuid(needs: Needs) -> bytes:
 
 
 def _open(directory: str, needs: Needs) -> Arena:
-    """The arena with its blocks, wherever they are."""
+    """Opens the arena and its blocks, in host or device memory."""
     arena = Arena.open(directory, needs.layout.fingerprint)
     if arena.placement.memory is not Memory.HOST:
         try:

@@ -1,15 +1,15 @@
-"""What a worker's step thread uses of the block store: blocks, counted by how many of its sequences share them.
+"""The blocks that a worker holds, with a count of the sequences that share each (long: one door for a step's changes).
 
-A ledger reference is (holder, block, generation), once. Here is the count beside it; the ledger hears of a block when
-its first sequence comes and its last one goes. Keeps a reserve of RESERVED blocks, so that a decode step rarely needs a
-call.
+The ledger records a reference (holder, block, generation) once. The count is kept here: the ledger is called only when
+the first sequence takes a block and when the last one releases it. A reserve of RESERVED blocks makes it rare that a
+decode step needs a call.
 
-One thread at a time; beside it the holder's beat thread calls `rejoin`. Independent of sequences and tensors. Once
-fenced every method raises Fenced: abort the sequences, close the writer slot, register anew.
+Used by one thread at a time, while the holder's beat thread calls `rejoin`. Independent of sequences and tensors. Once
+the holder is fenced, every method raises Fenced: abort the sequences, close the writer slot, register anew.
 
-While the ledger does not answer (docs/design.md, Ledger: without Redis): blocks come from the reserve, then
-LedgerUnavailable says to wait; no prefix is found; seals and releases reach the ledger later; hand-overs and claims
-wait (LedgerUnavailable: nothing has changed, try again).
+While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the reserve; when it is
+empty, LedgerUnavailable tells the caller to wait. No prefix is found. Seals and releases reach the ledger later.
+Hand-overs and claims wait (LedgerUnavailable: nothing has changed, try again).
 """
 
 from __future__ import annotations
@@ -37,37 +37,39 @@ Tables = Sequence[Sequence[Sequence[BlockRef]]]
 
 
 class HeldBlocks:
-    """The blocks of one worker in one arena. More than a dozen methods: what a step does to blocks has one door, so
-    that the count of their users cannot be passed by.
+    """The blocks of one worker in one arena.
+
+    It has more than a dozen methods because a step does everything to blocks through it, so that no step can bypass
+    the count of their users.
     """
 
     def __init__(self, holder: LedgerClient, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
-        """`reserve`: blocks to keep allocated ahead, at least."""
+        """`reserve` is the least number of blocks to keep allocated in advance."""
         self.holder = holder
         self.arena = arena
         self.writer_slot = writer_slot
         self._counts: Counter[BlockRef] = Counter()
         self._wanted: set[Attempt] = set()
-        """Claims that were not answered and will be made again."""
+        """Claims that were not answered and will be repeated."""
         self._calls = OutageCalls(holder, arena)
         self._reserve = Reserve(self._calls, writer_slot, reserve)
         self.rejoining = Rejoining(self._calls, self._reserve, self._counts, self._wanted)
         self.fallbacks = self._calls.fallbacks
-        """What was done without the ledger, counted by kind."""
+        """Counts of what was done without the ledger, by kind."""
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
-        """Held while a method runs; the beat thread takes it too."""
+        """The lock that is held while a method runs; the beat thread takes it too."""
         return self._calls.lock
 
     @property
     def epoch(self) -> Epoch:
-        """The incarnation that holds them."""
+        """The epoch of the holder."""
         return self.holder.epoch
 
     @property
     def num_held(self) -> int:
-        """Blocks in use by sequences here."""
+        """Number of blocks that sequences here use."""
         return len(self._counts)
 
     @property
@@ -76,40 +78,48 @@ class HeldBlocks:
 
     @property
     def num_free_hint(self) -> int:
-        """Blocks that `alloc` can probably give: the reserve, and what the ledger had at the last beat, less what was
-        taken here and more what was given up here since then."""
+        """Number of blocks that `alloc` can probably return: the reserve, plus the ledger's blocks as of the last beat,
+        corrected for what has been taken and released here since then.
+        """
         available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
 
     def count(self, ref: BlockRef) -> int:
-        """How many sequences here share `ref`."""
+        """Returns how many sequences here share `ref`."""
         return self._counts.get(ref, 0)
 
     @locked
     def alloc(self, num_blocks: int) -> list[BlockRef]:
-        """Blocks to write into, header raised (writer rule). Exhausted, LedgerUnavailable: none taken."""
+        """Returns blocks to write into, with raised header generations (writer rule).
+
+        Takes none if it raises Exhausted or LedgerUnavailable.
+        """
         refs = self._reserve.take(num_blocks)
         self._counts.update(refs)
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve, as far as blocks are available; the beat thread does so with every beat."""
+        """Fills the reserve as far as blocks are available; the beat thread does so after every answered beat."""
         self._calls.check_fence()
         self._reserve.level()
 
     def expect(self, num_blocks: int) -> None:
-        """Keep so many blocks in reserve, from the next beat on, for a time in which the ledger does not answer. At
-        most an eighth of the arena; cached blocks are evicted for it.
+        """Sets the size of the reserve from the next beat on, for times when the ledger does not answer.
+
+        The reserve takes an eighth of the arena at most; cached blocks are evicted for it.
         """
         self._reserve.expect(num_blocks)
 
     def give_up_reserve(self) -> None:
-        """Returns the reserve to everybody."""
+        """Returns the reserve to the ledger, for all workers."""
         self._reserve.give_back(len(self._reserve))
 
     @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """The longest cached prefix, per group; every block of it counts one more sequence. Without the ledger none."""
+        """Returns the longest indexed prefix, per group, and counts one more sequence for each of its blocks.
+
+        Returns what it has found so far if the ledger does not answer.
+        """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
             for part in parts_of(hashes_by_group):
@@ -131,9 +141,9 @@ class HeldBlocks:
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
         """Publishes blocks whose content is final; returns the reference to put into the block table for each.
 
-        Where another block has the hash already, that one is meant: the own block is released, its count moved. Without
-        the ledger the block is sealed in the header only, and in the ledger later. Errors: Stale and HeaderMismatch
-        (discard what was written, prefill again), NotHolder.
+        If another block already has the hash, the returned reference names that block: the worker's own block is
+        released and its count moves to the other. Without the ledger, the block is sealed in the header now and in the
+        ledger later. Raises Stale or HeaderMismatch (discard what was written, prefill again), or NotHolder.
         """
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
@@ -147,7 +157,7 @@ class HeldBlocks:
             return refs
         doubles = {item: other for item, other in zip(items, final, strict=True) if item.ref != other}
         hashes = [item.prefix_hash for item in doubles if item.prefix_hash is not None]
-        # Otherwise the next seal of it returns it again.
+        # Without a rebuild, the next seal with this hash would return that block again.
         if len(hashes) < len(doubles) or not self.arena.has([*doubles.values()], hashes):
             self._calls.contradicted("an indexed block was reallocated")
             return refs
@@ -158,27 +168,27 @@ class HeldBlocks:
 
     @locked
     def share(self, refs: Iterable[BlockRef]) -> None:
-        """One more sequence uses each of `refs` (a fork). No call."""
+        """Counts one more sequence for each of `refs` (a fork). Does not call the ledger."""
         refs = list(refs)
         self._expect(refs)
         self._counts.update(refs)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """One sequence gives up its block table (head first)."""
+        """Gives up the block table of one sequence (head first)."""
         self.release_many([refs])
 
     @locked
     def release_many(self, tables: Iterable[Sequence[BlockRef]]) -> None:
-        """`release` for several block tables with one call."""
+        """Gives up several block tables with one call."""
         self._calls.check_fence()
         self._calls.release(self._uncount(tables)[0])
 
     @locked
     def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
-        """A ticket for these block tables, every block sealed; each table's sequence gives its blocks up.
+        """Returns a ticket for these block tables, whose sequences give up their blocks. Every block must be sealed.
 
-        Blocks that other sequences here share stay held too. Errors: Stale, NotHolder, LedgerUnavailable: then nothing
-        has changed, and with the same tables and the same `attempt` it may be tried again, or `forget` it.
+        Blocks that other sequences here share stay held here too. Raises Stale, NotHolder or LedgerUnavailable; then
+        nothing has changed: try again with the same tables and the same `attempt`, or `forget` it.
         """
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
@@ -189,8 +199,10 @@ class HeldBlocks:
 
     @locked
     def claim(self, ticket: Ticket, attempt: Attempt | None = None) -> Tables:
-        """Takes over the ticket's block tables. Gone: claimed already or expired. Stale: it holds less than it says.
-        LedgerUnavailable: claim it again with the same `attempt`, or `decline` it.
+        """Takes over the ticket's block tables.
+
+        Raises Gone if the ticket has been claimed or has expired, Stale if it names blocks that it does not hold. After
+        LedgerUnavailable, claim it again with the same `attempt`, or `decline` it.
         """
         if ticket.arena_id != self.arena.arena_id:
             raise ValueError(f"the ticket is for arena {ticket.arena_id}, this one is {self.arena.arena_id}")
@@ -206,8 +218,9 @@ class HeldBlocks:
 
     @locked
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
-        """Lets a ticket's blocks go now rather than at the end of its lease, if the ledger answers; not those that
-        sequences here use. `attempt`: of a claim that was begun.
+        """Releases a ticket's blocks now instead of when its lease ends, if the ledger answers.
+
+        Blocks that sequences here use are kept. `attempt` is that of a claim that was begun.
         """
         self._calls.check_fence()
         self.holder.give_up(ticket.id)
@@ -216,16 +229,16 @@ class HeldBlocks:
 
     @locked
     def forget(self, attempt: Attempt) -> None:
-        """A hand-over or a claim that was begun is not made again: what it has got is let go."""
+        """Drops a hand-over or a claim that was begun and will not be repeated, and releases what it obtained."""
         if attempt in self._wanted:
             self._wanted.discard(attempt)
-            self._calls.is_unsure = True  # it may have happened unheard
+            self._calls.is_unsure = True  # it may have happened without an answer
         self.holder.forget(attempt)
         self._calls.release([ref for ref in attempt.refs if ref not in self._counts])
 
     @contextmanager
     def _once(self, attempt: Attempt | None) -> Iterator[Attempt]:
-        """`attempt`, or one that ends with this call."""
+        """Yields `attempt`, or a new one that is forgotten if the call fails."""
         made = attempt or Attempt()
         try:
             yield made
@@ -240,30 +253,31 @@ class HeldBlocks:
             claimed = self._calls.call(lambda: self.holder.claim(ticket, attempt))
         except LedgerUnavailable:
             raise
-        except LedgerError:  # some of it may be here already, if its lease ended on the way
+        except LedgerError:  # some blocks may be here already, if the ticket's lease ended in between
             self.forget(attempt)
             raise
         self._wanted.discard(attempt)
         return claimed
 
     def assert_idle(self) -> None:
-        """AssertionError unless nothing is held but the reserve, here and in the ledger."""
+        """Raises AssertionError unless only the reserve is held, here and in the ledger."""
         assert not self._counts, f"{len(self._counts)} blocks are still counted: {dict(self._counts)}"
         self.rejoining.reconcile()
         ledger_side = set(self._calls.call(self.holder.holdings))
         assert ledger_side == set(self._reserve), f"the ledger also has {ledger_side - set(self._reserve)}"
 
     def close(self) -> None:
-        """Gives everything back and ends the holder and the writer slot. Only when no step runs any more."""
+        """Gives everything back and ends the holder and the writer slot. Call it only when no step runs any more."""
         self.holder.close()  # joins the beat thread, which may want the lock
         self._counts.clear()
         self._reserve.clear()
         self.writer_slot.close()
 
     def _uncount(self, tables: Iterable[Sequence[BlockRef]]) -> tuple[list[BlockRef], list[BlockRef]]:
-        """One sequence less per table. Returns (no sequence left, some left), each in order of first appearance.
+        """Subtracts one sequence per table. Returns the blocks without a sequence and those with some left.
 
-        In that order a shared head stands before every tail, so that tails are evicted before heads.
+        Both are in order of first appearance. In that order a shared head stands before every tail, so that tails are
+        evicted before heads.
         """
         times = self._times(tables)
         gone: list[BlockRef] = []
@@ -276,7 +290,7 @@ class HeldBlocks:
         return gone, kept
 
     def _times(self, tables: Iterable[Sequence[BlockRef]]) -> Counter[BlockRef]:
-        """How many of the tables name each block. NotHolder: more than there are sequences that hold it."""
+        """Returns how many of the tables name each block. Raises NotHolder if more do than sequences hold the block."""
         times: Counter[BlockRef] = Counter()
         for table in tables:
             times.update(table)

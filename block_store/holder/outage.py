@@ -1,7 +1,7 @@
-"""A worker's calls of the ledger, and what becomes of those that it does not answer.
+"""A worker's calls to the ledger, and the handling of those that it does not answer.
 
-Seals and releases that were missed reach the ledger later; `Rejoining` finds out what else the two sides disagree on.
-Independent of what the blocks are used for.
+Seals that the ledger missed are repeated later; `Rejoining` finds missed releases and other differences. Independent of
+what the blocks are used for.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ P = ParamSpec("P")
 
 
 class Locked(Protocol):
-    """What has methods that are `locked`."""
+    """A class with `locked` methods."""
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
-        """That of the `OutageCalls` behind it."""
+        """The lock of the underlying `OutageCalls`."""
 
 
 L = TypeVar("L", bound=Locked)
 
 
 def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """A method that must not run between the two halves of a rejoining, nor the rejoining between its own."""
+    """Decorates a method that must not interleave with a rejoining."""
 
     @wraps(method)
     def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,23 +47,23 @@ def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P]
 
 
 class OutageCalls:
-    """Calls of the ledger that may be answered late or never. One thread, and beside it the holder's beat thread."""
+    """Calls to the ledger that may be answered late or never; made by one thread and by the holder's beat thread."""
 
     def __init__(self, holder: LedgerClient, arena: Arena) -> None:
         self.holder = holder
         self.arena = arena
         self.lock = threading.RLock()
         self.fallbacks = Fallbacks(_LOG)
-        """What was done without the ledger, counted by kind."""
+        """Counts of what was done without the ledger, by kind."""
         self.rebuild_count = arena.rebuild_count
-        """Of the ledger that the holder is in."""
+        """Rebuild count of the ledger in which the holder is registered."""
         self.is_unsure = False
-        """The ledger may hold references for us that we know nothing of."""
+        """Whether the ledger may hold references for this worker that the worker does not know of."""
         self.late_seals: list[list[SealItem]] = []
-        """Sealed in the header, not yet in the ledger."""
+        """Items sealed in the header but not yet in the ledger."""
 
     def call(self, operation: Callable[[], T]) -> T:
-        """One operation of the ledger. After an unanswered one the two sides may differ: `is_unsure`."""
+        """Runs one operation of the ledger. Sets `is_unsure` if it is not answered: the two sides may then differ."""
         self.check_fence()
         try:
             self._seal_late()
@@ -76,7 +76,7 @@ class OutageCalls:
             raise
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef] | None:
-        """As `LedgerClient.seal`; None: the ledger did not answer, it is told later."""
+        """Seals as `LedgerClient.seal`; returns None if the ledger does not answer, and repeats the seal later."""
         try:
             return self.call(lambda: self.holder.seal(items))
         except LedgerUnavailable as error:
@@ -85,7 +85,7 @@ class OutageCalls:
             return None
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """As `LedgerClient.release`; if the ledger does not answer, it is found later that these are not used here."""
+        """Releases as `LedgerClient.release`; if the ledger does not answer, `Rejoining` releases `refs` later."""
         if not refs:
             return
         try:
@@ -95,22 +95,25 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """The header is ahead of the ledger, so that this is an older one: write nothing, ask for a rebuild. Fenced."""
+        """Asks for a rebuild: the header is ahead of the ledger, which must be an older one. The caller writes nothing.
+
+        Raises Fenced.
+        """
         self.is_unsure = True
         self.holder.contradict(reason)
         self.fallbacks.note("rebuild asked for", reason)
 
     def check_fence(self) -> None:
-        """Raises Fenced."""
+        """Raises Fenced if the holder is fenced."""
         if self.holder.fenced.is_set():
             raise Fenced(f"holder {self.holder.name} is fenced or closed")
 
     def _seal_late(self) -> None:
-        """Before anything else: blocks that no sequence has any more may still serve others."""
+        """Seals what the ledger missed, before any other call: even blocks that no sequence uses may serve others."""
         while self.late_seals and not self.holder.breaker.is_open:
             try:
                 self.holder.seal(self.late_seals[0])
-                self.is_unsure = True  # the references on blocks that had the hash already
+                self.is_unsure = True  # the ledger may have added references to blocks that had the hash already
             except Stale as error:
                 self.fallbacks.note("late seal refused", str(error))
             self.late_seals.pop(0)

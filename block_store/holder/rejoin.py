@@ -1,6 +1,6 @@
-"""Makes a worker and the ledger agree again: after calls that were not answered, and after the ledger was built anew.
+"""Makes a worker and the ledger agree again: after unanswered calls, and after the ledger was built anew.
 
-Runs in the beat thread, in parts: between two of them a step can use the ledger. To it the blocks in use are a set;
+Runs in the beat thread, in parts: a step can use the ledger between two of them. The blocks in use are only a set here;
 `HeldBlocks` counts their uses.
 """
 
@@ -13,18 +13,19 @@ from block_store.arena.header import FixedHeader
 from block_store.holder.outage import OutageCalls, locked
 from block_store.holder.reserve import Reserve
 from block_store.ledger.lane import Attempt
-from block_store.ledger.scripts import CHUNK, Standing
+from block_store.ledger.replies import Standing
+from block_store.ledger.scripts import CHUNK
 from common.types import BlockRef
 
 
 class Rejoining:
-    """The comparison of what is held here with what the ledger says is held here."""
+    """A comparison of the blocks held here with those that the ledger records as held here."""
 
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]
     ) -> None:
-        """`in_use`: what sequences here have. `wanted`: claims that were not answered and will be made again. Both are
-        the caller's, which goes on changing them.
+        """`in_use`: the blocks that sequences here use. `wanted`: claims that were not answered and will be repeated.
+        The caller owns both and goes on changing them.
         """
         self._calls = calls
         self._reserve = reserve
@@ -38,10 +39,11 @@ class Rejoining:
         return self._calls.lock
 
     def rejoin(self) -> bool:
-        """Asserts what is held here in the ledger that the header names, if that is another one than before.
+        """Asserts what is held here in the ledger that the header names, if that is a new one.
 
-        False: there is none yet, or (then the holder is fenced) there will be none. Errors: LedgerError; try again. In
-        the beat thread, while a step may run: what it writes into is among what is asserted.
+        Returns False if there is no new ledger yet, or if there will be none (then it fences the holder). Raises
+        LedgerError; try again. Runs in the beat thread, perhaps during a step: the blocks that the step writes are
+        asserted too.
         """
         holder, fixed = self._calls.holder, self._settled_page()
         if fixed.is_lost:
@@ -49,17 +51,17 @@ class Rejoining:
             return False
         if fixed.dataset == holder.ledger.dataset:
             return False
-        # Steps go on meanwhile. They get nothing new, since the old ledger refuses: what is held can only get less.
+        # Steps go on meanwhile. They get no new blocks, since the old ledger refuses: what is held can only shrink.
         standings = holder.assert_held(fixed.dataset, self._everything())
         with self.lock:
             holder.join()
             self._calls.rebuild_count = fixed.rebuild_count
             self._settle_standings(standings)
-            self._calls.is_unsure = True  # what was given up meanwhile
+            self._calls.is_unsure = True  # blocks given up meanwhile were asserted
         return True
 
     def settle_up(self) -> None:
-        """Repeat the calls that the ledger has missed, level the reserve, report to `fsck`."""
+        """Repeats the calls that the ledger missed, levels the reserve, and reports to `fsck` if asked."""
         holder = self._calls.holder
         if holder.fenced.is_set():
             return
@@ -69,7 +71,9 @@ class Rejoining:
             self._report(holder.lease.census)
 
     def reconcile(self) -> None:
-        """After unanswered calls: releases what the ledger holds for us and we know nothing of."""
+        """After unanswered calls, makes the late seals and releases what the ledger records as held here but is unknown
+        here.
+        """
         calls = self._calls
         if not (calls.is_unsure or calls.late_seals):
             return
@@ -89,14 +93,17 @@ class Rejoining:
         return [*self._in_use, *self._reserve]
 
     def _settled_page(self) -> FixedHeader:
-        """The header's fixed page, not while it is being written."""
+        """Returns the header's fixed page, but not while another process is writing it."""
         arena = self._calls.arena
         while (page := arena.fixed) != arena.fixed:
             continue
         return page
 
     def _settle_standings(self, standings: dict[BlockRef, Standing]) -> None:
-        """What was lost can still be read, by the reader rule, until its header changes; nobody writes into it."""
+        """Drops from the reserve and the late seals what the new ledger did not accept as unsealed.
+
+        Lost blocks in use can still be read, by the reader rule, until their headers change; nobody writes into them.
+        """
         self._reserve.keep_only(lambda ref: standings[ref] is Standing.UNSEALED)
         late = [
             [item for item in items if standings.get(item.ref) is Standing.UNSEALED] for items in self._calls.late_seals
@@ -106,8 +113,9 @@ class Rejoining:
             self._calls.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
 
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
-        """What the ledger says is held here, piece by piece. A reference of an answered call is known here by the time
-        the lock is free.
+        """Yields what the ledger records as held here, in parts.
+
+        The references of an answered call are known here by the time the lock is free.
         """
         holder = self._calls.holder
         part, place = holder.holdings_after(0)
@@ -124,7 +132,7 @@ class Rejoining:
         )
 
     def _report(self, census: str) -> None:
-        """What differs is looked at again with nothing under way."""
+        """Reports the differences to `fsck`, each checked a second time while no call is under way."""
         holder, believed = self._calls.holder, set(self._everything())
         surplus: list[BlockRef] = []
         for part in self._ledger_side():

@@ -1,4 +1,4 @@
-"""The blocks that a worker keeps allocated ahead, so that a decode step rarely needs a call of the ledger."""
+"""The blocks that a worker keeps allocated in advance, so that a decode step rarely needs to call the ledger."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from common.types import BlockRef
 
 
 class Reserve:
-    """RESERVED blocks that no sequence has yet, in the order in which they are taken. The beat thread levels it."""
+    """RESERVED blocks that no sequence uses yet, in the order in which they are taken; levelled by the beat thread."""
 
     def __init__(self, calls: OutageCalls, writer_slot: WriterSlot, least: int) -> None:
-        """`least`: blocks that it has at any time, as far as they are available."""
+        """`least` is the number of blocks to hold at any time, as far as they are available."""
         self.target = least
-        """Blocks that the beat thread fills it up to."""
+        """Number of blocks to which the beat thread fills the reserve."""
         self._calls = calls
         self._writer_slot = writer_slot
         self._least = least
@@ -39,7 +39,10 @@ class Reserve:
         return ref in self._refs
 
     def take(self, num_blocks: int) -> list[BlockRef]:
-        """Blocks out of it, which the ledger fills first if they are too few. Exhausted, LedgerUnavailable: none."""
+        """Takes blocks from the reserve, which is refilled first if it has too few.
+
+        Takes none if it raises Exhausted or LedgerUnavailable.
+        """
         if num_blocks > len(self._refs):
             self._refill(num_blocks)
         self._calls.check_fence()
@@ -49,11 +52,11 @@ class Reserve:
         return refs
 
     def expect(self, num_blocks: int) -> None:
-        """`HeldBlocks.expect`."""
+        """Sets the target; see `HeldBlocks.expect`."""
         self.target = max(self._least, min(num_blocks, self._calls.arena.num_blocks // 8))
 
     def level(self) -> None:
-        """Towards its target, as far as blocks are available."""
+        """Fills the reserve to its target, as far as blocks are available, and gives back a large surplus."""
         try:
             while (missing := self.target - len(self._refs)) > 0:
                 with self.lock:
@@ -66,22 +69,25 @@ class Reserve:
 
     @locked
     def give_back(self, num_blocks: int) -> None:
-        """The blocks that came last become available to everybody."""
+        """Releases the `num_blocks` that were allocated last, for all workers."""
         refs = list(self._refs)[len(self._refs) - num_blocks :]
         for ref in refs:
             del self._refs[ref]
         self._calls.release(refs)
 
     def keep_only(self, is_kept: Callable[[BlockRef], bool]) -> None:
-        """Forgets the others, which the ledger does not hold for us."""
+        """Forgets all other blocks, which the ledger does not record as held here."""
         self._refs = {ref: None for ref in self._refs if is_kept(ref)}
 
     def clear(self) -> None:
-        """The holder has ended."""
+        """Forgets all blocks; for the end of the holder."""
         self._refs.clear()
 
     def _refill(self, num_blocks: int) -> None:
-        """At least `num_blocks`, and beyond them the least reserve if that is free. The rest: with the next beat."""
+        """Allocates until `num_blocks` can be taken and, if there is room, the least reserve is left after that.
+
+        The next beat allocates the rest.
+        """
         self._calls.check_fence()
         missing = num_blocks - len(self._refs)
         wanted = missing + self._least
@@ -95,7 +101,7 @@ class Reserve:
             self._fetch(missing)
 
     def _fetch(self, num_blocks: int) -> None:
-        """Blocks of the ledger, entered in the header at once: a rebuild must see whose they are."""
+        """Allocates blocks and enters them in the header at once, so that a rebuild sees whose they are."""
         calls, arena, holder = self._calls, self._calls.arena, self._calls.holder
         refs = calls.call(lambda: holder.alloc(num_blocks))
         holder.lease.num_available -= num_blocks
@@ -111,7 +117,7 @@ class Reserve:
                 raise ArenaLost(f"arena {arena.arena_id} is lost") from error
             calls.contradicted(str(error))
             raise LedgerUnavailable(str(error)) from error
-        # A rebuild that began since then may not have seen us in the header (`rebuild`): these are not ours.
+        # A rebuild that began since then may not have seen us in the header (`rebuild`), so the blocks are not ours.
         if arena.rebuild_count != calls.rebuild_count:
             raise LedgerUnavailable("the ledger is built anew")
         self._refs.update(dict.fromkeys(refs))

@@ -1,1 +1,1 @@
-"""The ledger of references in Redis: its scripts, its clients, rebuild, reaping, and what checks it."""
+"""The ledger of references in Redis: its scripts and clients, rebuild, reaping, and checks."""

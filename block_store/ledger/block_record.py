@@ -1,4 +1,4 @@
-"""The record that the ledger keeps of each block, as it lies in the packed string `blocks` (`lua/lib/state.lua`)."""
+"""Layout of the record that the ledger keeps of each block, in the packed string `blocks` (`lua/lib/state.lua`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 FIELDS = (
     ("state", "B"),
-    ("hashed", "B"),  # whether its hash is in the prefix index
-    ("owner", "H"),  # the number of the tenant that it counts for; 0: nobody
+    ("hashed", "B"),  # whether the block's hash is in the prefix index
+    ("owner", "H"),  # number of the tenant whose quota it counts against; 0: none
     ("slot", "I"),  # the writer's slot
     ("generation", "Q"),
-    ("epoch", "Q"),  # the writer's
+    ("epoch", "Q"),  # the writer's epoch
     ("hash", "32s"),
 )
-"""Name and type of each, little-endian without gaps."""
+"""Name and type of each field, little-endian without gaps."""
 RECORD = struct.Struct("<" + "".join(code for _, code in FIELDS))
-"""Of one block."""
+"""Struct of one record."""
 RECORDS = np.dtype([(name, "S32" if code == "32s" else f"<{code}") for name, code in FIELDS])
-"""Of whole arenas; equal bytes."""
+"""numpy type of the records of a whole arena, with the same bytes."""

@@ -1,8 +1,7 @@
-"""Whether Redis may be asked: a circuit breaker, and the budget of a worker's ledger call (docs/design.md,
-Ledger: without Redis).
+"""A circuit breaker for Redis, and the time budget of a worker's ledger call (docs/design.md, Ledger: without Redis).
 
-One call that got no answer within its budget opens it; from then on calls fail at once, so that a step never waits,
-until a beat got through again (the thread of `lease.Lease` probes). Independent of what is called.
+One call without an answer within its budget opens the breaker. From then on calls fail at once, so that no step waits,
+until a beat is answered again (the thread of `lease.Lease` probes). Independent of what is called.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ from common.telemetry import LOG_EVERY_S
 
 _LOG = logging.getLogger(__name__)
 BUDGET_S = 0.25
-"""Most of what a step may wait for Redis, once; then the breaker is open. A call takes a millisecond, but on two cores
-that all services and a load generator share, Redis itself waits for a core: with 50 ms the breaker opened six
-times in a minute of 32 users, for up to 2.3 s, and requests waited for it."""
+"""Longest time that a step waits for Redis, once; then the breaker opens. A call takes a millisecond, but on two cores
+that all services and a load generator share, Redis itself waits for a core: with 50 ms the breaker opened six times in
+a minute with 32 users, for up to 2.3 s each time, and requests waited for it.
+"""
 PROBE_S = 0.1
-"""How often an open breaker is tried."""
+"""Interval between probes while the breaker is open."""
 
 
 class Breaker:
-    """Thread-safe. Counts how often it opened and how many calls it refused; says so once in LOG_EVERY_S at most."""
+    """A circuit breaker that counts openings and refused calls; logs at most once in LOG_EVERY_S. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,12 +39,12 @@ class Breaker:
         return not self._closed.is_set()
 
     def refuses(self) -> bool:
-        """`is_open`, asked before a call: counted."""
+        """Returns `is_open`, before a call, and counts a refused call."""
         self.num_refused += self.is_open
         return self.is_open
 
     def open(self, reason: object) -> None:
-        """Redis gave no answer, or one that voids the ledger."""
+        """Opens the breaker: Redis gave no answer, or one that voids the ledger."""
         if not self.is_open:
             self._closed.clear()
             self._opened_at = time.monotonic()
@@ -54,7 +54,7 @@ class Breaker:
                 _LOG.warning("%s goes on without the ledger (time %d): %s", self._name, self.num_opened, reason)
 
     def close(self) -> None:
-        """The ledger answers."""
+        """Closes the breaker: the ledger answers again."""
         if self.is_open:
             self._closed.set()
             if self._said_at == self._opened_at:

@@ -1,6 +1,7 @@
-"""The ledger as one holder uses it: an epoch, a lease (`lease`), and calls that happen once each (`lane`).
+"""The ledger as one holder uses it: an epoch, a lease (`lease`), and calls that take effect once each (`lane`).
 
-What is over more blocks than one call takes is made in several. Independent of sequences; `HeldBlocks` counts those.
+An operation on more blocks than one call takes is made in several calls. Independent of sequences; `HeldBlocks` counts
+those.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.joining import Joining
 from block_store.ledger.lane import Attempt, OrderedLane
 from block_store.ledger.lease import BEAT_S, Lease
+from block_store.ledger.replies import Standing
 from block_store.ledger.scripts import (
     CHUNK,
     LEASE_S,
     RELEASE_CHUNK,
     TICKET_LEASE_S,
     LedgerScripts,
-    Standing,
     chunks,
 )
 from common.ticket import TicketId
@@ -33,11 +34,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class LedgerClient:
-    """A worker's incarnation in the ledger. Thread-safe. More than a dozen methods: one for every operation.
+    """A worker's incarnation in the ledger, with one method for every operation. Thread-safe.
 
-    Once fenced every call but `release` and `close` raises Fenced; register a new one with a new writer slot. Errors of
-    all calls: LedgerUnavailable (no answer in time, or the breaker is open), StaleDataset (the ledger was built anew,
-    or will be: `lease.on_stale` runs in the beat thread until it says that the holder has rejoined).
+    Once it is fenced, every call except `release` and `close` raises Fenced; register a new one with a new writer slot.
+    Every call can raise LedgerUnavailable (no answer in time, or the breaker is open) and StaleDataset (the ledger was
+    or will be built anew: the beat thread calls `lease.on_stale` until it reports that the holder has rejoined).
     """
 
     def __init__(self, lane: OrderedLane, lease: Lease, writer_slot: int, floor: int) -> None:
@@ -53,9 +54,10 @@ class LedgerClient:
         beat_s: float | None = BEAT_S, budget_s: float = BUDGET_S,
         on_fenced: Callable[[], None] = lambda: None,
     ) -> LedgerClient:  # fmt: skip
-        """A new holder with its beat thread (`beat_s` None: none). `on_fenced` runs once, in the thread that learns it.
+        """Registers a new holder and starts its beat thread, unless `beat_s` is None.
 
-        Errors: FloorsExceedArena, StaleDataset, LedgerUnavailable.
+        `on_fenced` runs once, in the thread that learns of the fence. Raises FloorsExceedArena, StaleDataset or
+        LedgerUnavailable.
         """
         epoch = ledger.register(name, writer_slot=writer_slot, floor=floor, lease_s=lease_s)
         lane = OrderedLane(ledger, name, epoch, budget_s)
@@ -68,31 +70,34 @@ class LedgerClient:
 
     @property
     def ledger(self) -> LedgerScripts:
-        """Where calls go."""
+        """The ledger to which calls go."""
         return self.lane.ledger
 
     @property
     def name(self) -> str:
-        """The worker's."""
+        """The worker's name."""
         return self.lane.name
 
     @property
     def epoch(self) -> Epoch:
-        """The incarnation; another one after `join`."""
+        """The epoch of the incarnation; `join` changes it."""
         return self.lane.epoch
 
     @property
     def fenced(self) -> threading.Event:
-        """Set once nothing is this holder's any more."""
+        """An event that is set once nothing belongs to this holder any more."""
         return self.lane.fenced
 
     @property
     def breaker(self) -> Breaker:
-        """Open while the ledger is not asked."""
+        """The breaker, which is open while the ledger is not called."""
         return self.lane.breaker
 
     def alloc(self, num_blocks: int) -> list[BlockRef]:
-        """RESERVED blocks; raise their header generation before the first store. Fenced, Exhausted: none taken."""
+        """Returns RESERVED blocks; raise their header generations before the first store.
+
+        Takes none if it raises Fenced or Exhausted.
+        """
         refs: list[BlockRef] = []
         try:
             while (wanted := num_blocks - len(refs)) > 0:
@@ -105,20 +110,21 @@ class LedgerClient:
         return refs
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
-        """The reference to use from now on for each item, of which there are at most CHUNK: its own, or the one that is
-        indexed already (then both are held).
+        """Seals at most CHUNK items. Returns the reference to use from now on for each: its own, or one that is indexed
+        already (then both are held).
         """
-        # In a generation a block is sealed once: every seal of it is the same call.
+        # A block is sealed once per generation, so every seal of it is the same call.
         key = ("seal", *(item.ref for item in items))
         return self.lane.call(lambda call: self.ledger.seal(call, items), key)
 
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """References on the longest prefix that is there for every group, per group; at most CHUNK hashes."""
+        """Takes references on the longest prefix indexed for every group, returned per group; at most CHUNK hashes."""
         return self.lane.call(lambda call: self.ledger.acquire(call, hashes_by_group))
 
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
-        """A ticket on `refs`, which are still held here too. Fenced, Stale, NotHolder; after LedgerUnavailable it may
-        be made again.
+        """Returns a ticket on `refs`, which remain held here too. Raises Fenced, Stale or NotHolder.
+
+        After LedgerUnavailable the call may be repeated with the same `attempt`.
         """
         while attempt.ticket is None or attempt.num_answered * CHUNK < len(refs):
             first = attempt.num_answered * CHUNK
@@ -128,15 +134,17 @@ class LedgerClient:
                     lambda call, part=part: self.ledger.hand_over(call, part, ticket_lease_s, attempt.ticket),  # type: ignore[misc]
                     (attempt, attempt.num_answered),
                 )
-            except Gone:  # its lease ended between two calls, or the ledger was built anew
+            except Gone:  # the ticket's lease ended between two calls, or the ledger was built anew
                 attempt.ticket, attempt.num_answered = None, 0
             else:
                 attempt.num_answered += 1
         return attempt.ticket
 
     def claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
-        """Everything the ticket holds. Fenced, Gone; after LedgerUnavailable it may be made again. Until it is over,
-        `attempt.refs` has what it got, and `unfetched` what it has got unheard.
+        """Takes over everything that the ticket holds. Raises Fenced or Gone.
+
+        After LedgerUnavailable the call may be repeated with the same `attempt`. Until it is complete, `attempt.refs`
+        lists what it obtained, and `unfetched` what an unanswered call obtained.
         """
         more = True
         while more:
@@ -146,13 +154,13 @@ class LedgerClient:
         return attempt.refs
 
     def unfetched(self, attempt: Attempt) -> list[BlockRef]:
-        """What an unanswered call of this claim got, as a later call found out; until it is made again."""
+        """Returns what an unanswered call of this claim obtained, as a later call found out, until it is repeated."""
         settled = self.lane.settled((attempt, attempt.num_answered))
         return cast(tuple[list[BlockRef], bool], settled)[0] if settled else []
 
     def forget(self, attempt: Attempt) -> None:
-        """Nobody makes this hand-over or claim again: a ticket that it has begun, or is found to have begun, is ended.
-        What a claim has got is for the caller to release.
+        """Declares that this hand-over or claim will not be repeated. A ticket that it began, as known now or found out
+        later, is ended. The caller releases what a claim obtained.
         """
         attempt.is_over = True
         late = self.lane.forget((attempt, attempt.num_answered))
@@ -161,12 +169,13 @@ class LedgerClient:
                 self.give_up(ticket)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket; if the ledger does not answer it is left to its lease."""
+        """Ends a ticket; if the ledger does not answer, the ticket ends with its lease."""
         self.lane.give_up(ticket)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Gives up `refs` (chains head first, let go of from their tails on). Says that writes into them are complete.
-        No refusal, not even when fenced.
+        """Gives up `refs` (chains head first; they are released from their tails on), whose writes must be complete.
+
+        The ledger refuses nothing, and a fenced holder gets no error.
         """
         try:
             for part in reversed(list(chunks(refs, RELEASE_CHUNK))):
@@ -175,21 +184,21 @@ class LedgerClient:
             return
 
     def holdings_after(self, place: int) -> tuple[list[BlockRef], int]:
-        """As of the ledger, after a call that is still unanswered was repeated. Fenced."""
+        """Returns what `LedgerScripts.holdings_after` does, after repeating an unanswered call. Raises Fenced."""
         return self.lane.call(lambda call: self.ledger.holdings_after(call.epoch, place), changes=False)
 
     def holdings(self) -> list[BlockRef]:
-        """What the ledger says is held here, all of it. Fenced."""
+        """Returns everything that the ledger records as held here. Raises Fenced."""
         return self.lane.call(lambda call: self.ledger.holdings(call.epoch), changes=False)
 
     def holds(self, refs: Sequence[BlockRef]) -> list[bool]:
-        """Which of at most CHUNK references the ledger says are held here. Fenced."""
+        """Returns which of at most CHUNK references the ledger records as held here. Raises Fenced."""
         return self.lane.call(lambda call: self.ledger.holds(call.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:
-        """Of blocks that the ledger gave this holder the header says that they were reallocated: as `distrust`.
+        """Asks for a rebuild, since the header says that blocks which the ledger gave this holder were reallocated.
 
-        Fenced: the lease was over, so that others may have got them.
+        Raises Fenced if the lease had ended, so that the blocks may have been given to others.
         """
         try:
             self.ledger.distrust(self.epoch)
@@ -201,10 +210,10 @@ class LedgerClient:
         self.breaker.open(f"it must be built anew: {reason}")
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
-        """Registers under a ledger that was built anew and asserts `refs` there: everything that is held, may be
-        written, or is in reserve here. Calls go there from `join` on. Takes no lock; for one thread.
+        """Registers in a ledger that was built anew and asserts `refs` there: everything that is held, may be written,
+        or is in reserve here. Calls go there from `join` on. Takes no lock; for one thread.
 
-        Errors: as `register`; the next try goes on where this one ended.
+        Raises what `register` raises, and Fenced; after LedgerUnavailable the next call continues where this one ended.
         """
         if self._joining is None or self._joining.ledger.dataset != dataset:
             self._joining = Joining(self.ledger.under(dataset))
@@ -220,13 +229,13 @@ class LedgerClient:
             raise
 
     def join(self) -> None:
-        """Calls go to the ledger in which everything was asserted."""
+        """Directs all further calls to the ledger in which everything was asserted."""
         assert self._joining is not None and self._joining.epoch is not None
         self.lane.restart(self._joining.ledger, self._joining.epoch, self._joining.number)
         self._joining = None
 
     def close(self) -> None:
-        """Ends the beats and gives everything back. Say so only when this process writes no more."""
+        """Ends the beats and gives everything back. Call it only when this process writes no more."""
         self.lease.end()
         try:
             self.ledger.unregister(self.epoch)

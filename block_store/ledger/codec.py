@@ -1,4 +1,4 @@
-"""How references, hashes and seal items are packed for the ledger's scripts, whose `unpack`s are the other half."""
+"""Packs references, hashes and seal items for the ledger's scripts, and unpacks the scripts' replies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NO_HASH = bytes(HASH_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class SealItem:
-    """A block whose content is final: full with its prefix hash, or partial without one."""
+    """A block whose content is final: a full one with its prefix hash, or a partial one without."""
 
     ref: BlockRef
     prefix_hash: bytes | None = None
     quota: CacheQuota | None = None
-    """Of the tenant whose block it is; None: it counts for nobody."""
+    """Quota of the tenant that owns the block; None: it counts against no quota."""
 
 
 def pack_refs(refs: Iterable[BlockRef]) -> bytes:
@@ -30,7 +30,7 @@ def pack_refs(refs: Iterable[BlockRef]) -> bytes:
 
 
 def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
-    """ValueError, struct.error: these are not `num_refs` references."""
+    """Returns the references. Raises ValueError or struct.error if these are not `num_refs` references."""
     refs = [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
     if num_refs is not None and len(refs) != num_refs:
         raise ValueError(f"{len(refs)} references instead of {num_refs}")
@@ -38,7 +38,7 @@ def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
 
 
 def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
-    """The items, and the quotas that they name by their place, from 1 on."""
+    """Packs the items, and the quotas that they refer to by position, from 1 on."""
     places: dict[CacheQuota | None, int] = {None: 0}
     packed = b"".join(
         _ITEM.pack(
@@ -51,7 +51,10 @@ def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
 
 
 def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
-    """u32 number of groups, then per group u32 count and the hashes. ValueError: a hash has not 32 bytes."""
+    """Packs a u32 number of groups, then per group a u32 count and the hashes.
+
+    Raises ValueError if a hash does not have 32 bytes.
+    """
     parts = [struct.pack("<I", len(hashes_by_group))]
     for hashes in hashes_by_group:
         packed = b"".join(hashes)
@@ -62,19 +65,19 @@ def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
 
 
 def pack_report(missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> bytes:
-    """u32 count of the first list, then the references of both."""
+    """Packs a u32 count of the first list, then the references of both."""
     return struct.pack("<I", len(missing)) + pack_refs(missing) + pack_refs(surplus)
 
 
 def unpack_report(packed: bytes) -> tuple[list[BlockRef], list[BlockRef]]:
-    """The other half of `pack_report`."""
+    """Reverses `pack_report`."""
     (num_missing,) = struct.unpack_from("<I", packed)
     refs = unpack_refs(packed[4:])
     return refs[:num_missing], refs[num_missing:]
 
 
 def unpack_prefix(packed: bytes, num_groups: int) -> list[list[BlockRef]]:
-    """The reply of `acquire`: u32 length, then `length` references per group."""
+    """Unpacks the reply of `acquire`: a u32 length, then `length` references per group."""
     (length,) = struct.unpack_from("<I", packed)
     refs = unpack_refs(packed[4:], num_groups * length)
     return [refs[group * length : (group + 1) * length] for group in range(num_groups)]

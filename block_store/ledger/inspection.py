@@ -1,4 +1,4 @@
-"""The ledger as one reads it: counts, holders, the map of blocks. For `Inspect`, for the invariants and for people."""
+"""Reads the ledger: counts, holders, the map of blocks. For `Inspect`, for the invariants and for people."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import redis
 
 from block_store.errors import LedgerUnavailable
 from block_store.ledger.block_record import RECORD
-from block_store.ledger.scripts import LedgerScripts, reading
+from block_store.ledger.replies import reading
+from block_store.ledger.scripts import LedgerScripts
 from common.types import BlockRef, Epoch
 
 _PIECE = 512
-"""Entries that one command reads."""
+"""Number of entries that one command reads."""
 _TRIES = 3
 _HOPELESS_S = 0.5
-"""A busy ledger does not stand still for so long."""
+"""Duration of a reading after which it is not tried again: a busy ledger does not stay unchanged for so long."""
 
 
 class BlockState(IntEnum):
-    """The ledger's states, numbered as in the scripts and in `BlockStoreService`."""
+    """State of a block in the ledger, numbered as in the scripts and in `BlockStoreService`."""
 
     FREE = 1
     RESERVED = 2
-    """Allocated and not sealed: reserved or being written; only the header knows which."""
+    """Allocated but not sealed: reserved or being written; only the header says which."""
     SEALED = 3
     CACHED = 4
     QUARANTINE = 5
@@ -37,7 +38,7 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Blocks by state."""
+    """Numbers of blocks by state."""
 
     free: int
     reserved: int
@@ -49,23 +50,23 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
-    """One live holder; `own` maps what it holds to its place in the order, and is empty without the map of blocks."""
+    """A live holder; `own` maps each reference to its place in their order, and is empty without the map of blocks."""
 
     epoch: Epoch
     kind: str
-    """"worker" or "ticket"; empty if the ledger is broken: a lease of nobody."""
+    """"worker" or "ticket"; empty if the ledger is damaged: a lease without a holder."""
     name: str
     floor: int
     writer_slot: int
     lease_ms: int
-    """Time left; negative: past."""
+    """Time left on the lease; negative if it has ended."""
     num_references: int
     own: dict[BlockRef, int]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """One block's record and block side."""
+    """A block's record, and its holders as the block side lists them."""
 
     state: BlockState
     generation: int
@@ -73,13 +74,13 @@ class BlockView:
     writer_epoch: int
     prefix_hash: bytes | None
     owner: int
-    """The tenant whose quota it counts for while it is CACHED; 0: none."""
+    """Number of the tenant against whose quota it counts while it is CACHED; 0: none."""
     holders: tuple[Epoch, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """One moment of the ledger."""
+    """A snapshot of the ledger."""
 
     counts: Counts
     holders: tuple[HolderView, ...]
@@ -87,22 +88,23 @@ class Inspection:
     index: dict[bytes, int] | None = None
     free: tuple[int, ...] = ()
     cached: tuple[int, ...] = ()
-    """Coldest first."""
+    """CACHED blocks, coldest first."""
     quotas: dict[int, int] | None = None
-    """Blocks that may be CACHED, by owner."""
+    """Number of blocks that may be CACHED, by owner."""
     owned: dict[int, tuple[int, ...]] | None = None
-    """Those of `cached` that count for an owner."""
+    """The `cached` blocks that count against each owner's quota."""
     quarantine: tuple[tuple[int, int], ...] = ()
-    """(block, writer slot)"""
+    """(block, writer slot) of each quarantined block."""
     floors: dict[Epoch, int] | None = None
     dying: dict[Epoch, tuple[int, ...]] | None = None
-    """Blocks that ended holders are still to let go of."""
+    """Blocks that ended holders have still to release."""
 
 
 def inspect(ledger: LedgerScripts, with_blocks: bool = False) -> Inspection:
-    """Reads the ledger; the map of blocks, which is as large as the arena, piece by piece, so that nobody waits for it.
+    """Reads the ledger. The map of blocks, which grows with the arena, is read in parts, so that nobody waits for it.
 
-    One moment if nothing changed meanwhile; that is tried some times, and then it is a blur, as of a photograph.
+    The result is one moment of the ledger if nothing changed while it was read. If something did, the reading is
+    repeated a few times; the last one may mix several moments.
     """
     if not with_blocks:
         return _counts_and_holders(ledger)
@@ -130,7 +132,7 @@ def _with_blocks(ledger: LedgerScripts, blocks: BlockMap) -> Inspection:
 
 
 def _whole(seen: Inspection, blocks: BlockMap) -> Inspection:
-    """ValueError, IndexError, struct.error: the map is damaged."""
+    """Adds the map of blocks to `seen`. Raises ValueError, IndexError or struct.error if the map is damaged."""
     sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
     views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
 
@@ -163,32 +165,32 @@ def _whole(seen: Inspection, blocks: BlockMap) -> Inspection:
 
 
 class BlockMap:
-    """The keys of a ledger (`lua/lib/state.lua`), each read by commands that take a bounded time. Errors: redis'."""
+    """A reader of a ledger's keys (`lua/lib/state.lua`), with commands of bounded duration. Raises redis' errors."""
 
     def __init__(self, client: redis.Redis, tag: str) -> None:
         self._client = client
         self._tag = tag
 
     def records(self) -> Iterator[tuple[Any, ...]]:
-        """The fields of every block's record."""
+        """Yields the fields of every block's record."""
         size = RECORD.size * _PIECE
         for first in range(0, int(self._client.strlen(self._tag + "blocks")), size):  # type: ignore[arg-type]
             packed = self._client.getrange(self._tag + "blocks", first, first + size - 1)
             yield from RECORD.iter_unpack(packed)  # type: ignore[arg-type]
 
     def entries(self, name: str) -> Iterator[tuple[bytes, bytes]]:
-        """Of a hash, in no order."""
+        """Returns the entries of a hash, in no order."""
         return iter(dict(self._client.hscan_iter(self._tag + name, count=_PIECE)).items())
 
     def listed(self, name: str) -> Iterator[bytes]:
-        """Of a list."""
+        """Yields the entries of a list."""
         first = 0
         while part := cast(list[bytes], self._client.lrange(self._tag + name, first, first + _PIECE - 1)):
             yield from part
             first += _PIECE
 
     def each_ordered(self, names: Sequence[str]) -> Iterator[Iterator[tuple[bytes, float]]]:
-        """`ordered` of many sorted sets, most of them small: tickets are many."""
+        """Yields `ordered` of each of many sorted sets, most of them small, since there may be many tickets."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.zrange(self._tag + name, 0, _PIECE - 1, withscores=True)
@@ -196,7 +198,7 @@ class BlockMap:
             yield chain(part, self.ordered(name, _PIECE) if len(part) == _PIECE else ())
 
     def ordered(self, name: str, first: int = 0) -> Iterator[tuple[bytes, float]]:
-        """Of a sorted set, lowest first, from place `first` on."""
+        """Yields the entries of a sorted set with their scores, lowest first, from place `first` on."""
         while part := cast(
             list[tuple[bytes, float]], self._client.zrange(self._tag + name, first, first + _PIECE - 1, withscores=True)
         ):

@@ -1,8 +1,8 @@
-"""The ledger's invariants (docs/design.md, Invariants), checked over one moment, or over two moments of one ledger.
+"""Checks of the ledger's invariants (docs/design.md, Invariants), at one moment or between two moments of one ledger.
 
-`check` is for tests after every step, and for a check of a running store. Each finding begins with the invariant's
-name. I7, I8 and I10 speak of operations and bytes, not of one moment; the tests hold them. I2 needs no check: a
-block's generation is written once, and I3 says when it changes.
+Tests call `check` after every step; `check_running` is for a running store. Each finding begins with the invariant's
+name. I7, I8 and I10 concern operations and bytes, not one moment; the tests check them. I2 needs no check: a block's
+generation is stored only once, and I3 says when it may change.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ SETTLE_S = 0.3
 
 
 def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
-    """Every broken invariant of the ledger now; with `before`, an earlier moment, also of what changed since."""
+    """Returns every invariant that is broken now; with an earlier moment `before`, also those on changes since then."""
     return findings(ledger, inspect(ledger, with_blocks=True), before)
 
 
 def check_running(ledger: LedgerScripts) -> list[str]:
-    """`check` of a ledger that is at work."""
+    """Checks a ledger that is in use."""
     return lasting(lambda: check(ledger))
 
 
 def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
-    """What is found in each of LOOKS looks; none but the first where nothing is left. A ledger that changes while it is
-    read, piece by piece, shows differences that are none.
+    """Returns what each of up to LOOKS looks finds; stops looking when nothing is left.
+
+    A ledger that changes while it is read in parts shows differences that do not exist.
     """
     found = list(dict.fromkeys(look()))
     for _ in range(LOOKS - 1):
@@ -43,13 +44,15 @@ def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
 
 
 def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None = None) -> list[str]:
-    """`check` of a moment that the caller has read just now."""
+    """Checks a moment that the caller has just read."""
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
     return found if before is None else [*found, *changes(before, now)]
 
 
 def changes(before: Inspection, now: Inspection) -> list[str]:
-    """I3 and I11 over one operation: a new generation needs no references and no quarantine, and goes up."""
+    """Checks I3 and I11 over one operation: a generation changes only upwards, in a FREE or CACHED block without
+    references.
+    """
     found: list[str] = []
     for block, (old, new) in enumerate(zip(before.blocks, now.blocks, strict=True)):
         if new.generation == old.generation:
@@ -81,7 +84,7 @@ def _accounting(now: Inspection) -> list[str]:
 
 
 def _quotas(now: Inspection) -> list[str]:
-    """I1, for what counts for a tenant."""
+    """Checks I1 for the blocks that count against a tenant's quota."""
     found: list[str] = []
     for owner, owned in (now.owned or {}).items():
         if owned != tuple(block for block in now.cached if now.blocks[block].owner == owner):

@@ -1,7 +1,6 @@
-"""A holder's way into a ledger that was built anew: registered once, everything asserted in pieces, each once.
+"""A holder's way into a ledger that was built anew: it registers once and asserts everything in parts, each once.
 
-However much is held, no call is long, and a try that ended half-way is gone on with. Independent of what the
-references are for.
+However much is held, no call is long, and an interrupted try is continued. Independent of what the references are for.
 """
 
 from __future__ import annotations
@@ -11,26 +10,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from block_store.ledger.scripts import CallId, LedgerScripts, Standing, chunks
+from block_store.ledger.replies import Standing
+from block_store.ledger.scripts import CallId, LedgerScripts, chunks
 from common.types import BlockRef, Epoch
 
 
 @dataclass(slots=True)
 class Joining:
-    """Where a holder is on its way. Errors of all methods: LedgerUnavailable (call again), StaleDataset, Fenced."""
+    """A holder's progress. All methods can raise LedgerUnavailable (call again), StaleDataset and Fenced."""
 
     ledger: LedgerScripts
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """By which a repeated registration is known: another holder of the same floor would be left behind."""
+    """Token that identifies a repeated registration, which would otherwise leave behind another holder with a floor."""
     epoch: Epoch | None = None
     number: int = 0
-    """Of the last call that was answered."""
+    """Number of the last answered call."""
     standings: dict[BlockRef, Standing] = field(default_factory=dict)
     _unanswered: Sequence[BlockRef] = ()
     _beaten_at: float = 0.0
 
     def register(self, name: str, writer_slot: int, floor: int, lease_s: float) -> None:
-        """FloorsExceedArena too."""
+        """Registers the holder, once. Raises FloorsExceedArena too."""
         if self.epoch is None:
             self.epoch = self.ledger.register(
                 name, writer_slot=writer_slot, floor=floor, lease_s=lease_s, token=self.token
@@ -38,8 +38,9 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def assert_all(self, refs: Sequence[BlockRef], lease_s: float) -> dict[BlockRef, Standing]:
-        """What became of each of `refs`, and of what earlier tries have asserted. From then on nothing waits for the
-        holder's writer slot.
+        """Returns what became of each of `refs`, and of what earlier tries asserted.
+
+        After that no block waits for the holder's writer slot.
         """
         if self._unanswered:
             self._assert(self._unanswered, lease_s)
@@ -51,7 +52,7 @@ class Joining:
         return self.standings
 
     def _assert(self, part: Sequence[BlockRef], lease_s: float) -> None:
-        """A repeated call carries the same number and the same references, and is answered as the first."""
+        """Asserts one part. A repeated call has the same number and references, and gets the same answer."""
         assert self.epoch is not None
         self._unanswered = part
         found = self.ledger.assert_held(CallId(self.epoch, self.number + 1), part)
@@ -63,7 +64,7 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def _end(self) -> bool:
-        """Whether some is left to be freed. Done twice it is as done once."""
+        """Frees what else waits for the writer slot; returns whether blocks are left for another call. Idempotent."""
         assert self.epoch is not None
         more = self.ledger.assert_all(CallId(self.epoch, self.number + 1))
         self.number += 1

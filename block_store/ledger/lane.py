@@ -1,8 +1,8 @@
-"""The ordered lane of a holder's ledger calls: each of them happens once, though some have to be repeated.
+"""The ordered lane of a holder's ledger calls: each takes effect once, though some have to be repeated.
 
-Mutating calls carry a running number and are made one at a time. A call that got no answer is repeated with the same
-number, before any later call; to a repeated number the ledger gives the stored reply. A call has a budget: when it is
-spent the breaker opens and calls fail at once, until a beat gets through (`lease`). Independent of what the calls do.
+Mutating calls carry a running number and are made one at a time. An unanswered call is repeated with the same number
+before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget: when it is
+spent, the breaker opens and calls fail at once, until a beat is answered (`lease`). Independent of what the calls do.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _LOG = logging.getLogger(__name__)
 _REPEAT_PAUSE_S = 0.002
 T = TypeVar("T")
 Key = tuple[object, ...]
-"""Tells a call that is made again from another one."""
+"""Identifies a call that its caller may repeat."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One hand-over or one claim, over all its calls and their repetitions: answers to them are for nobody else.
+    """One hand-over or one claim, with all its calls and their repetitions, whose answers belong to it alone.
 
-    A caller that makes it again after LedgerUnavailable passes the same object; one that does not, says so by
+    A caller that repeats it after LedgerUnavailable passes the same object; one that does not repeat it calls
     `LedgerClient.forget`.
     """
 
     ticket: TicketId | None = None
-    """That a hand-over has begun."""
+    """The ticket that a hand-over has begun."""
     refs: list[BlockRef] = field(default_factory=list)
-    """That a claim has got."""
+    """References that a claim has obtained."""
     num_answered: int = 0
     is_over: bool = False
 
@@ -51,25 +51,25 @@ class OrderedLane:
         self.name = name
         self.epoch = epoch
         self.budget_s = budget_s
-        """Most of what a call may take, with its repetitions."""
+        """Longest time that a call may take, repetitions included."""
         self.breaker = Breaker(name)
         self.fenced = threading.Event()
         self.on_fenced: Callable[[], None] = lambda: None
-        """Runs once, in the thread that learns it."""
+        """Callback that runs once, in the thread that learns of the fence."""
         self.number = 0
-        """Of the last call that was made."""
+        """Number of the last call made."""
         self.answered = 0
-        """Of the last call that was answered."""
+        """Number of the last call answered."""
         self._lock = threading.Lock()
         self._pending: tuple[Key | None, Callable[[CallId], object]] | None = None
         self._settled: dict[Key, object] = {}
-        """Answers to unanswered calls, as later ones found them out, for the callers that make them again."""
+        """Late answers to unanswered calls, for the callers that repeat these calls."""
 
     def call(self, operation: Callable[[CallId], T], key: Key | None = None, changes: bool = True) -> T:
-        """The answer to `operation`. `key` None: nobody makes this call again. `changes` False: a reading, which takes
-        no number. Errors: Fenced, LedgerUnavailable, StaleDataset, and the operation's refusals.
+        """Returns the answer to `operation`. `key` None: nobody repeats this call. `changes` False: a read, which takes
+        no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's refusals.
         """
-        self._check_open()  # without the lock: a call that waits for an answer holds it
+        self._check_open()  # without the lock, which is held by a call that waits for an answer
         with self._lock:
             self._check_open()
             if self._pending is not None:
@@ -81,29 +81,29 @@ class OrderedLane:
             return self._until_answered(operation)
 
     def settled(self, key: Key) -> object:
-        """The answer to an unanswered call as a later one found it out, until that call is made again; else None."""
+        """Returns the late answer to an unanswered call, until that call is repeated; None if there is none."""
         return self._settled.get(key)
 
     def forget(self, key: Key) -> object:
-        """As `settled`, once."""
+        """Returns what `settled` returns, and drops it."""
         with self._lock:
             return self._settled.pop(key, None)
 
     def restart(self, ledger: LedgerScripts, epoch: Epoch, number: int) -> None:
-        """Goes on in a ledger that was built anew. What was under way in the old one is over."""
+        """Continues in a ledger that was built anew, and drops the calls under way in the old one."""
         with self._lock:
             self.ledger, self.epoch, self.number, self.answered = ledger, epoch, number, number
             self._pending = None
             self._settled.clear()
 
     def fence(self) -> None:
-        """Nothing is this holder's any more; calls `on_fenced` once."""
+        """Marks the holder as fenced: nothing belongs to it any more. Calls `on_fenced` once."""
         if not self.fenced.is_set():
             self.fenced.set()
             self.on_fenced()
 
     def distrust(self, reason: object) -> None:
-        """The ledger is not to be believed: has it built anew, and goes on without it until it is."""
+        """Has an untrustworthy ledger built anew, and goes on without it until then."""
         self.breaker.open(f"it must be built anew: {reason}")
         try:
             self.ledger.distrust()
@@ -111,7 +111,7 @@ class OrderedLane:
             _LOG.warning("could not ask for a rebuild: %s", error)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket; if the ledger does not answer it is left to its lease."""
+        """Ends a ticket; if the ledger does not answer, the ticket ends with its lease."""
         try:
             if not self.breaker.refuses():
                 self.ledger.give_up(ticket)
@@ -125,8 +125,10 @@ class OrderedLane:
             raise LedgerUnavailable(f"{self.name} goes on without the ledger")
 
     def _settle(self, key: Key | None, pending: Callable[[CallId], object]) -> None:
-        """Repeats the unanswered call. Its answer is kept for the caller that makes the same call again; its refusal
-        matters to nobody; what it got else shows in `holdings`.
+        """Repeats the unanswered call.
+
+        The answer is kept for a caller that makes the same call again. A refusal is ignored. Anything else that the
+        call obtained appears in `holdings`, except a ticket, which is ended.
         """
         try:
             answer = self._until_answered(pending)
@@ -155,7 +157,7 @@ class OrderedLane:
             except StaleDataset as error:
                 self.breaker.open(error)
                 raise
-            except (LedgerDamaged, OutOfOrder) as error:  # there is one lane a holder: its number was changed
+            except (LedgerDamaged, OutOfOrder) as error:  # a holder has one lane, so something else changed the number
                 self._pending = None
                 self.distrust(error)
                 raise LedgerUnavailable(str(error)) from error

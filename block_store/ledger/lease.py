@@ -1,6 +1,6 @@
-"""A holder's lease in the ledger, extended by the beats of a thread of its own.
+"""A holder's lease in the ledger, which the beats of its own thread extend.
 
-The same thread notices that the ledger answers again or was built anew, and has the holder settle what it missed.
+The same thread notices that the ledger answers again or was built anew, and has the holder settle what was missed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from common.telemetry import Fallbacks
 _LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
 MOST_PROBE_PAUSE_S = 8 * PROBE_S
-"""A new ledger that does not let a holder in is tried ever more rarely, down to this."""
+"""Longest pause between two tries to join a new ledger that does not admit the holder; the pauses grow up to this."""
 
 
 class Lease:
-    """That the ledger may count on this holder, and what its last beat heard. Beats come from one thread at a time."""
+    """A holder's lease and what the ledger answered to the last beat. One thread at a time may beat."""
 
     def __init__(self, lane: OrderedLane, lease_s: float) -> None:
         self.lease_s = lease_s
         self.on_stale: Callable[[], bool] = lambda: False
-        """Rejoins a ledger that was built anew; False: there is none yet."""
+        """Callback that rejoins a ledger that was built anew; returns False if there is none yet."""
         self.on_answer: Callable[[], object] = lambda: None
-        """Runs in the beat thread after every beat that was answered."""
+        """Callback that the beat thread runs after every answered beat."""
         self.num_available = 0
-        """Blocks that could still be allocated as of the last beat; `Reserve` counts from there on."""
+        """Number of blocks that could still be allocated at the last beat; allocations and releases here adjust it."""
         self.census = ""
-        """The census that the last beat heard of; empty: none."""
+        """Name of the census that the last beat reported; empty: none."""
         self._lane = lane
         self._beaten_at = 0.0
         self._probe_pause_s = PROBE_S
@@ -42,19 +42,19 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self, beat_s: float) -> None:
-        """Beats every `beat_s` seconds from now on, until `end`."""
+        """Starts to beat every `beat_s` seconds, until `end`."""
         name = f"beat-{self._lane.name}"
         self._thread = threading.Thread(target=self._beat_on, args=(beat_s,), name=name, daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """No more beats; returns when the last one is over."""
+        """Ends the beats; returns when the last one is over."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def beat(self) -> None:
-        """Extends the lease now. Errors: Fenced, StaleDataset, LedgerDamaged, LedgerUnavailable."""
+        """Extends the lease now. Raises Fenced, StaleDataset, LedgerDamaged or LedgerUnavailable."""
         self._beaten_at = time.monotonic()
         lane = self._lane
         try:
@@ -64,12 +64,12 @@ class Lease:
             raise
 
     def keep(self) -> None:
-        """Beat if the last beat is a while ago; called during long work in the beat thread."""
+        """Beats if the last beat was more than a fifth of a lease ago; called during long work in the beat thread."""
         if time.monotonic() - self._beaten_at > self.lease_s / 5:
             self.beat()
 
     def probe(self) -> None:
-        """What the beat thread does: beat, rejoin if the ledger was built anew, open or close the breaker. Fenced."""
+        """Beats, rejoins if the ledger was built anew, and opens or closes the breaker. Raises Fenced."""
         lane = self._lane
         try:
             self.beat()
@@ -90,8 +90,8 @@ class Lease:
                 self.probe()
             except Fenced as error:
                 _LOG.error("holder %s is fenced: %s", lane.name, error)
-            except Exception:  # a lease that nobody renews costs every request here
-                _LOG.exception("a beat of %s failed; the next one comes", lane.name)
+            except Exception:  # without renewal the lease ends, which costs every request here
+                _LOG.exception("a beat of %s failed; the next one follows", lane.name)
 
     def _rejoin(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """Prefix hashes: a SHA-256 chain over (domain and salt, parent hash, token ids of one full block, extra keys).
 
-Independent of tenants (the gateway derives the salt) or of where blocks lie. Every field is preceded by its length,
-so that no two different inputs give the same bytes to hash.
+Independent of tenants (the gateway derives the salt) and of where blocks lie. Every field is preceded by its length,
+so that two different inputs never give the same bytes to hash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.types import PrefixHash
 
 HASH_BYTES = 32
 Rekey = tuple[int, bytes]
-"""A block, and what its hash has for a parent instead of the hash of the block before it."""
+"""The index of a block, and the parent of its hash in place of the hash of the block before it."""
 
 
 def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
@@ -27,24 +27,24 @@ def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
 
 
 def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes, numerics: str) -> bytes:
-    """Domain of the hashes of one KV group: other model, layout or numerics, other bits, other blocks
+    """Returns the hash domain of one KV group: blocks of another model, layout or numerics have other bits
     (docs/design.md, Blocks and the arena: hash domain).
     """
     return _digest(b"domain", (model_fingerprint, group.to_bytes(4, "little"), layout_fingerprint, numerics.encode()))
 
 
 def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
-    """The parent of a sequence's first block; `salt` keeps tenants apart."""
+    """Returns the parent of a sequence's first block; `salt` keeps tenants apart."""
     return _digest(b"start", (domain, salt))
 
 
 def prompt_chain(
     domain: bytes, salt: bytes, token_ids: Sequence[int], public_tokens: int, block_size: int
 ) -> tuple[bytes, Rekey | None]:
-    """The start of a prompt's chain, and where it is bound to `salt`.
+    """Returns the start of a prompt's chain, and where the chain is bound to `salt`.
 
-    Full blocks of the prompt's first `public_tokens` are hashed as everybody hashes them; the next one has a parent
-    that depends on all of them and on the salt, and so has all that follows.
+    Full blocks within the prompt's first `public_tokens` have the same hashes for all tenants. The hashes of all later
+    blocks depend on those blocks and on the salt.
     """
     num_public = public_tokens // block_size if salt else 0
     if not num_public:
@@ -55,9 +55,10 @@ def prompt_chain(
 
 
 def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> PrefixHash:
-    """Hash of the full block that holds `token_ids` (each as little-endian u32) after `parent`.
+    """Returns the hash of the full block that holds `token_ids` (each as little-endian u32) after `parent`.
 
-    `extra` names whatever else decides the block's content (an adapter, an image). Ids outside u32 raise OverflowError.
+    `extra` names anything else that determines the block's content (an adapter, an image). Raises OverflowError if an
+    id does not fit into u32.
     """
     ids = array("I", token_ids)
     if byteorder == "big":
@@ -68,7 +69,7 @@ def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> Pr
 def hash_blocks(
     parent: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"", rekey: Rekey | None = None
 ) -> list[PrefixHash]:
-    """Hashes of the full blocks of `token_ids`, in order; a last partial block has none.
+    """Returns the hashes of the full blocks of `token_ids`, in order; a last partial block has none.
 
     `parent` is `chain_start(...)` or the hash of the block before `token_ids[0]`.
     """

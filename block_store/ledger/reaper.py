@@ -1,7 +1,7 @@
-"""The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead; and when
-Redis has lost the ledger, or is another Redis, it has it built anew.
+"""The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead. It has the
+ledger built anew when Redis has lost it or is another Redis.
 
-A thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Independent of gRPC.
+It runs in a thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Independent of gRPC.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import redis
 from block_store.arena.arena import Arena
 from block_store.errors import LedgerDamaged, LedgerUnavailable, StaleDataset
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import LedgerScripts, ReapReport
+from block_store.ledger.replies import ReapReport
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord, WorkerRegistry
 
@@ -24,10 +25,10 @@ SWEEP_S = 0.5
 
 
 def sweep(ledger: LedgerScripts, arena: Arena, waiting_slots: tuple[int, ...], tick: int = 0) -> ReapReport:
-    """One sweep. `waiting_slots`, `tick`: those of the last report; the slots' locks are looked at before the call, as
-    `reap` asks.
+    """Makes one sweep. `waiting_slots` and `tick` are those of the last report. The slots' locks are checked before the
+    call, as `reap` demands.
 
-    What enters quarantine from a process that is dead already is freed at once by a second call.
+    A second call frees at once what enters quarantine from a process that is already dead.
     """
     report = ledger.reap([slot for slot in waiting_slots if not arena.is_writer_alive(slot)], tick=tick)
     if report.reaped and (dead := [slot for slot in report.waiting_slots if not arena.is_writer_alive(slot)]):
@@ -38,7 +39,7 @@ def sweep(ledger: LedgerScripts, arena: Arena, waiting_slots: tuple[int, ...], t
 
 
 class Reaper:
-    """Sweeps, and publishes the store's record, until stopped."""
+    """A thread that sweeps, and publishes the store's record, until it is stopped."""
 
     def __init__(self, ledger: LedgerScripts, arena: Arena, redis: RedisHandle, record: StoreRecord) -> None:
         self._ledger = ledger
@@ -56,7 +57,7 @@ class Reaper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the sweeps and takes the record out."""
+        """Ends the sweeps and withdraws the store's record."""
         self._stop.set()
         self._thread.join()
         try:
@@ -70,12 +71,12 @@ class Reaper:
             try:
                 more = self._sweep()
             except Exception:
-                _LOG.exception("the sweep failed; the next one comes")
+                _LOG.exception("the sweep failed; the next one follows")
             if not more:
                 self._stop.wait(SWEEP_S)
 
     def _sweep(self) -> bool:
-        """Returns whether the next sweep should come at once."""
+        """Makes one sweep; returns whether the next one should follow at once."""
         try:
             self._registry.publish_store(self._record)
             report = sweep(self._ledger, self._arena, self._waiting, self._tick)

@@ -1,14 +1,15 @@
-"""Builds the ledger of an arena in Redis from the arena's header: the first one, and every one after Redis has lost it
+"""Builds the ledger of an arena in Redis from the arena's header: the first one, and another after each loss or damage
 (docs/design.md, Ledger: rebuild).
 
 Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; the rest
 is free. Workers then register again and assert what they hold (`Rejoining.rejoin`), so that their requests go on.
 
-Why nothing is handed out twice and nobody writes into another's block. A writer enters the header (generation, slot,
-state), then reads the rebuild count, and writes into the block only if it is still that of its ledger. Here the count
-is raised first, then the header is read; a full fence stands between on both sides. So either this scan sees the
-writer, and the block waits for its slot; or the writer sees the new count, and writes nothing. Generations of the new
-ledger have the count as their upper half, above every one in the header.
+No block is handed out twice and nobody writes into another's block, for this reason. A writer first enters its
+generation, slot and state in the header, then reads the rebuild count, and writes into the block only if the count is
+still that of its ledger. The rebuild first raises the count, then reads the header. A full fence stands between the two
+steps on both sides. So either the rebuild sees the writer, and the block waits for its slot, or the writer sees the new
+count and writes nothing. Generations of the new ledger have the count as their upper half, so they are above every
+generation in the header.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ from block_store.ledger.scripts import LEASE_S, LedgerScripts, server_run_id, so
 
 _LOG = logging.getLogger(__name__)
 _CHUNK = 1024
-"""Blocks per command."""
+"""Number of blocks per command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What the header says of every block, as the ledger's records, and the writers to wait for."""
+    """The ledger's records of all blocks as the header implies them, and the writers to wait for."""
 
     records: npt.NDArray[np.void]
     awaited: tuple[int, ...]
     """Writer slots that are locked."""
 
     def blocks(self, state: BlockState) -> npt.NDArray[np.int64]:
-        """Numbers of the blocks in `state`, ascending."""
+        """Returns the numbers of the blocks in `state`, ascending."""
         return np.flatnonzero(self.records["state"] == state)
 
 
 def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
-    """The ledger that the arena's header names if this very Redis has it, else a new one. Errors: LedgerUnavailable,
-    StaleDataset (Redis was flushed meanwhile: try again).
+    """Returns the ledger that the arena's header names if this very Redis has it, else builds a new one.
+
+    Raises LedgerUnavailable, or StaleDataset if Redis was flushed meanwhile: try again.
     """
     ledger = LedgerScripts.attach(client, arena)
     try:
@@ -67,14 +69,14 @@ def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
 
 
 def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
-    """Builds the ledger anew; returns its dataset generation. The store's business only.
+    """Builds the ledger anew; returns its dataset generation. Only the store calls it.
 
-    For `grace_s` at most, cached blocks are not evicted while a worker that may hold them has yet to assert them.
-    Errors: those of redis, StaleDataset (Redis was flushed meanwhile: try again).
+    For at most `grace_s`, cached blocks are not evicted while a worker that may hold them has yet to assert them.
+    Raises redis' errors, or StaleDataset if Redis was flushed meanwhile: try again.
     """
     tag = f"{{looseleaf:{arena.arena_id}}}:"
     run_id, dataset = server_run_id(client), secrets.token_hex(8)
-    # First the old ledger is void, so that nothing is granted any more, then the header says so.
+    # The old ledger is voided first, so that it grants nothing any more; then the header says so.
     client.delete(tag + "meta")
     highest = int(arena.generations.max()) >> 32
     count = max(arena.rebuild_count, highest) + 1
@@ -93,10 +95,10 @@ def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
 
 
 def take_census(arena: Arena) -> Census:
-    """Reads the header. Only after the rebuild count was raised."""
+    """Reads the header. Call it only after the rebuild count was raised."""
     alive = arena.live_writers()
     states = arena.states.copy()
-    atomics.fence()  # who reads that a block is sealed reads the hash that it was sealed with
+    atomics.fence()  # whoever reads the state SEALED then also reads the hash of that seal
     hashes, slots = arena.hashes.copy(), arena.writer_slots.copy()
     records = np.zeros(arena.num_blocks, RECORDS)
     records["state"] = BlockState.FREE
@@ -105,7 +107,7 @@ def take_census(arena: Arena) -> Census:
     records["state"][writing] = BlockState.QUARANTINE
     records["slot"][writing] = slots[writing]
     sealed = states == HeaderState.SEALED
-    # Not to be found by a hash: partial blocks and doubles. A holder asserts it soon, or there is none.
+    # Partial blocks and doubles, which no hash finds: a living holder asserts them soon; without one they are free.
     records["state"][sealed] = BlockState.QUARANTINE if alive else BlockState.FREE
     indexed = _first_of_each_hash(sealed, hashes)
     records["state"][indexed] = BlockState.CACHED
@@ -115,14 +117,14 @@ def take_census(arena: Arena) -> Census:
 
 
 def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Numbers of the sealed full blocks, of each hash the first: the index names one block."""
+    """Returns the number of the first sealed full block of each hash, since the index names one block per hash."""
     full = np.flatnonzero(sealed & hashes.any(axis=1))
     whole = np.ascontiguousarray(hashes[full]).view("S32").ravel()
     return full[np.unique(whole, return_index=True)[1]]
 
 
 def _write(client: redis.Redis, tag: str, census: Census) -> None:
-    """Everything but `meta`, without which nobody touches it."""
+    """Writes all keys except `meta`, without which nobody uses the others."""
     packed = census.records.tobytes()
     size = RECORDS.itemsize * _CHUNK
     for first in range(0, len(packed), size):
@@ -131,7 +133,7 @@ def _write(client: redis.Redis, tag: str, census: Census) -> None:
     waiting = census.blocks(BlockState.QUARANTINE)
     for part in _parts(free.tolist()):
         client.rpush(tag + "free", *part)
-    # Coldest first. Chains are mostly allocated upwards, so downwards their tails go first.
+    # Coldest first. Chains are mostly allocated upwards, so in descending order their tails are evicted first.
     for part in _parts(list(enumerate(cached[::-1].tolist(), 1))):
         client.zadd(tag + "cached", {str(block): score for score, block in part})
     for part in _parts(cached.tolist()):

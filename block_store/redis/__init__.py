@@ -1,1 +1,1 @@
-"""Which Redis is used, and the registry of workers and stores in it."""
+"""The choice of Redis, and the registry of workers and stores in it."""

@@ -1,4 +1,4 @@
-"""The password of a Redis, from a file: in a URL among the flags every user of the machine could read it."""
+"""Reads a Redis password from a file: in a URL among the flags, every user of the machine could read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.secret_files import read_secret
 
 
 def with_password(url: str, file: Path | None) -> str:
-    """`url` with the password in `file`, if one is named. StartupError."""
+    """Returns `url` with the password in `file`, if one is given. Raises StartupError."""
     if file is None:
         return url
     parts = urlsplit(url)

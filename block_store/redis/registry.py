@@ -1,7 +1,7 @@
-"""Who is there: workers and block stores publish records in Redis with every beat, gateways list the fresh ones.
+"""The registry of live workers and block stores: they publish records in Redis regularly, gateways list the fresh ones.
 
-Stamps are Redis `TIME`, so no clocks are compared. What cannot be read is skipped, counted and soon removed: one bad
-entry must not hide the others. Independent of the ledger. Plain blocking calls; call them in a thread.
+Stamps are Redis `TIME`, so the clocks of machines are not compared. An unreadable entry is skipped and counted, and
+removed once it is old: it must not hide the others. Independent of the ledger. Calls block; make them in a thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FRESH_S = 3.0
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 
-# Where something else than a hash stands under the key, it goes.
+# Deletes the key if its value is not a hash.
 _HASH_ONLY = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
@@ -34,8 +34,9 @@ local stamp = time[1] .. string.format('%03d', math.floor(time[2] / 1000))
 redis.call('HSETNX', KEYS[1], '#life', stamp .. ' ' .. ARGV[1])
 return redis.call('HSET', KEYS[1], ARGV[1], stamp .. ' ' .. ARGV[2])
 """
-# Returns the name of the registry's life, then the values that are fresh; those of a minute ago are removed. What has
-# no stamp, or one of the future, is given one, so that it ages like the others; its beginning is kept to be looked at.
+# Returns the registry's incarnation, then the fresh values; values older than a minute are removed. A value without a
+# stamp, or with one more than a minute ahead, gets a new stamp, so that it ages like the others. Its first 200 bytes
+# are kept for inspection.
 _LIST = f"""{_HASH_ONLY}
 local time, all = redis.call('TIME'), redis.call('HGETALL', KEYS[1])
 local fresh = {{ redis.call('HGET', KEYS[1], '#life') or '' }}
@@ -57,7 +58,7 @@ return fresh
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
-    """What a block store publishes: enough to open its ledger without its arena (gateways), or to attach (workers)."""
+    """A block store's record: enough to open its ledger without its arena (gateways), or to attach (workers)."""
 
     arena_id: str
     address: str
@@ -70,7 +71,7 @@ class StoreRecord:
 
 
 class WorkerRegistry:
-    """The records under one namespace of one Redis. Errors of all methods: LedgerUnavailable."""
+    """The records under one namespace of one Redis. All methods can raise LedgerUnavailable."""
 
     def __init__(self, client: redis.Redis, namespace: str = "looseleaf") -> None:
         self._client = client
@@ -80,18 +81,18 @@ class WorkerRegistry:
         self._list = client.register_script(_LIST)
         self.fallbacks = Fallbacks(_LOG)
         self.incarnation = b""
-        """As of the last `list`: another one than before says that Redis has forgotten in between who was there."""
+        """Incarnation of the registry at the last `list`; a change means that Redis lost the records in between."""
 
     def publish(self, record: WorkerRecord) -> None:
-        """Enters or renews a worker; do so with every beat."""
+        """Enters a worker or renews its record; call it every second."""
         self._run(self._publish, self._workers, record.worker_id, json.dumps(asdict(record)))
 
     def withdraw(self, worker_id: str) -> None:
-        """Takes a worker out at once."""
+        """Removes a worker at once."""
         self._remove(self._workers, worker_id)
 
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:
-        """Workers that published within `fresh_s`, by id."""
+        """Returns the workers that published within `fresh_s`, by id."""
         self.incarnation, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
         return sorted(self._read(_WORKER, found), key=lambda record: record.worker_id)
 
@@ -102,7 +103,7 @@ class WorkerRegistry:
         self._remove(self._stores, arena_id)
 
     def get_store(self, arena_id: str | None = None, fresh_s: float = FRESH_S) -> StoreRecord | None:
-        """The store of `arena_id`, or any fresh one (the first by arena id); None: there is none."""
+        """Returns the store of `arena_id`, or the first fresh one by arena id; None if there is none."""
         _, *found = self._run(self._list, self._stores, round(fresh_s * 1000))
         records = sorted(self._read(_STORE, found), key=lambda record: record.arena_id)
         return next((record for record in records if arena_id in (None, record.arena_id)), None)
@@ -128,7 +129,7 @@ class WorkerRegistry:
 
 
 def _usable(record: WorkerRecord) -> WorkerRecord:
-    """What gateways compute with. ValueError."""
+    """Returns `record` if gateways can compute with it. Raises ValueError."""
     bytes.fromhex(record.hash_domain)
     if min(record.block_size, record.max_model_len, record.max_num_seqs) < 1:
         raise ValueError("block_size, max_model_len and max_num_seqs must be positive")

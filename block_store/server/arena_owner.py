@@ -1,6 +1,7 @@
-"""The store's arena from cradle to grave: found or sized and made, its ledger begun, silent holders reaped, removed.
+"""The life of the store's arena: it is found, or sized and made; its ledger is opened; silent holders are reaped; at
+the end it is removed.
 
-Blocking; the service calls it in threads. Independent of gRPC.
+Methods block; the service calls them in threads. Independent of gRPC.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArenaOwner:
-    """At most one arena. `arena` and `ledger` are None until it is found or made, and after it was lost."""
+    """The owner of at most one arena. `arena` and `ledger` are None until it is found or made, and after it is lost."""
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
-        """Errors: CudaUnavailable (`--device cuda` without a GPU)."""
+        """Raises CudaUnavailable if `--device cuda` is given without a GPU."""
         self._settings = settings
         self._redis = redis
         self._address = address
@@ -46,7 +47,7 @@ class ArenaOwner:
         self._cuda = Cuda(settings.cuda_library) if settings.device == "cuda" else None
         self._device: CudaDevice | None = None
         self._drop_lock = threading.Lock()
-        # Sized before the workers load their weights: what is available then includes them.
+        # Measured before the workers load their weights, so that the available memory includes room for these.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
         self._ahead: Prefault | None = None
 
@@ -55,8 +56,8 @@ class ArenaOwner:
         return self._redis.url
 
     def find(self) -> None:
-        """Maps the arena that a store before this one left, if there is one and its blocks are still there: device
-        memory ends with its owner. Errors: ArenaError, LedgerError.
+        """Maps the arena that an earlier store left, if there is one whose blocks still exist: device memory ends with
+        its owner. Raises ArenaError or LedgerError.
         """
         if not (self._directory / FILE_NAME).exists():
             self._take_ahead()
@@ -69,9 +70,10 @@ class ArenaOwner:
             self._lose(arena)
 
     def create(self, layout: KvLayout, needs: Sequence[WorkerNeeds], device_uuid: bytes) -> None:
-        """Sizes and makes the arena, on the workers' device or (empty) the host.
+        """Sizes and makes the arena, on the workers' device, or on the host if `device_uuid` is empty.
 
-        Errors: CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable, LedgerError.
+        Raises CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable or LedgerError, or ArenaError if the
+        workers compute elsewhere than `--device` says.
         """
         self._check_place(device_uuid)
         device = self._open_device(device_uuid) if device_uuid else None
@@ -85,8 +87,9 @@ class ArenaOwner:
         self._begin(arena)
 
     def _take_ahead(self) -> None:
-        """Begin to take what a host arena may have. Not with a budget of the user's: it may be nearly all memory,
-        and workers that load need some for a while.
+        """Begins to take the memory that a host arena may have.
+
+        Does not if the user gave a budget: it may be nearly all memory, and workers need some while they load.
         """
         settings = self._settings
         if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:
@@ -110,7 +113,7 @@ class ArenaOwner:
             self._ahead = None
 
     def drop_dead(self) -> None:
-        """Gives up an arena whose blocks died with the worker that owned their memory. The next one is empty."""
+        """Gives up an arena whose blocks were lost with the worker that owned their memory. The next arena is empty."""
         with self._drop_lock:
             if self.arena is not None and not has_live_memory(self.arena):
                 self._stop_reaper()
@@ -118,7 +121,7 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps; removes the arena, whichever store made it, unless it is to be kept and can be."""
+        """Ends the sweeps and removes the arena, whichever store made it, unless it shall be kept and can be."""
         self._stop_reaper()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
@@ -138,7 +141,7 @@ class ArenaOwner:
         self.arena, self.ledger = arena, ledger
 
     def _lose(self, arena: Arena) -> None:
-        """The end of an arena: no process that has it mapped may use it any more, and its ledger refuses everything."""
+        """Ends an arena: no process that has it mapped may use it any more, and its ledger refuses every call."""
         _LOG.info("arena %s is over: its blocks, its ledger and its files are given up", arena.arena_id)
         arena.declare_lost()
         try:
@@ -166,7 +169,7 @@ class ArenaOwner:
         return self._device
 
     def _limits_of(self, device: CudaDevice | None, needs: Sequence[WorkerNeeds]) -> DeviceLimits:
-        """A device's are of this moment: the workers are there, with their contexts and weights."""
+        """Returns the limits. A device's are measured now, when the workers' contexts and weights are in its memory."""
         if device is None:
             return self._limits
         info, settings = device.memory_info(), self._settings
@@ -175,7 +178,10 @@ class ArenaOwner:
 
 
 class DirectoryLock:
-    """Held by the one store of a directory. StartupError: another one lives there, or the directory cannot be made."""
+    """The lock that the one store of a directory holds.
+
+    The constructor raises StartupError if another store runs there, or if the directory cannot be made.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -193,7 +199,7 @@ class DirectoryLock:
             raise StartupError(f"--directory {directory} belongs to another block store that is running") from None
 
     def close(self) -> None:
-        """Gives the directory up, and removes it if nothing is left in it."""
+        """Releases the lock, and removes the directory if nothing is left in it."""
         (self._directory / "store.lock").unlink(missing_ok=True)
         os.close(self._fd)
         if not any(self._directory.iterdir()):

@@ -1,10 +1,10 @@
 """Compares the ledger in Redis, the header of the arena, and what workers say they hold.
 
-`python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
+Run `python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
 
-Prints every difference. A running store changes while it is read, piece by piece, so it is looked at again as long as
-something differs (`invariants.lasting`). Repair is a rebuild (`rebuild`): the ledger from the header, then every worker
-asserts what it holds. Independent of gRPC.
+Prints every difference. A running store changes while it is read in parts, so it is read again a few times if something
+differs (`invariants.lasting`). A repair is a rebuild (`rebuild`): the ledger is built from the header, then every
+worker asserts what it holds. Independent of gRPC.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 
 REPORT_WAIT_S = 3.0
-"""Workers report with a beat, once a second."""
+"""Time to wait for reports, which workers send with a beat, once a second."""
 _READABLE = (BlockState.SEALED, BlockState.CACHED)
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What fsck found."""
+    """The result of fsck."""
 
     differences: tuple[str, ...]
     silent: tuple[str, ...]
-    """Workers with a lease that did not report."""
+    """Names of workers that have a lease but did not report."""
 
 
 def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
-    """Every difference; with `digests` the blocks' bytes are compared with their digests too (on the host).
+    """Returns every difference; with `digests`, also compares the blocks' bytes with their digests (on the host only).
 
-    Errors: LedgerUnavailable, StaleDataset (it is being built anew: try again).
+    Raises LedgerUnavailable, or StaleDataset if the ledger is being built anew: try again.
     """
     blocks = _digests(arena) if digests else ()
     try:
@@ -55,9 +55,9 @@ def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: 
 
 
 def repair(arena: Arena, ledger: LedgerScripts, timeout_s: float = 15.0) -> bool:
-    """Has the store build the ledger anew; whether it did in time. Errors: LedgerUnavailable."""
+    """Has the store build the ledger anew; returns whether it did in time. Raises LedgerUnavailable."""
     before = arena.rebuild_count
-    with suppress(StaleDataset, LedgerDamaged):  # so the store will find it, if it has not yet
+    with suppress(StaleDataset, LedgerDamaged):  # the store finds the same in its next sweep, if it has not yet
         ledger.distrust()
     deadline = time.monotonic() + timeout_s
     while arena.rebuild_count == before and time.monotonic() < deadline:
@@ -72,7 +72,7 @@ def _look(arena: Arena, ledger: LedgerScripts) -> list[str]:
 
 def _pages(arena: Arena, ledger: LedgerScripts, moment: Inspection) -> list[str]:
     fixed = arena.fixed
-    found = [f"the header names dataset {fixed.dataset}, asked was {ledger.dataset}"] * (
+    found = [f"the header names dataset {fixed.dataset}, fsck was run on {ledger.dataset}"] * (
         fixed.dataset != ledger.dataset
     )
     if moment.counts.total != arena.num_blocks:
@@ -88,8 +88,9 @@ def _headers(arena: Arena, moment: Inspection) -> list[str]:
 
 
 def _header(arena: Arena, block: int, view: BlockView) -> list[str]:
-    """How one block's header contradicts the ledger. A block that nobody reads may lie behind in the header: it was
-    given and never entered there.
+    """Returns how one block's header contradicts the ledger.
+
+    The header of a block that nobody reads may be behind: the block was allocated but not entered in the header.
     """
     generation, state = int(arena.generations[block]), int(arena.states[block])
     if view.state not in _READABLE:
@@ -106,7 +107,7 @@ def _header(arena: Arena, block: int, view: BlockView) -> list[str]:
 
 
 def _digests(arena: Arena) -> list[str]:
-    """Sealed blocks whose bytes are not what was sealed. Blocks on a GPU have no digest."""
+    """Returns a line for each sealed block whose bytes are not what was sealed. Blocks on a GPU have no digest."""
     found: list[str] = []
     if arena.placement.memory is not Memory.HOST:
         return found
@@ -119,7 +120,7 @@ def _digests(arena: Arena) -> list[str]:
 
 
 def _ask_workers(ledger: LedgerScripts, wait_s: float) -> tuple[list[str], tuple[str, ...]]:
-    """What workers miss or do not know of, and which of them said nothing."""
+    """Returns the differences that workers report, and the names of workers that did not report."""
     census = secrets.token_hex(8)
     ledger.ask_all(census)
     deadline = time.monotonic() + wait_s
@@ -139,8 +140,8 @@ def _ask_workers(ledger: LedgerScripts, wait_s: float) -> tuple[list[str], tuple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: nothing found (or repaired), 1: differences, 2: it could not be looked at, 3: no differences, but
-    a worker did not report, so that what it believes is not known.
+    """Returns the exit status. 0: nothing found (or repaired); 1: differences; 2: the check failed; 3: no differences,
+    but a worker did not report, so that what it believes is unknown.
     """
     parser = argparse.ArgumentParser(
         prog="block_store.server.fsck", description="compare Redis, arena header and workers"
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -> int:
-    """Prints what is found; the exit status as of `main`. Errors: BlockStoreError."""
+    """Prints what is found; returns the exit status as `main` does. Raises BlockStoreError."""
     arena = Arena.open(directory)
     ledger = LedgerScripts.attach(open_client(redis_url, lambda: arena.fixed.run_id), arena)
     findings = fsck(arena, ledger, digests=digests)

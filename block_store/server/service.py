@@ -1,6 +1,6 @@
-"""BlockStoreService: workers attach, people inspect, other hosts read blocks.
+"""BlockStoreService, through which workers attach, people inspect the store, and other hosts read blocks.
 
-Translates between protobuf and `owner.ArenaOwner`; every blocking call runs in a thread.
+Translates between protobuf and `arena_owner.ArenaOwner`; every blocking call runs in a thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class BlockStoreServicer:
-    """One arena. The first `expect_workers` attachments decide its size; later ones join it."""
+    """The service of one arena. The first `expect_workers` attachments decide its size; later ones join it."""
 
     def __init__(self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float) -> None:
         self._owner = owner
@@ -50,12 +50,16 @@ class BlockStoreServicer:
         self._device_uuid = b""
         self._needs: dict[str, WorkerNeeds] = {}
         self._mapping = asyncio.Lock()
-        """The map of blocks is read for one caller at a time."""
+        """Lock under which the map of blocks is read, for one caller at a time."""
         self._making: asyncio.Task[None] | None = None
         self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
-        """Waits until the arena exists. FAILED_PRECONDITION: other layout, no room; UNAVAILABLE: too late."""
+        """Waits until the arena exists.
+
+        Answers FAILED_PRECONDITION if the layout or the device differs or there is no room, UNAVAILABLE if not enough
+        workers attach in time or the ledger does not answer.
+        """
         layout = _layout_of(request)
         await asyncio.to_thread(self._owner.drop_dead)
         if self._owner.arena is None:
@@ -83,7 +87,7 @@ class BlockStoreServicer:
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
-        """Counts and holders; empty before there is an arena."""
+        """Returns counts and holders, and with `include_blocks` the map of blocks; empty before there is an arena."""
         arena, ledger = self._owner.arena, self._owner.ledger
         if arena is None or ledger is None:
             return pb.InspectResponse()
@@ -96,9 +100,10 @@ class BlockStoreServicer:
         return _inspect_response(arena, moment)
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
-        """Block by block, each checked before and after it was read, to whom the ticket was issued that holds them.
+        """Streams the blocks that a ticket holds to its owner, each checked before and after it is read.
 
-        ABORTED: a block was reallocated, or the ticket is over. PERMISSION_DENIED: it does not hold a block.
+        Answers ABORTED if a block was reallocated or the ticket has ended, PERMISSION_DENIED if it does not hold a
+        block.
         """
         arena = self._owner.arena
         if arena is None or request.arena_id != arena.arena_id:
@@ -126,7 +131,7 @@ class BlockStoreServicer:
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
 
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
-        if self._made.done():  # of an arena that is lost by now
+        if self._made.done():  # the future of an arena that has been lost since
             self._made = asyncio.get_running_loop().create_future()
         if self._needs and self._layout is not None and self._layout.fingerprint != layout.fingerprint:
             raise FailedPrecondition(f"worker {request.worker_id} has another KV layout than the workers before it")
@@ -148,9 +153,9 @@ class BlockStoreServicer:
             self._needs.pop(request.worker_id, None)
 
     async def _make(self, layout: KvLayout) -> None:
-        """Makes the arena, or tells all who wait why not; then the next ones may try again.
+        """Makes the arena, or tells all waiting workers why not; later ones may try again.
 
-        A task of its own: the worker whose call began it may be gone before it ends.
+        Runs as a separate task, since the worker whose call started it may be gone before it ends.
         """
         error: LooseleafError | None = None
         try:
@@ -172,14 +177,15 @@ class BlockStoreServicer:
 
 
 def read_block(arena: Arena, ref: BlockRef) -> tuple[bytes, int]:
-    """Bytes and digest of a sealed block. Aborted: not sealed, or not this generation, before or after the copy.
+    """Returns the bytes and the digest of a sealed block.
 
-    The digest is the one taken at the seal; where none was (`Arena.seal_digests`), that of the copy: then it guards the
-    way from here on, not the time before.
+    The digest is that of the seal. If none was taken then (`Arena.seal_digests`), it is computed from the copy, and
+    protects only what happens to the bytes from here on. Raises Aborted if the block is not sealed, or does not have
+    this generation before and after the copy.
     """
     ids, generations = ref_arrays([ref])
     if not arena.check(ids, generations) or arena.states[ref.block] != HeaderState.SEALED:
-        raise Aborted(f"block {ref.block} is not sealed in the generation asked for")
+        raise Aborted(f"block {ref.block} is not sealed in the requested generation")
     data, digest = arena.read(ref.block), int(arena.digests[ref.block])
     if not arena.check(ids, generations):
         raise Aborted(f"block {ref.block} changed while it was read")
@@ -187,7 +193,7 @@ def read_block(arena: Arena, ref: BlockRef) -> tuple[bytes, int]:
 
 
 def _layout_of(request: pb.AttachRequest) -> KvLayout:
-    """The request's layout. InvalidArgument names the field."""
+    """Returns the request's layout. Raises InvalidArgument, which names the field."""
     if not request.worker_id:
         raise InvalidArgument.of("worker_id", "must not be empty")
     if not request.layout.groups:

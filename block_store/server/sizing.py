@@ -1,7 +1,7 @@
-"""How many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Arithmetic, and
-the limits of a node's memory or a device's.
+"""Computes how many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Also reads
+the memory limits of a node or a device.
 
-Independent of gRPC. All sizes in bytes.
+Independent of gRPC. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from common.types import KvLayout
 
 DEFAULT_MEMORY_SHARE = 0.5
 DEFAULT_ARENA_BYTES = 4 << 30
-"""The most that an arena takes unasked: its memory is really taken, from a machine that others use too."""
+"""Maximum size of an arena without a given budget: all its memory is allocated, on a machine that others use too."""
 SHARED_MEMORY_SHARE = 0.9
 HEADER_BYTES_PER_BLOCK = 53
 
 
 class CannotSize(ValueError):
-    """The workers do not fit; the text says which numbers."""
+    """The workers do not fit into the memory; the text names the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNeeds:
-    """What one worker takes beside the arena."""
+    """One worker's memory outside the arena, and what it requires of the arena."""
 
     weights_bytes: int
     peak_activation_bytes: int
@@ -38,21 +38,21 @@ class WorkerNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What the arena may take."""
+    """The limits on an arena's size."""
 
     budget_bytes: int
-    """For weights, activations, reserve, KV and what others use, together."""
+    """Budget for weights, activations, reserve, KV and other programs together."""
     room_bytes: int
-    """The most that the blocks may take: shared memory, or free memory of the device."""
+    """Maximum size of the blocks: the shared memory, or the device's free memory."""
     reserve_bytes: int
     others_bytes: int = 0
-    """What the device holds already beside the workers' weights: their contexts, and other programs."""
+    """Memory of the device that is in use besides the workers' weights: their contexts, and other programs."""
     on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The outcome."""
+    """The size of an arena, and the numbers that led to it."""
 
     layout: KvLayout
     limits: DeviceLimits
@@ -63,17 +63,17 @@ class Sizing:
 
     @property
     def num_tokens(self) -> int:
-        """Token positions; each takes a slot in every KV group."""
+        """Number of token positions; each takes a slot in every KV group."""
         return self.num_blocks * self.layout.block_size // len(self.layout.groups)
 
     @property
     def max_concurrency(self) -> float:
-        """How many sequences of full length fit at once."""
+        """Number of sequences of full length that fit at once."""
         size = self.layout.block_size
         return self.num_blocks / sum(group.max_blocks(self.max_model_len, size) for group in self.layout.groups)
 
     def lines(self) -> list[str]:
-        """For the log."""
+        """Returns lines for the log."""
         kv_bytes = self.num_blocks * self.layout.block_bytes
         per_token = sum(group.bytes_per_token for group in self.layout.groups)
         limits = self.limits
@@ -90,8 +90,9 @@ class Sizing:
 def size_arena(
     layout: KvLayout, needs: Sequence[WorkerNeeds], limits: DeviceLimits, num_blocks: int | None = None
 ) -> Sizing:
-    """The arena for these workers; `num_blocks` overrides the arithmetic. CannotSize: nothing left, or less than the
-    floors.
+    """Sizes the arena for these workers; `num_blocks` overrides the arithmetic.
+
+    Raises CannotSize if no block is left, or fewer than the floors.
     """
     weights = sum(worker.weights_bytes for worker in needs)
     peaks = sum(worker.peak_activation_bytes for worker in needs)
@@ -110,21 +111,22 @@ def size_arena(
 
 
 def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int) -> int:
-    """The floor of a worker: what it asked for, and for a decode worker a share x of what the floors leave, so that
-    groups wider than one sequence of full length can be served too.
+    """Returns the floor of a worker: what it asked for and, for a decode worker, a share x of what the floors leave, so
+    that groups wider than one sequence of full length can be served too.
 
-    W workers, D of them decode, ask for at most a blocks each, of N; x = (N - W a) / (2 W). All floors together are at
-    most W a + D x <= N - (N - W a) / 2: half of what the askers leave is never kept from anybody. A worker beside whom
-    nobody holds anything can take N - (W - 1) a - D x = a + (2 W - D) x >= a + x: so whatever fits into a decode
-    worker's floor can also be prefilled, at the latest when nothing else runs. Where a killed worker's floor still
-    counts beside its successor's, both fit if a <= N / (W + 2) and one worker at least is no decode worker.
+    Of N blocks, W workers, D of them decode workers, ask for at most a blocks each; x = (N - W a) / (2 W). All floors
+    together are at most W a + D x <= N - (N - W a) / 2, so half of what the requests leave is withheld from nobody.
+    When no other worker holds a block, a prefill worker can take N - (W - 1) a - D x = a + (2 W - D) x >= a + x. So
+    whatever fits into a decode worker's floor can also be prefilled, at the latest when nothing else runs. If a killed
+    worker's floor still counts beside its successor's, both fit if a <= N / (W + 2) and at least one worker is not a
+    decode worker.
     """
     left = num_blocks - num_workers * asked
     return asked + max(0, left) // (2 * num_workers) if role == "decode" else asked
 
 
 def _room(limits: DeviceLimits) -> str:
-    """The rest of the numbers, and what helps."""
+    """Returns the rest of the numbers, and advice."""
     if limits.on_device:
         others, free = gib(limits.others_bytes), gib(limits.room_bytes)
         return f"others {others}, free on the device {free}; raise --gpu-memory-utilization, free the GPU,"
@@ -134,16 +136,19 @@ def _room(limits: DeviceLimits) -> str:
 def device_limits(
     free_bytes: int, total_bytes: int, weights_bytes: int, utilization: float, reserve_bytes: int
 ) -> DeviceLimits:
-    """Limits of a device whose workers have loaded `weights_bytes` and given back what profiling took: a share
-    `utilization` of its memory, with what other processes use (vLLM's `--gpu-memory-utilization`).
+    """Returns the limits of a device whose workers have loaded `weights_bytes` and returned the memory of profiling.
+
+    The budget is a share `utilization` of the device's memory, the use of other processes included (vLLM's
+    `--gpu-memory-utilization`).
     """
     others = max(0, total_bytes - free_bytes - weights_bytes)
     return DeviceLimits(int(total_bytes * utilization), free_bytes, reserve_bytes, others, on_device=True)
 
 
 def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> DeviceLimits:
-    """Limits of this node: the given budget, or half of the memory that is available and an arena of 4 GiB; and 90 % of
-    the free shared memory.
+    """Returns the limits of this node: the given budget, and 90 % of the free shared memory for the blocks.
+
+    Without a given budget: half of the available memory, and at most 4 GiB for the blocks.
     """
     stat = os.statvfs(directory)
     shared = int(stat.f_bavail * stat.f_frsize * SHARED_MEMORY_SHARE)
@@ -153,7 +158,7 @@ def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """MemAvailable, or what the control group leaves if that is less (version 2, version 1, or none)."""
+    """Returns MemAvailable, or what the control group (version 1 or 2, if any) leaves if that is less."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:
         raise CannotSize(f"{proc / 'meminfo'} does not say MemAvailable; give --memory-budget")
@@ -173,5 +178,5 @@ def _left(pairs: Iterable[tuple[Path, Path]]) -> list[int]:
 
 
 def gib(size: int) -> str:
-    """A size for people."""
+    """Formats a size for people."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The C++ kernels: which build runs on this CPU, and its torch operators. Knows tensors, not layers or sequences."""
+"""The C++ kernels: which build runs on this CPU, and its torch operators. Independent of layers and sequences."""
 
 from __future__ import annotations
 

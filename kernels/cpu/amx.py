@@ -1,7 +1,7 @@
-"""The bf16 linear on Intel's AMX tiles: finding its build, asking the system for the tiles, packing, calling.
+"""The bf16 linear on Intel's AMX tiles: finding its build, requesting the tiles from the system, packing, calling.
 
-Its one purpose beside speed: oneDNN's AMX product adds up a row in an order that depends on the other rows, ours does
-not. Independent of the model.
+It exists for speed and for reproducibility: oneDNN's AMX product sums a row in an order that depends on the other rows,
+ours does not. Independent of the model.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kernels.cpu.loader import amx_library, current
 from kernels.cpu.selection import CpuLibrary
 
 DEPTH = 32
-"""The number of inputs must be a multiple of this."""
+"""Divisor of every number of inputs."""
 _PANEL, _TILE = 32, 16
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """None where this CPU or installation has none."""
+    """Opens the build for AMX tiles; None if this CPU or installation has none."""
     if (path := amx_library()) is None:
         return None
     library = ctypes.CDLL(str(path))
@@ -33,14 +33,14 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _entry() -> Callable[..., int] | None:
-    """The C function, or None where this CPU, system or installation has none."""
+    """Returns the C function, or None if this CPU, system or installation has none."""
     library = _library()
     return library.ll_amx_linear if library is not None and _is_allowed(library, current()) else None
 
 
-@functools.lru_cache(maxsize=1)  # anew when another build is chosen
+@functools.lru_cache(maxsize=1)  # repeated when another build is chosen
 def _is_allowed(library: ctypes.CDLL, beside: CpuLibrary) -> bool:
-    """Asks the system for the tiles. The product shares the threads of the build `beside`, if it has any."""
+    """Requests the tiles from the system. The product shares the threads of the build `beside`, if it has any."""
     team = getattr(beside.handle, "ll_team", None)
     if team is not None:
         team.argtypes, team.restype = [], ctypes.c_void_p
@@ -52,13 +52,13 @@ def available() -> bool:
 
 
 def address() -> int | None:
-    """Of the C function, for callers in C."""
+    """Returns the address of the C function, for callers in C, or None if there is none."""
     found = _entry()
     return None if found is None else ctypes.cast(found, ctypes.c_void_p).value  # type: ignore[arg-type]
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out, in] bf16, `in` a multiple of 32 -> [out / 32, in / 32, 2, 16, 16, 2], outputs padded with zeros to 32."""
+    """Packs bf16 [out, in], `in` a multiple of 32, as [out / 32, in / 32, 2, 16, 16, 2]; zeros pad `out` to 32."""
     n_out, n_in = weight.shape
     panels = -(-n_out // _PANEL)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - n_out))
@@ -67,7 +67,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
-    """x bf16 [rows, in], last dimension contiguous; bias bf16 [out] or None -> [rows, out]."""
+    """Maps bf16 x [rows, in], last dimension contiguous, to [rows, out]; bias: bf16 [out] or None."""
     entry = _entry()
     assert entry is not None
     out = x.new_empty((x.shape[0], n_out))

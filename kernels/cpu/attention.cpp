@@ -1,6 +1,6 @@
-// Attention over block tables: which tiles and pieces there are, who computes them, where keys lie. Decode splits the
-// key axis over threads and merges after, or reads pieces that sequences share once for all of them; prefill lets one
-// thread walk a tile's pieces. All use piece.h, so the bits are the same.
+// Attention over block tables: the tiles and pieces, the threads that compute them, and where keys lie. Decode splits
+// the key axis over threads and merges afterwards, or reads pieces that several sequences share once for all of them.
+// In prefill one thread walks all pieces of a tile. All use piece.h, so the bits are the same.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -24,7 +24,7 @@ struct Attention {
     float scale, softcap;
     const float* sinks;  // [heads], or null
     bool prefetch;
-    // Of sequences that share their first pieces with others, after `share`: how many these are, and what came of them.
+    // Set by `share` for sequences that share their first pieces with others: number of these pieces, merged results.
     std::vector<int64_t> shared_pieces = {};  // [num_seqs], or empty
     std::vector<float> shared_totals = {};    // [num_seqs, kv_heads, group * (dpad + 2)]: o, m, l
 
@@ -50,7 +50,7 @@ struct Attention {
         return 0;
     }
 
-    // Query tokens [i0, i0 + n) of a sequence and the heads of one KV head.
+    // Sets the tile up for query tokens [i0, i0 + n) of a sequence and the heads of one KV head.
     void begin(Tile<T>& t, Scratch& scratch, int64_t seq, int64_t kv_head, int64_t i0, int n) const {
         const int g = group(), rows = n * g;
         t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale, softcap);
@@ -67,7 +67,7 @@ struct Attention {
         }
     }
 
-    // The piece of keys [base, base + PIECE) for the tile; false if no row sees any of it.
+    // Computes the piece of keys [base, base + PIECE) for the tile; returns false if no row sees any of it.
     bool piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i0, int64_t base) const {
         const int g = group();
         int lo = PIECE, hi = 0;
@@ -85,7 +85,7 @@ struct Attention {
         return true;
     }
 
-    // Pointers to keys and values of positions [from, to).
+    // Lists pointers to the keys and values of positions [from, to).
     void locate(const T** keys, const T** values, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
         for (int64_t at = from; at < to;) {
             int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
@@ -96,9 +96,9 @@ struct Attention {
         }
     }
 
-    // Where keys and values of positions [from, to) lie, to be asked for.
+    // Adds the memory of the keys and values of positions [from, to) to what is prefetched.
     void locate(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
-        const bool in_one = k_slot == d && v_slot == d;  // the slots of a block, one after the other
+        const bool in_one = k_slot == d && v_slot == d;  // a block's slots are contiguous
         for (int64_t at = from, n; at < to; at += n) {
             const int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
             n = in_one ? std::min(to - at, block_size - slot) : 1;
@@ -107,7 +107,7 @@ struct Attention {
         }
     }
 
-    // The piece's pointers; zeros outside [lo, hi): those slots and blocks may hold anything.
+    // Sets the piece's pointers. Keys outside [lo, hi) point to zeros: those slots and blocks may hold anything.
     void locate_piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
         std::fill(t.keys, t.keys + lo, t.zeros), std::fill(t.keys + hi, t.keys + PIECE, t.zeros);
         locate(t.keys + lo, t.values + lo, seq, kv_head, base + lo, base + hi);
@@ -131,33 +131,33 @@ struct Attention {
     }
 
     struct Unit {
-        int64_t seq, kv_head, at;  // at: first query of the tile, or the piece
+        int64_t seq, kv_head, at;  // at: first query of the tile, or index of the piece
     };
 
-    // The keys a unit looks at, from the first piece on.
+    // Begin and end of the keys that a unit reads, without the pieces that `share` has computed.
     int64_t keys_begin(const Unit& w) const {
         const int64_t first = std::max<int64_t>(0, first_key(position(w.seq, w.at)));
         return shared_pieces.empty() ? first : std::max(first, shared_pieces[w.seq] * PIECE);
     }
     int64_t keys_end(const Unit& w, int n) const { return position(w.seq, w.at + n - 1) + 1; }
 
-    // A thread's units in the order it takes them: from a stretch of neighbours to the stretch that it takes next. Names
-    // what comes about a piece later for prefetching, at the pace at which keys are used, across units and stretches: a
-    // sequence's last piece may be short, and what follows it long.
+    // A thread's units in the order in which it takes them: a stretch of neighbours, then the next stretch. Selects
+    // keys about one piece ahead for prefetching, at the pace at which keys are used, across units and stretches: a
+    // sequence's last piece may be short and the piece after it long.
     struct Following {
         const Attention& a;
         const std::vector<Unit>& units;
         const int tile;
         const int64_t together;
-        int64_t stretch, next_stretch;  // that the thread is in, and the one after it
-        int64_t in = -1, unit = -1, key = 0, lead = 0;  // where this is; keys from the end of the thread's piece to here
+        int64_t stretch, next_stretch;  // the stretch that the thread is in, and the one after it
+        int64_t in = -1, unit = -1, key = 0, lead = 0;  // prefetch position; keys from the thread's piece to it
 
         int64_t first_of(int64_t stretch) const { return int64_t(units.size()) - 1 - stretch * together; }
         int64_t last_of(int64_t stretch) const { return std::max<int64_t>(0, first_of(stretch) - together + 1); }
 
         void enter(int64_t u) { unit = u, key = a.keys_begin(units[u]); }
 
-        // To the next unit that is known; false: there is none yet.
+        // Moves to the next known unit; returns false if none is known yet.
         bool go_on() {
             if (in >= 0 && unit > last_of(in)) return enter(unit - 1), true;
             if (in == next_stretch || first_of(next_stretch) < 0) return false;
@@ -165,7 +165,7 @@ struct Attention {
             return enter(first_of(in)), true;
         }
 
-        // A piece of n keys that ends before `to` of `current` is about to be computed.
+        // Selects what to prefetch during the piece that is computed next: the n keys before `to` of unit `current`.
         void fill(Tile<T>& t, int64_t current, int64_t to, int n) {
             lead -= n;
             if (in < 0 || lead < 0) in = stretch, unit = current, key = to, lead = 0;
@@ -189,7 +189,7 @@ struct Attention {
     int queries(const Unit& w, int tile) const { return int(std::min<int64_t>(q_len(w.seq) - w.at, tile)); }
 
     void walk(const std::vector<Unit>& units, int tile, int threads) const {
-        // Neighbours together, for the prefetch across units; but every thread has its turn. Long tiles first.
+        // Neighbours stay together for the prefetch across units, but every thread gets some. Long tiles come first.
         const int64_t count = units.size(), most = std::min<int64_t>(4, count / (4 * threads));
         const int64_t together = std::max<int64_t>(1, most);
         team(count > 1 ? threads : 1, [&](Claims& claims) {
@@ -227,10 +227,10 @@ struct Attention {
 
     struct Sharers {
         std::vector<int64_t> seqs;
-        int64_t pieces;  // that lie in the same blocks for all of them, from the first on
+        int64_t pieces;  // number of leading pieces that lie in the same blocks for all of them
     };
 
-    // Whole pieces from the first on whose blocks two sequences share.
+    // Number of whole leading pieces whose blocks two sequences share.
     int64_t common_pieces(int64_t a, int64_t b) const {
         const int64_t most = std::min(context_lens[a], context_lens[b]) / PIECE, blocks = PIECE / block_size;
         const int32_t *x = block_table + a * table_row, *y = block_table + b * table_row;
@@ -239,7 +239,7 @@ struct Attention {
         return pieces;
     }
 
-    // Those that share any piece share the first one: they are sorted by its blocks, and only neighbours are compared.
+    // Sequences that share any piece share the first: they are sorted by its blocks, and only neighbours are compared.
     std::vector<Sharers> sharers() const {
         std::vector<int64_t> order;
         for (int64_t s = 0; s < num_seqs; ++s)
@@ -253,7 +253,7 @@ struct Attention {
             return difference ? difference < 0 : a < b;
         });
         std::vector<Sharers> found;
-        size_t family = 0;  // where those begin that share the first piece
+        size_t family = 0;  // index in `found` of the first entry with the same first piece
         for (size_t i = 0; i < order.size(); ++i) {
             const int64_t s = order[i];
             if (i && compare(order[i - 1], s)) family = found.size();
@@ -271,8 +271,8 @@ struct Attention {
         return found;
     }
 
-    // Reads what sequences share once, for the rows of all of them: samples and beams of a prompt, requests with one
-    // prefix. A row's bits do not depend on the tile it sits in, so they are those that it has alone.
+    // Computes the pieces that sequences share (samples and beams of a prompt, requests with a common prefix) once for
+    // the rows of all of them. A row's bits do not depend on its tile, so they are the same as without sharing.
     void share(int threads) {
         if (window || PIECE % block_size || num_seqs < 2) return;
         struct Together {
@@ -283,7 +283,7 @@ struct Attention {
         const std::vector<Sharers> found = sharers();
         int64_t sharing = 0;
         for (const Sharers& with : found) sharing += with.seqs.size() > 1 ? with.seqs.size() : 0;
-        // Tiles that fill the registers; smaller ones where threads would be without.
+        // Tiles that fill the registers, or smaller ones where threads would otherwise be idle.
         const int64_t most = std::max<int64_t>(2, std::min<int64_t>(TILE_ROWS / group(), sharing * kv_heads / threads));
         std::vector<Together> tiles;
         std::vector<int64_t> pieces(num_seqs);
@@ -343,7 +343,7 @@ struct Attention {
         walk(units, tile, threads);
     }
 
-    // Long contexts, too few (sequence, KV head) pairs for the threads: pieces are computed apart, then merged.
+    // For too few (sequence, KV head) pairs for the threads: computes pieces separately, then merges them.
     void split_decode(int threads) const {
         std::vector<Unit> units;
         std::vector<size_t> first(num_seqs * kv_heads + 1);
@@ -398,14 +398,14 @@ struct Attention {
 }  // namespace
 }  // namespace ll
 
-// For measurements of what the prefetch is worth, process-wide; on unless switched off.
+// Switches the prefetch on or off for the whole process, to measure its benefit. It is on by default.
 LL_EXPORT int ll_attention_prefetch(int64_t on) {
     ll::prefetching = on != 0;
     return 0;
 }
 
-// Layouts as in kernels/paged_prefill.py; cu_seqlens_q null: one query per sequence; window and softcap 0, sinks null:
-// none. Strides in elements.
+// Layouts are as in kernels/paged_prefill.py. A null cu_seqlens_q: one query per sequence. A window or softcap of 0, or null
+// sinks: none. Strides are in elements.
 LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
                            const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
                            int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,

@@ -1,4 +1,4 @@
-"""From tensors to the C++ attention core: checks, strides, and the way back to the reference. No arithmetic here."""
+"""Calls the C++ attention core with tensors: checks and the fallback to the reference. No arithmetic here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def attention(
     sinks: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """`paged_attention` (cu_seqlens_q None) and `paged_prefill`: picks the operator or the reference."""
+    """Runs `paged_attention` (cu_seqlens_q None) or `paged_prefill` on the operator or on the reference."""
     _check_shapes(q, key_cache, value_cache, block_table, context_lens, softmax_scale)
     _check(window is None or window > 0, "window must be positive")
     _check(softcap is None or softcap > 0, "softcap must be positive")

@@ -1,4 +1,4 @@
-// The entry points that others call from C++, so that the compiler holds definitions and callers together.
+// Entry points that other C++ files call, declared here so that the compiler checks definitions against callers.
 #pragma once
 
 #include <cstdint>

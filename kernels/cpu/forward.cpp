@@ -1,8 +1,8 @@
-// A whole pass of a Llama-like decoder in one call: the other entry points, one after the other, exactly as
-// engine/models/decoder.py calls them one by one, so the bits are the same. What it saves is the way through Python and
-// torch between them, some thirty calls a layer, each of which also lets other Python threads in.
+// A whole pass of a Llama-like decoder in one call. It calls the other entry points exactly as engine/models/decoder.py
+// does one by one, so the bits are the same. It avoids the way through Python and torch between them: some thirty calls
+// per layer, each of which also lets other Python threads run.
 //
-// The structures are laid out as kernels/cpu/forward.py says: pointers and 64-bit integers, floats last.
+// The structures have the layout of those in kernels/cpu/forward.py: pointers and 64-bit integers, floats last.
 #include <cstring>
 
 #include "simd.h"
@@ -55,7 +55,7 @@ struct Forward {
     char *residual = take(p.num_tokens * hidden), *normed = take(p.num_tokens * hidden),
          *projected = take(p.num_tokens * hidden), *shared = free;
 
-    // kernels/cpu/forward.py counts the same.
+    // kernels/cpu/forward.py counts in the same way.
     char* take(int64_t elements) {
         char* at = free;
         free += (elements * size + 63) / 64 * 64;
@@ -67,7 +67,7 @@ struct Forward {
         return ll_linear(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, m.is_bf16, p.threads);
     }
 
-    // normed = norm(residual), or with `add` residual += add first.
+    // normed = norm(residual); with `add`, residual += add first.
     int norm(const void* weight, const void* add, int64_t rows) const {
         const void* x = add ? add : residual;
         return ll_rms_norm(normed, x, weight, add ? residual : nullptr, add ? residual : nullptr, rows, hidden, hidden,
@@ -82,7 +82,7 @@ struct Forward {
         return 0;
     }
 
-    // Heads of every token by themselves, in place.
+    // Normalises the heads of every token separately, in place.
     void head_norms(const Layer& layer, char* qkv) const {
         team_for(p.num_tokens >= 16 ? p.threads : 1, p.num_tokens, [&](int64_t t) {
             char *q = qkv + t * qkv_width * size, *k = q + q_width * size;
@@ -91,7 +91,7 @@ struct Forward {
         });
     }
 
-    // normed -> attended
+    // Computes `attended` from `normed`.
     int attend(const Layer& layer, char* qkv, char* attended) const {
         if (int error = linear(layer.qkv, normed, qkv, p.num_tokens)) return error;
         if (layer.q_norm) head_norms(layer, qkv);
@@ -108,7 +108,7 @@ struct Forward {
                             m.scale, 0.f);
     }
 
-    // Row rows[i] of `from` becomes row i; in place where rows ascend, which the caller has checked.
+    // Moves row rows[i] of `from` to row i, in place; rows ascend, which the caller has checked.
     void keep_wanted(char* from, int64_t width) const {
         for (int64_t i = 0; i < p.num_rows; ++i)
             if (p.rows[i] != i) std::memcpy(from + i * width * size, from + p.rows[i] * width * size, width * size);

@@ -1,7 +1,6 @@
-"""A whole pass of a Llama-like decoder as one C call: the structures of forward.cpp, and the call. Independent of
-steps.
+"""A whole pass of a Llama-like decoder as one C call: the structures of forward.cpp, and the call.
 
-Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last.
+Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last. Independent of steps.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from kernels.cpu.selection import CpuLibrary
 
 I64, F32, PTR = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 ALIGNMENT = 64
-"""Bytes; where every array in the scratch memory begins."""
+"""Alignment, in bytes, of every array in the scratch memory."""
 
 
 class Linear(ctypes.Structure):
-    """A packed product: amx is its entry point on AMX tiles, or null for `ll_linear`."""
+    """A packed product. `amx` is its entry point on AMX tiles, or null for `ll_linear`."""
 
     _fields_ = [(name, PTR) for name in ("packed", "bias", "amx")] + [(name, I64) for name in ("n_in", "n_out")]
 
 
 class Layer(ctypes.Structure):
-    """Parameters of one layer, and where its keys and values lie in the arena; q_norm and k_norm may be null."""
+    """Parameters of one layer and the addresses of its keys and values in the arena. q_norm and k_norm may be null."""
 
     _fields_ = [
         *((name, PTR) for name in ("input_norm", "q_norm", "k_norm", "post_norm", "keys", "values")),
@@ -38,7 +37,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """Parameters and sizes; `cache_*` are the strides of a layer's keys and values, in elements."""
+    """Parameters and sizes. `cache_*` are the strides of a layer's keys and values, in elements."""
 
     _fields_ = [
         *((name, PTR) for name in ("embed", "layers", "norm", "cos_sin")),
@@ -50,7 +49,7 @@ class Model(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """One step's arrays; cu_seqlens_q null: one query per sequence; rows null: logits of every token."""
+    """The arrays of one step. A null cu_seqlens_q: one query per sequence; null rows: logits of every token."""
 
     _fields_ = [
         *((name, PTR) for name in ("tokens", "positions", "slots", "table", "context_lens", "cu_seqlens_q", "rows")),
@@ -63,7 +62,10 @@ Entry = Callable[[Model, Pass], None]
 
 
 def entry(library: CpuLibrary) -> Entry | None:
-    """The call, of one build: ValueError for a token, position, slot or block out of range. None: it has none."""
+    """Returns the call of a build, or None if the build has none.
+
+    The call raises ValueError for a token, position, slot or block out of range.
+    """
     if library.handle is None or not hasattr(library.handle, "ll_forward"):
         return None
     function = library.handle["ll_forward"]
@@ -76,7 +78,7 @@ def entry(library: CpuLibrary) -> Entry | None:
 
 
 def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
-    """What a pass needs; forward.cpp takes the same."""
+    """Returns the scratch memory that a pass needs. Must count as forward.cpp does."""
     size = 2 if model.is_bf16 else 4
 
     def taken(*elements: int) -> int:
@@ -94,7 +96,7 @@ def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
 
 
 def address(array: npt.NDArray[np.generic]) -> int:
-    """Of the first element."""
+    """Returns the address of the first element."""
     at: int = array.__array_interface__["data"][0]
     return at
 
@@ -104,6 +106,6 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def scratch(num_bytes: int) -> Tensor:
-    """uint8 [>= num_bytes], aligned."""
+    """Allocates uint8 [>= num_bytes], aligned to `ALIGNMENT`."""
     memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
     return memory[-memory.data_ptr() % ALIGNMENT :]

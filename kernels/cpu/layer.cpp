@@ -1,5 +1,5 @@
-// The rest of a layer: RMS norm, SwiGLU's elementwise half, RoPE with the write into slots, block copies. One row (or
-// token, or block) is always computed by one thread in an order fixed by its length.
+// The rest of a layer: RMS norm, the elementwise half of SwiGLU, RoPE with the write into slots, and block copies. One
+// thread always computes a whole row (or token, or block), in an order fixed by its length.
 #include "simd.h"
 #include "team.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements; below, waking threads costs more than it saves
 
-// Four sums, vectors to them in turn. With ADD `summed` = x + residual, and the norm is of that.
+// Distributes the vectors over four sums in turn. With ADD, `summed` = x + residual, and the norm is that of `summed`.
 template <bool ADD, class T>
 void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t n, float eps) {
     vf acc[4] = {};
@@ -36,7 +36,7 @@ void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* sum
     });
 }
 
-// exp(-g) for any g; infinity from 2^127 on, so that silu of a very negative gate is -0.
+// exp(-g) for any g; infinity above 2^127, so that silu of a very negative gate is -0.
 LL_INLINE vf exp_minus(vf g) {
     const vf x = g * splat(-LOG2E), limit = splat(127.f);
     return x > limit ? splat(INFINITY) : exp2v(x > limit ? limit : x);
@@ -51,7 +51,7 @@ void silu_mul_row(T* out, const T* x, int64_t n) {
     });
 }
 
-// dst may be src. Dimensions from `rotary` on are copied.
+// Rotates src into dst, which may be src. Dimensions from `rotary` on are copied.
 template <class T>
 void rotate(T* dst, const T* src, const float* cos_sin, int64_t rotary, int64_t d) {
     const int64_t half = rotary / 2;

@@ -1,6 +1,6 @@
-"""The linear in vectors, bf16 and fp32, of whichever build of the C++ kernels is in use: packing and calling.
+"""The vector linear, bf16 and fp32, of the C++ build in use: packing and calling.
 
-A row's bits depend neither on the other rows nor on threads; linear_simd.cpp says why. Independent of the model.
+A row's bits depend neither on the other rows nor on threads; linear_simd.cpp explains why. Independent of the model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ _PANEL = 16
 
 
 def entry() -> Callable[..., int] | None:
-    """The C function of the build in use, None where that is the torch reference or older than the function. It stays
-    good when another build is chosen later: all take the same packed form."""
+    """Returns the C function of the build in use; None for the torch reference or a build older than the function.
+
+    It stays valid when another build is chosen later, because all builds take the same packed form.
+    """
     function = getattr(current().handle, "ll_linear", None)
     if function is None:
         return None
@@ -27,7 +29,10 @@ def entry() -> Callable[..., int] | None:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out, in] -> bf16 [out / 16, in / 2, 16, 2], fp32 [out / 16, in / 2, 2, 16]; padded with zeros to whole ones."""
+    """Packs [out, in] as bf16 [out / 16, in / 2, 16, 2] or fp32 [out / 16, in / 2, 2, 16].
+
+    Zeros pad `out` to a multiple of 16 and `in` to an even number.
+    """
     n_out, n_in = weight.shape
     panels, pairs = -(-n_out // _PANEL), -(-n_in // 2)
     whole = weight.new_zeros((panels * _PANEL, 2 * pairs))
@@ -39,7 +44,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
-    """x [rows, in], last dimension contiguous; bias [out] or None, all of one dtype -> [rows, out]."""
+    """Maps x [rows, in], last dimension contiguous, to [rows, out]; bias: [out] or None. All have the same dtype."""
     if x.dtype != packed.dtype:
         raise ValueError(f"x is {x.dtype}, the weight {packed.dtype}")
     out = x.new_empty((x.shape[0], n_out))

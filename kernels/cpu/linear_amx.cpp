@@ -1,8 +1,8 @@
-// y = x @ W^T + bias in bf16 on Intel's AMX tiles. An output's products are added up in one order, ascending by input,
-// in one fp32 accumulator, whatever the number of rows: so a row's bits do not depend on the rows beside it.
+// y = x @ W^T + bias in bf16 on Intel's AMX tiles. An output's products are summed in one order, ascending by input, in
+// one fp32 accumulator, whatever the number of rows, so a row's bits do not depend on the rows beside it.
 //
-// Weights are packed by the caller (kernels/cpu/amx.py): panels of 32 outputs; in a panel, for every 32 inputs, two tiles
-// of 16 outputs; in a tile, element [r][c][e] belongs to input 2 r + e and output c (TDPBF16PS' second operand).
+// The caller packs the weights (kernels/cpu/amx.py) into panels of 32 outputs. For every 32 inputs a panel holds two
+// tiles of 16 outputs. In a tile, element [r][c][e] belongs to input 2 r + e and output c (TDPBF16PS' second operand).
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ constexpr int64_t TILE = 16;              // rows and columns of an accumulator
 constexpr int64_t DEPTH = 32;             // inputs of one tile product
 constexpr int64_t PANEL = 2 * TILE;       // outputs that are computed together
 constexpr int64_t TILE_ELEMS = TILE * DEPTH;
-constexpr int64_t GROUP_BYTES = 1 << 19;  // weights of panels that all rows pass before the next: a part of the L2 cache
+constexpr int64_t GROUP_BYTES = 1 << 19;  // weights that all rows use before the next: a part of the L2 cache
 constexpr int64_t AHEAD = 8;              // tile products between a prefetch and its use
 
 struct alignas(64) TileConfig {
@@ -29,7 +29,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-struct Rows {  // 16 rows of x, or of the padded copy of the last ones
+struct Rows {  // 16 rows of x, or the padded copy of its last rows
     const uint16_t* at;
     int64_t stride_bytes;
     int64_t valid;
@@ -55,7 +55,7 @@ void prefetch_tile(const uint16_t* tile) {
     for (int line = 0; line < 16; ++line) _mm_prefetch(tile + line * 32, _MM_HINT_T0);
 }
 
-// One panel of outputs for 16 rows, or for 32 (TWO). sums[4][16][16]: tiles (rows, columns) 00, 01, 10, 11.
+// Computes one panel of outputs for 16 rows, or for 32 (TWO). sums[4][16][16]: tiles (rows, columns) 00, 01, 10, 11.
 template <bool TWO>
 void multiply(const Rows& a0, const Rows& a1, const uint16_t* panel, int64_t depth, float* sums) {
     _tile_zero(0);
@@ -96,14 +96,14 @@ void ll::run_team(int64_t threads, Work work, void* context) noexcept {
 
 extern "C" {
 
-// Asks the kernel for the tile registers; 0 if this process may use them. `team`: what ll_team() of the build that is
-// in use beside this one returns, or null: one thread.
+// Requests the tile registers from the kernel; returns 0 if this process may use them. `team`: the result of ll_team()
+// of the build in use beside this one, or null for one thread.
 __attribute__((visibility("default"))) int ll_amx_init(void* team) {
     others = reinterpret_cast<decltype(others)>(team);
     return int(syscall(SYS_arch_prctl, 0x1023, 18));
 }
 
-// x [rows, n_in], out [rows, n_out], bias [n_out] or null; n_in a multiple of 32. Strides in elements.
+// x [rows, n_in], out [rows, n_out], bias [n_out] or null; n_in is a multiple of 32. Strides are in elements.
 __attribute__((visibility("default"))) int ll_amx_linear(
     const uint16_t* x, const uint16_t* packed, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n_in,
     int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t num_threads) {
@@ -120,7 +120,7 @@ __attribute__((visibility("default"))) int ll_amx_linear(
         return Rows{x + tile * TILE * x_stride, x_stride * 2, TILE};
     };
     const int64_t threads = std::max<int64_t>(1, std::min(num_threads, panels));
-    const int64_t most = std::min(GROUP_BYTES / (panel_elems * 2), panels / (4 * threads));  // some groups for everyone
+    const int64_t most = std::min(GROUP_BYTES / (panel_elems * 2), panels / (4 * threads));  // several for each thread
     const int64_t size = std::max<int64_t>(1, most), groups = (panels + size - 1) / size;
     ll::team(threads, [&](ll::Claims& claims) {
         const TileConfig config;

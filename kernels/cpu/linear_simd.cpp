@@ -1,10 +1,10 @@
-// y = x @ W^T + bias in vectors, bf16 or fp32. A lane is an output: its products are added up in one fp32 accumulator,
-// inputs ascending, one fused multiply-add each (with AVX512-BF16 one dot product of two inputs each). Nothing in that
-// depends on the number of rows, on where a row stands or on threads, so a row's bits do not either.
+// y = x @ W^T + bias in vectors, bf16 or fp32. A lane is an output: its products are summed in one fp32 accumulator,
+// inputs ascending, with one fused multiply-add each (with AVX512-BF16 one dot product for every two inputs). None of
+// this depends on the number of rows, on a row's position or on threads, so a row's bits do not either.
 //
-// Weights are packed by the caller (kernels/cpu/linear.py): panels of 16 outputs; in a panel, for every two inputs, bf16
-// as 16 words with the even input's weight in the low half, fp32 as 16 weights of the even input, then 16 of the odd
-// one. An odd number of inputs is padded with a weight of zero.
+// The caller packs the weights (kernels/cpu/linear.py) into panels of 16 outputs. For every two inputs, a bf16 panel
+// holds 16 words with the even input's weight in the low half; an fp32 panel holds 16 weights of the even input, then
+// 16 of the odd one. An odd number of inputs is padded with a weight of zero.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -19,11 +19,11 @@ namespace {
 constexpr int64_t PANEL = 16;               // outputs that are computed together
 constexpr int64_t PAIR = 2 * PANEL;         // weights of two inputs in a panel
 constexpr int VECS = PANEL / W;             // accumulators of a row in a panel
-constexpr int64_t GROUP_BYTES = 1 << 17;    // weights that all rows pass before the next: a quarter of a small L2 cache
-constexpr int64_t SLAB_BYTES = 1 << 19;     // of rows that a thread holds as inputs at once: an L2 cache
-constexpr int64_t PARTS = 16;               // that a thread takes, about
+constexpr int64_t GROUP_BYTES = 1 << 17;    // weights that all rows use before the next: a quarter of a small L2 cache
+constexpr int64_t SLAB_BYTES = 1 << 19;     // input rows that a thread holds at once: an L2 cache
+constexpr int64_t PARTS = 16;               // approximate number of parts that a thread takes
 constexpr int64_t AHEAD = 32;               // pairs of inputs between a prefetch and its use
-constexpr int64_t STRETCH = 16;             // pairs of inputs between prefetches of what comes later
+constexpr int64_t STRETCH = 16;             // pairs of inputs between prefetches of the next group
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; below, waking threads costs more than it saves
 
 #if defined(LL_AVX512)
@@ -32,7 +32,7 @@ constexpr int MOST_ROWS = 12, MOST_PANELS = 2;  // 24 of 32 registers accumulate
 constexpr int MOST_ROWS = 6, MOST_PANELS = 1;  // 12 of 16
 #endif
 
-// Few rows take more panels at once, or each accumulator would wait for its last product.
+// With few rows more panels are computed at once; otherwise each accumulator would wait for its previous product.
 constexpr int panels_of(int rows) { return std::max(MOST_PANELS, 4 / rows); }
 
 LL_INLINE vf half_of(vu words, int odd) { return (vf)(odd ? words & 0xffff0000u : words << 16); }
@@ -41,14 +41,14 @@ LL_INLINE vf weights_of(const bf16* pair, int vec, int odd) { return half_of(loa
 
 LL_INLINE void accumulate(vf& sum, vf a, vf b) {
 #if defined(LL_AVX2)
-    // In words of its own, or gcc lets the sums wander between registers and, with 12 of 16 taken, onto the stack.
+    // In assembly, because gcc would move the sums between registers and, with 12 of 16 in use, onto the stack.
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 #else
     sum = fma(a, b, sum);
 #endif
 }
 
-// The products of two inputs for R rows and P panels.
+// Adds the products of two inputs for R rows and P panels.
 template <class T, int R, int P>
 LL_INLINE void add_pair(vf (&sums)[R][P * VECS], const T* w, int64_t panel_elems, const float* x, int64_t stride) {
 #pragma GCC unroll 2
@@ -80,7 +80,7 @@ LL_INLINE void add_pair(vf (&sums)[R][P * VECS], const bf16* w, int64_t panel_el
     }
 }
 template <class T>
-using Input = T;  // what x is copied to: the dot product takes bf16
+using Input = T;  // the type x is copied as: the dot product takes bf16
 #else
 template <class T>
 using Input = float;
@@ -96,8 +96,8 @@ struct Linear {
     int64_t stride = pairs * 2 + PANEL;
     static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T);
 
-    // The next group's weights, asked for meanwhile: `step` bytes more for every stretch of pairs that is computed here,
-    // so that after all blocks of rows every one was.
+    // Prefetches the next group's weights: `step` more bytes for every stretch of pairs computed here, so that all of
+    // them have been requested after all blocks of rows.
     struct Ahead {
         const char *asked, *upto;
         int64_t step;
@@ -106,7 +106,7 @@ struct Linear {
         }
     };
 
-    // One panel, or P, for R rows.
+    // Computes P panels for R rows.
 
     template <int R, int P>
     void pass(int64_t panel, int64_t row, const Input<T>* inputs, Ahead& ahead) const {
@@ -114,7 +114,7 @@ struct Linear {
         const T* w = packed + panel * panel_elems;
         for (int64_t pair = 0, end; pair < pairs; pair = end) {
             end = std::min(pairs, pair + STRETCH);
-            if constexpr (R > 2) ahead.ask();  // not in the inner loop: what it holds would push sums out of registers
+            if constexpr (R > 2) ahead.ask();  // not in the inner loop: its variables would push sums out of registers
             for (int64_t i = pair; i < end; ++i, w += PAIR) {
 #pragma GCC unroll 16
                 for (int p = 0; p < P; ++p)
@@ -149,7 +149,7 @@ struct Linear {
         if (n_in % 2) to[n_in] = Input<T>{};
     }
 
-    // Rows [from, to) pass the panels of a group, in blocks as equal as can be.
+    // Runs rows [from, to) over the panels of a group, in blocks of nearly equal size.
     template <int... R>
     void group(int64_t panel, int64_t end, int64_t from, int64_t to, const Input<T>* inputs, int64_t next_panel,
                std::integer_sequence<int, R...>) const {
@@ -169,13 +169,13 @@ struct Linear {
         for (int64_t r = from; r < to; ++r) copy_row(x + r * x_stride, inputs.data() + (r - from) * stride);
     }
 
-    // A thread takes some groups of panels for a slab of rows at a time. It widens a slab itself and keeps it in its L2
-    // cache: threads that widen the same one need not wait for each other.
+    // A thread takes some groups of panels for one slab of rows at a time. It widens the slab itself and keeps it in
+    // its L2 cache, so that threads that need the same slab do not wait for each other.
     void run(int64_t num_threads) const {
         const int64_t threads = panels * panel_elems < PARALLEL_FROM ? 1 : std::min(num_threads, panels);
         const int64_t fit = SLAB_BYTES / (stride * int64_t(sizeof(Input<T>))) / MOST_ROWS * MOST_ROWS;
         const int64_t slab = rows <= 2 * fit ? rows : std::max<int64_t>(MOST_ROWS, fit), slabs = (rows + slab - 1) / slab;
-        const int64_t at_once = panels_of(int(std::min<int64_t>(slab, MOST_ROWS)));  // few rows: whole passes
+        const int64_t at_once = panels_of(int(std::min<int64_t>(slab, MOST_ROWS)));  // for few rows: whole passes
         const int64_t most = std::min(GROUP_BYTES / (panel_elems * int64_t(sizeof(T))), panels / (4 * threads));
         const int64_t size = std::max<int64_t>(1, most / at_once) * at_once, groups = (panels + size - 1) / size;
         const int64_t each = std::max<int64_t>(1, slabs * groups / (PARTS * threads)), parts = (groups + each - 1) / each;
@@ -200,7 +200,7 @@ struct Linear {
 }  // namespace
 }  // namespace ll
 
-// x [rows, n_in], out [rows, n_out], bias [n_out] or null. Strides in elements.
+// x [rows, n_in], out [rows, n_out], bias [n_out] or null. Strides are in elements.
 LL_EXPORT int ll_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
                         int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t is_bf16, int64_t threads) {
     auto run = [&](auto tag) {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best first
 
-# What each build was compiled for, in the names of /proc/cpuinfo.
+# CPU features that each build requires, under their names in /proc/cpuinfo.
 _NEEDS: dict[str, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "f16c"}),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
@@ -38,12 +38,12 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def supported_isas() -> tuple[Isa, ...]:
-    """The builds that are installed and that this CPU can run, best first (without "reference")."""
+    """Returns the installed builds that this CPU can run, best first (without "reference")."""
     return tuple(i for i in ISAS if i != "reference" and _NEEDS[i] <= _cpu_flags() and _find(i) is not None)
 
 
 def best_isa() -> Isa:
-    """What `load()` takes when nothing is forced."""
+    """Returns the build that `load()` takes when none is forced."""
     return next(iter(supported_isas()), "reference")
 
 
@@ -55,7 +55,7 @@ def _find(isa: str) -> Path | None:
 
 @functools.cache
 def _open(isa: Isa) -> CpuLibrary:
-    """Loads one build. Errors: ValueError when this CPU or installation does not have it; OSError from the loader."""
+    """Loads one build. Raises ValueError if this CPU or installation does not have it, OSError if loading fails."""
     if isa in ("reference", "triton"):
         return CpuLibrary(isa, None, "asked for")
     path = _find(isa)
@@ -65,17 +65,17 @@ def _open(isa: Isa) -> CpuLibrary:
 
 
 def amx_library() -> Path | None:
-    """The build for AMX tiles, if there is one and this CPU can run it."""
+    """Returns the build for AMX tiles, if one is installed and this CPU can run it."""
     return _find("amx") if _cpu_flags() >= _AMX_NEEDS else None
 
 
 def load(isa: Isa | None = None) -> CpuLibrary:
-    """Chooses the process's kernels: `isa`, or the best this CPU has. Returns what runs from now on.
+    """Chooses the process's kernels: `isa`, or the best build for this CPU. Returns the build now in use.
 
-    Errors: ValueError when a forced `isa` cannot run here. Without one, a library that cannot be loaded is replaced
-    by the torch reference, which is logged and counted under "library".
+    Raises ValueError if a forced `isa` cannot run here. If none is forced, the torch reference replaces a library that
+    cannot be loaded; this is logged and counted under "library".
     """
-    from kernels.cpu.ops import register  # it needs torch; to ask what this CPU has does not
+    from kernels.cpu.ops import register  # needs torch, unlike the queries above
 
     wanted = isa or best_isa()
     try:
@@ -94,13 +94,13 @@ def load(isa: Isa | None = None) -> CpuLibrary:
 
 
 def current() -> CpuLibrary:
-    """The library in use, loading the best one on first use."""
+    """Returns the library in use; the first call loads the best one if none has been chosen."""
     return selection().library or load()
 
 
 @contextlib.contextmanager
 def using(isa: Isa) -> Iterator[CpuLibrary]:
-    """Runs a block of code on another build, for tests and benchmarks. Process-wide: not for concurrent threads."""
+    """Runs a `with` block on another build, for tests and benchmarks. Process-wide: not for concurrent threads."""
     before = current()
     try:
         yield load(isa)
@@ -109,5 +109,5 @@ def using(isa: Isa) -> Iterator[CpuLibrary]:
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels take this tensor: it lies on a GPU, or the process rehearses them on the CPU."""
+    """Returns whether the Triton kernels take this tensor: it is on a GPU, or the process rehearses them on the CPU."""
     return tensor.is_cuda or current().isa == "triton"

@@ -1,6 +1,6 @@
 """The C entry points as torch operators (namespace `looseleaf`), so that no build is tied to a torch version.
 
-Every operator writes into tensors it is given and returns nothing. Threads are torch's own number, passed in.
+Every operator writes into tensors that the caller passes and returns nothing. The number of threads is torch's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def raise_for(code: int) -> None:
 
 
 def _call(name: str, *arguments: int | float | None) -> None:
-    """Calls one entry point: floats as float, everything else as 64-bit integer or pointer (same size and class)."""
+    """Calls one entry point: floats as float, anything else as 64-bit integer or pointer (same size and class)."""
     library = selection().library
-    assert library is not None, "operators are registered by what selects a library"
+    assert library is not None, "operators are registered only when a library is selected"
     raise_for(_entry(library, name)(*arguments))
 
 
@@ -210,7 +210,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Defines the operators, once per process; the returned library keeps them alive."""
+    """Defines the operators, once per process. The returned library keeps them alive."""
     library = torch.library.Library("looseleaf", "FRAGMENT")
     for name, (schema, function) in _OPERATORS.items():
         library.define(name + schema)

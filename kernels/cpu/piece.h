@@ -1,9 +1,9 @@
-// One piece of the key axis: a tile of query rows against up to PIECE keys of one KV head. The core that decode and
-// prefill share.
+// Attention over one piece of the key axis: a tile of query rows against up to PIECE keys of one KV head. Decode and
+// prefill share this core.
 //
-// Bits: every row does the same operations on its own numbers whatever tile it sits in. A score is one chain of
-// multiply-adds over head_dim; a row's maximum, sum and output run over keys in ascending absolute order; keys a row
-// does not see have weight exactly 0. Pieces begin at multiples of PIECE tokens and merge in ascending order.
+// Bits: every row undergoes the same operations on its own numbers, whatever tile it is in. A score is one chain of
+// multiply-adds over head_dim. A row's maximum, sum and output run over keys in ascending absolute order. Keys that a
+// row does not see have weight exactly 0. Pieces begin at multiples of PIECE tokens and merge in ascending order.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,15 @@
 
 namespace ll {
 
-constexpr int PIECE = 256;           // keys; a change of it changes bits
-// The rest of these changes no bits.
-constexpr int PANEL = 12;            // vectors of keys that are packed, then scored by all rows while in the L1 cache
-constexpr int STRETCH = 64;          // keys whose values are added by all rows while in the L1 cache
-constexpr int ROWS = 6;              // the most query rows of a register block
+constexpr int PIECE = 256;           // keys; changing it changes bits
+// The constants below do not affect bits.
+constexpr int PANEL = 12;            // vectors of keys packed at once, then scored by all rows while in the L1 cache
+constexpr int STRETCH = 64;          // keys whose values all rows add while they are in the L1 cache
+constexpr int ROWS = 6;              // maximum query rows of a register block
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
-// Vectors beside R rows in a register block: 8 to 12 sums hide the latency of a multiply-add; the registers hold no more.
+// Vectors per row in a register block of R rows: 8 to 12 sums hide the latency of a multiply-add, and no more fit into
+// the registers.
 constexpr int columns_beside(int rows) {
 #if defined(LL_AVX512)
     return rows <= 2 ? 8 : 4;
@@ -32,7 +33,7 @@ constexpr int columns_beside(int rows) {
 #endif
 }
 
-// Scratch of one thread. Grows, never shrinks; one allocation.
+// Scratch memory of one thread: a single allocation that grows and never shrinks.
 struct Scratch {
     char* base = nullptr;
     size_t size = 0;
@@ -48,15 +49,16 @@ struct Scratch {
     }
 };
 
-// What a thread will probably want next, in runs of memory. Asked for a few lines at a time, spread over the arithmetic of
-// what is here: a burst would wait for memory, and a core that asks for nothing leaves memory idle. For every line that
-// they read, packing asks for 3/4 of one, scores for 1/3, sums of values for one: a little more than a piece has.
+// The runs of memory that a thread will probably need next. They are prefetched a few lines at a time, spread over the
+// arithmetic of the current piece: a burst would wait for memory, and a core that prefetches nothing leaves memory
+// idle. For every line that they read, packing prefetches 3/4 of a line, scores 1/3 and sums of values one: together a
+// little more than a piece contains.
 struct Ahead {
     struct Run {
         const char *from, *to;
     };
-    Run runs[2 * PIECE + 1];  // keys and values of as many tokens; one more is read, not used
-    int count = 0, at, rate;  // rate: lines to ask for where one would do if this piece were as long as that
+    Run runs[2 * PIECE + 1];  // keys and values of up to PIECE tokens; one more is read but not used
+    int count = 0, at, rate;  // rate: how many times as long as this piece the memory to prefetch is
     const char* line;
 
     template <class T>
@@ -73,24 +75,24 @@ struct Ahead {
     }
 };
 
-// A tile of query rows and everything computed about it. Rows are (query token, head of the KV head's group).
+// A tile of query rows and everything computed for it. Rows are (query token, head of the KV head's group).
 template <class T>
 struct Tile {
-    int rows, d, dpad, words;  // dpad: head_dim up to a multiple of W; words: of a key
+    int rows, d, dpad, words;  // dpad: head_dim rounded up to a multiple of W; words: 32-bit words of a key
     float scale, softcap;      // softcap 0: none
     float* qpack;              // [rows, words, TERMS]
     float* kpack;              // [words, PANEL, W]
     float* scores;             // [rows, PIECE], then weights
-    float* o;                  // [rows, dpad] of this piece, columns as in Columns
+    float* o;                  // [rows, dpad] of this piece, columns ordered as in Columns
     T* zeros;                  // [d]
-    float* m;                  // [rows] of this piece, in units of log2; NEG_INF: the row sees no key here
+    float* m;                  // [rows] of this piece, in log2 units; NEG_INF: the row sees no key here
     float* l;                  // [rows] of this piece
     float* total_o;            // [rows, dpad] merged
     float* total_m;
     float* total_l;
     int* lo;                   // [rows] first visible key, relative to the piece
-    int* hi;                   // [rows] one past the last
-    const T* keys[PIECE];      // [d] each, `zeros` where no row of the tile looks
+    int* hi;                   // [rows] one past the last visible key
+    const T* keys[PIECE];      // [d] each; `zeros` where no row of the tile sees the key
     const T* values[PIECE];
     Ahead ahead;
 
@@ -114,7 +116,7 @@ struct Tile {
     float* q_row(int row) const { return qpack + size_t(row) * words * Dot<T>::TERMS; }
 };
 
-// Keys of vector g of the piece -> place `at` of the panel, transposed so that a vector holds one word of W keys.
+// Packs the keys of vector g of the piece into place `at` of the panel, transposed: a vector holds one word of W keys.
 template <class T, bool AHEAD>
 void pack_keys(Tile<T>& t, int g, int at) {
     float* dst = t.kpack + at * W;
@@ -149,7 +151,7 @@ LL_INLINE void score_term(const float* k, const float* q, int q_width, vf (&acc)
     }
 }
 
-// R rows from `row`, C vectors from `at` of the panel, which begins with vector g of the piece.
+// Scores R rows from `row` against C vectors from `at` of the panel, which begins with vector g of the piece.
 template <class T, int R, int C, bool AHEAD>
 void score_block(Tile<T>& t, int row, int at, int g) {
     using D = Dot<T>;
@@ -170,14 +172,14 @@ void score_block(Tile<T>& t, int row, int at, int g) {
 
 template <class T, int R, bool AHEAD>
 void score_rows(Tile<T>& t, int row, int g, int n) {
-    constexpr int C = columns_beside(R) == 2 && R + Dot<T>::TERMS <= 5 ? 3 : columns_beside(R);  // 4 x 3 of bf16 spills
+    constexpr int C = columns_beside(R) == 2 && R + Dot<T>::TERMS <= 5 ? 3 : columns_beside(R);  // bf16: 4 x 3 spills
     int at = 0;
     for (; at + C <= n; at += C) score_block<T, R, C, AHEAD>(t, row, at, g);
     for (; at + 2 <= n; at += 2) score_block<T, R, 2, AHEAD>(t, row, at, g);
     if (at < n) score_block<T, R, 1, AHEAD>(t, row, at, g);
 }
 
-// cap * tanh(x * scale / cap), as Gemma 2 bounds its scores.
+// Returns cap * tanh(x * scale / cap), the bound that Gemma 2 puts on scores.
 LL_INLINE vf capped(vf x, float scale, float cap) {
     const vf y = x * splat(scale / cap), most = splat(20.f);  // tanh is 1 beyond it
     const vf magnitude = vmax(y, -y), bounded = magnitude > most ? most : magnitude;
@@ -186,7 +188,7 @@ LL_INLINE vf capped(vf x, float scale, float cap) {
     return splat(cap) * (y < vf{} ? -t : t);
 }
 
-// scores -> weights 2^(score * scale - m) of one row; the rest of the tile's range [lo, hi) becomes 0.
+// Turns one row's scores into weights 2^(score * scale - m); the rest of the tile's range [lo, hi) becomes 0.
 template <class T>
 void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     float* x = t.scores + size_t(row) * PIECE;
@@ -212,7 +214,7 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     vf top = splat(NEG_INF);
     for (int g = first / W; g * W < last; ++g) top = vmax(top, seen(g, load(x + g * W), NEG_INF));
     float m = hmax(top) * scale_log2;
-    if (m == NEG_INF) m = 0.f;  // nothing but NaN or -inf: the row becomes NaN, it does not vanish
+    if (m == NEG_INF) m = 0.f;  // only NaN or -inf: the row becomes NaN instead of vanishing
     const vf scale = splat(scale_log2), minus_m = splat(-m);
     vf sum = {};
     for (int g = lo / W; g * W < hi; ++g) {
@@ -223,7 +225,7 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     t.m[row] = m, t.l[row] = hsum(sum);
 }
 
-// Adds weight * value of keys [from, to) to R rows, C vectors of columns from `col`. C == 1: the columns that are left.
+// Adds weight * value of keys [from, to) to C column vectors from `col` of R rows. C == 1: the remaining columns.
 template <class T, int R, int C, bool AHEAD>
 void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
     vf acc[R][C];
@@ -249,7 +251,7 @@ void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c)  // + 0: a sum of only zeros is +0, whatever signs the unseen values had
+        for (int c = 0; c < C; ++c)  // + 0: a sum of zeros is +0, whatever the signs of the unseen values
             store(o + size_t(r) * t.dpad + c * W, acc[r][c] + splat(0.f));
 }
 
@@ -262,7 +264,7 @@ void value_rows(Tile<T>& t, int row, int from, int to, int lo) {
     for (; col < t.d; col += W) value_block<T, R, 1, false>(t, row, col, from, to, lo);
 }
 
-// Calls work(row, rows of the block as a constant) for blocks of at most ROWS rows.
+// Calls work(row, number of rows as a constant) for blocks of at most ROWS rows.
 template <int R = ROWS, class F>
 LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
     for (; row + R <= rows; row += R) work(row, std::integral_constant<int, R>{});
@@ -270,7 +272,8 @@ LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
         if (row < rows) for_row_blocks<R - 1>(row, rows, work);
 }
 
-// m, l, o of this piece. [lo, hi) covers what any row of the tile sees; keys and values are set there.
+// Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; keys and values are set
+// there.
 template <class T>
 void attend(Tile<T>& t, int lo, int hi) {
     const int end = (hi + W - 1) / W;

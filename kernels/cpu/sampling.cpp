@@ -1,5 +1,5 @@
-// Sampling and log-probabilities, one row per thread. Contract: kernels/sampling.py. Selection runs over radix
-// histograms of order-preserving keys, so no row is sorted; sums of equal keys and buckets run in token-id order.
+// Sampling and log-probabilities, one row per thread. Contract: kernels/sampling.py. Selection uses radix histograms of
+// order-preserving keys, so no row is sorted. Sums over equal keys and over buckets run in token-id order.
 #include <vector>
 
 #include "simd.h"
@@ -27,7 +27,7 @@ double uniform(uint64_t seed, uint64_t sample, uint64_t position) {
     return double(((uint64_t(x.c[0]) << 32) | x.c[1]) >> 11) * 0x1p-53;
 }
 
-// Larger float, larger key; both zeros share one.
+// A larger float has a larger key; both zeros share one.
 uint32_t key_of(float x) {
     uint32_t u;
     x += 0.f;
@@ -52,12 +52,12 @@ int64_t argmax(const float* x, int64_t n) {
 }
 
 struct Row {
-    std::vector<float> x, weight;  // logits over temperature; 2^((x - max) log2 e), 0 for what a filter dropped
+    std::vector<float> x, weight;  // logits over temperature; 2^((x - max) log2 e), 0 for tokens that a filter dropped
     std::vector<uint32_t> key;
     double bucket[3][2048];
 
-    // Drops everything past the first tokens, in order (key down, id up), whose measures sum to `target`. The measure
-    // is 1 (top_k) or the weight (top_p). Only tokens with weight > 0 take part.
+    // Keeps the first tokens, in the order (key descending, id ascending), whose measures sum to `target`; drops the
+    // rest. The measure is 1 (top_k) or the weight (top_p). Only tokens with weight > 0 count.
     template <bool BY_WEIGHT>
     void keep(double target) {
         const int64_t n = int64_t(weight.size());
@@ -78,7 +78,7 @@ struct Row {
                 if (before + sum[b] >= target) break;
                 before += sum[b];
             }
-            if (b < 0) {  // everything is needed: the target is the whole, up to rounding
+            if (b < 0) {  // everything is needed: the target is the total, up to rounding
                 if (lowest < 0 || level == 0) return;
                 before -= sum[lowest];
                 b = lowest;
@@ -105,7 +105,7 @@ struct Row {
         const vf by = splat(heat), log2e = splat(LOG2E);
         for (int64_t i = 0; i < n; i += W) store_upto(x.data() + i, load_upto(logits + i, n - i) / by, n - i);
         const float top = row_max(x.data(), n);
-        if (!(top > -INFINITY) || top == INFINITY) return argmax(logits, n);  // nothing to draw from, or one certainty
+        if (!(top > -INFINITY) || top == INFINITY) return argmax(logits, n);  // nothing to draw, or a certain token
         for (int64_t i = 0; i < n; i += W) {
             vf w = exp2v((load_upto(x.data() + i, n - i) - splat(top)) * log2e);
             store_upto(weight.data() + i, w >= splat(min_p) ? w : vf{}, n - i);

@@ -1,4 +1,4 @@
-"""Which build of the C++ kernels the process runs on, and the counts of what ran on the torch reference instead."""
+"""The build of the C++ kernels that the process runs on, and counts of calls that took a slower path instead."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _LOG = logging.getLogger("looseleaf.kernels")
 
 
 Isa = Literal["avx512", "avx2", "portable", "reference", "triton"]
-"""An instruction set that a build is for. "reference" is plain torch; "triton" is the GPU's kernels under triton's
-interpreter: a rehearsal, some thousand times slower, never chosen.
+"""The instruction set of a build. "reference" is plain torch. "triton" stands for the GPU kernels under triton's
+interpreter: a rehearsal, some thousand times slower, never chosen automatically.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """One loaded build. `handle` is None when the torch reference (or the rehearsal) stands in; `why` says why."""
+    """A loaded build. `handle` is None for the torch reference and the rehearsal; `why` gives the reason for it."""
 
     isa: Isa
     handle: ctypes.CDLL | None
@@ -29,7 +29,7 @@ class CpuLibrary:
 
 @dataclass(slots=True)
 class Selection:
-    """The process's choice and the counts of what did not take the fast path."""
+    """The process's choice of build, and counts of calls that did not take the fast path."""
 
     library: CpuLibrary | None = None
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -37,12 +37,12 @@ class Selection:
 
 @functools.cache
 def selection() -> Selection:
-    """The one of this process."""
+    """Returns the selection of this process."""
     return Selection()
 
 
 def count_fallback(what: str, why: str, instead: str = "on the torch reference") -> None:
-    """Counts one use of something slower in place of a fast path and logs the first one of each kind."""
+    """Counts one use of a slower path in place of a fast one, and logs the first of each kind."""
     counts = selection().fallbacks
     counts[what] += 1
     if counts[what] == 1:
@@ -50,5 +50,5 @@ def count_fallback(what: str, why: str, instead: str = "on the torch reference")
 
 
 def fallbacks() -> dict[str, int]:
-    """How often each kernel took a slower path though nobody asked for it."""
+    """Returns how often each kernel took a slower path that was not requested."""
     return dict(selection().fallbacks)

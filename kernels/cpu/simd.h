@@ -1,5 +1,5 @@
 // Vectors of W floats for one instruction set, chosen by a -DLL_* flag. Every operation is elementwise or has a fixed
-// order, so a result never depends on how many elements sit beside it. Independent of kernels.
+// order, so a result never depends on the number of elements beside it. Independent of kernels.
 #pragma once
 
 #include <cmath>
@@ -60,7 +60,7 @@ LL_INLINE vf vmax(vf a, vf b) {  // b where either is NaN
 #endif
 }
 
-// In intrinsics, where gcc 12 makes two to five instructions of __builtin_convertvector.
+// Uses intrinsics because gcc 12 compiles __builtin_convertvector to two to five instructions.
 LL_INLINE vf widen(vh h) {
 #if defined(LL_AVX512)
     return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
@@ -71,7 +71,7 @@ LL_INLINE vf widen(vh h) {
 #endif
 }
 
-// bf16, to nearest even, in the upper half of every word; NaN stays NaN (quiet). The lower halves hold anything.
+// Rounds to bf16, to nearest even, in the upper half of every word; NaN stays NaN (quiet). Lower halves are arbitrary.
 LL_INLINE vu to_upper_half(vf x) {
     vu u = (vu)x;
     vu rounded = u + 0x7fffu + ((u >> 16) & 1u), quiet = u | 0x400000u;
@@ -98,7 +98,7 @@ LL_INLINE void store(bf16* p, vf x) {
     std::memcpy(p, &h, sizeof h);
 }
 
-// n < W elements; the rest reads as zero and is not stored.
+// Load and store n < W elements; the rest is read as zero and not stored.
 template <class T>
 LL_INLINE vf load_n(const T* p, int n) {
     alignas(64) T buffer[W] = {};
@@ -123,7 +123,7 @@ LL_INLINE void store_upto(T* p, vf x, int64_t n) {
         store_n(p, x, int(n));
 }
 
-// Calls part(i, n) for elements [i, i + n) of n_all. But for the last, n is the constant W: no branch in the loop.
+// Calls part(i, n) for elements [i, i + n) of n_all. n is the constant W except in the last call, so no loop branches.
 template <class F>
 LL_INLINE void for_vectors(int64_t n_all, F&& part) {
     int64_t i = 0;
@@ -131,7 +131,7 @@ LL_INLINE void for_vectors(int64_t n_all, F&& part) {
     if (i < n_all) part(i, n_all - i);
 }
 
-// The value a T would hold, as a float.
+// x rounded to the dtype of the pointer, as floats.
 LL_INLINE vf rounded_to(vf x, const float*) { return x; }
 LL_INLINE vf rounded_to(vf x, const bf16*) { return (vf)(to_upper_half(x) & 0xffff0000u); }
 
@@ -151,7 +151,7 @@ LL_INLINE float hmax(vf x) {
     return m;
 }
 
-// 2^x for x <= 127, 0 below -126. Polynomial of Cephes' exp2f on [-0.5, 0.5]; within 2 ulp.
+// 2^x for x <= 127, 0 below -126. Cephes' polynomial for exp2f on [-0.5, 0.5]; within 2 ulp.
 LL_INLINE vf exp2v(vf x) {
     const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     vf shifted = x + magic;
@@ -163,7 +163,7 @@ LL_INLINE vf exp2v(vf x) {
     p = fma(p, r, splat(2.402264791363012e-1f));
     p = fma(p, r, splat(6.931472028550421e-1f));
     p = fma(p, r, splat(1.f));
-    vu n = (vu)shifted << 23;  // the high bits of the magic fall out
+    vu n = (vu)shifted << 23;  // shifts out the high bits of the magic number
     vf y = (vf)((vu)p + n);
     return x < splat(-126.f) ? splat(0.f) : y;
 }
@@ -180,13 +180,13 @@ constexpr float LOG2E = 1.44269504088896341f;
 #define LL_HI 4, 12, 5, 13, 6, 14, 7, 15
 #endif
 
-// Two bf16 in every 32-bit word: the lower one, the upper one; and the order they had, from both.
+// For two bf16 in every 32-bit word: extract the lower one or the upper one, and restore their order from both.
 LL_INLINE vf lower_half(vf words) { return (vf)((vu)words << 16); }
 LL_INLINE vf upper_half(vf words) { return (vf)((vu)words & 0xffff0000u); }
 LL_INLINE vf zip_low(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_LO); }
 LL_INLINE vf zip_high(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_HI); }
 
-// W x W words, in place: log2(W) rounds of a perfect shuffle of rows i and i + W/2.
+// Transposes W x W words in place: log2(W) rounds of a perfect shuffle of rows i and i + W/2.
 LL_INLINE void transpose(vf (&rows)[W]) {
     for (int round = 1; round < W; round *= 2) {
         vf next[W];
@@ -200,9 +200,9 @@ LL_INLINE void transpose(vf (&rows)[W]) {
     }
 }
 
-// rows[i] = word i of each of W places.
+// Loads rows[i] = word i of each of W places.
 LL_INLINE void load_transposed(const char* const (&at)[W], vf (&rows)[W]) {
-#if defined(LL_AVX2)  // halves are put in place by loads: 16 shuffles instead of 48
+#if defined(LL_AVX2)  // loads put the halves in place: 16 shuffles instead of 48
     vf lows[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {  // words 0 to 3 (i < 4), or 4 to 7, of places i % 4 and i % 4 + 4

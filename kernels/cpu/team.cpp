@@ -14,7 +14,7 @@ namespace ll {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto SPIN = std::chrono::microseconds(50);  // longer than anything between two loops of a pass
+constexpr auto SPIN = std::chrono::microseconds(50);  // longer than any gap between two loops of a pass
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -22,7 +22,7 @@ inline void relax() {
 #endif
 }
 
-// Until done() holds: true. False: it did not while spinning was worth it.
+// Spins until done() holds and returns true; returns false if that takes longer than SPIN.
 template <class F>
 bool spin_until(F&& done) {
     for (const auto end = Clock::now() + SPIN; Clock::now() < end;)
@@ -33,8 +33,9 @@ bool spin_until(F&& done) {
     return done();
 }
 
-// A loop is open while `epoch` is odd. Who wants to take part counts itself in first and looks again: either it sees
-// that the loop was closed, or the closing caller sees it and waits (both orders are sequentially consistent).
+// A loop is open while `epoch_` is odd. A thread that wants to take part counts itself in first and then checks again:
+// either it sees that the loop was closed, or the closing caller sees the thread and waits. This relies on
+// sequentially consistent accesses on both sides.
 class Team {
    public:
     void run(int64_t threads, Work work, void* context) {
@@ -70,7 +71,7 @@ class Team {
         is_waited_for_.store(false);
     }
 
-    // False: the system gives no more threads; those that there are do the work.
+    // Returns false if the system grants no more threads; the existing ones then do the work.
     bool start() {
         try {
             std::thread([this] { serve(); }).detach();
@@ -113,7 +114,7 @@ class Team {
     int64_t started_ = 0;
 };
 
-// Never destroyed: its threads outlive main. A forked child has none of them and begins anew.
+// Never destroyed: its threads outlive main. A forked child has none of them and starts a new team.
 Team*& shared() {
     static Team* team = [] {
         pthread_atfork(nullptr, nullptr, [] { shared() = new Team; });
@@ -133,5 +134,5 @@ Awake::~Awake() { shared()->awake.fetch_sub(1); }
 
 }  // namespace ll
 
-// For builds that have no threads of their own (linear_amx.cpp): `run_team` of this one.
+// Returns this build's `run_team`, for builds without threads of their own (linear_amx.cpp).
 LL_EXPORT void* ll_team() { return reinterpret_cast<void*>(&ll::run_team); }

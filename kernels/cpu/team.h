@@ -1,9 +1,10 @@
-// The threads of this process's kernels: a loop's indices are handed out one by one to the thread that is free, the caller among
-// them. So a thread that the system takes a core from, as it does on a small machine that also runs gateway and clients,
-// delays what it holds and nothing else, and one that still sleeps is not waited for.
+// The thread team of this process's kernels. A loop's indices are handed out one by one to whichever thread is free,
+// including the caller. When the system takes a core from a thread, as happens on a small machine that also runs the
+// gateway and clients, the thread delays only the indices that it has taken. Nothing waits for a thread that sleeps.
 //
 // OpenMP's threads either spin after every loop, on cores that others need, or sleep, and then each of a pass's seventy
-// loops pays for waking them. These spin between the loops of a pass (`Awake`) and sleep outside of one. Independent of kernels.
+// loops pays for waking them. These threads spin between the loops of a pass (`Awake`) and sleep outside a pass.
+// Independent of kernels.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 
 namespace ll {
 
-// Hands out 0, 1, ... once each; a number at or above the loop's count: nothing is left.
+// Hands out 0, 1, ... once each. A number at or above the loop's count means that nothing is left.
 class Claims {
    public:
     int64_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }
@@ -23,8 +24,8 @@ class Claims {
     std::atomic<int64_t> next_{0};
 };
 
-// Calls work(context, claims) on the caller and on up to threads - 1 others; returns when all have returned. At once
-// called by two threads, or from within work: the later one computes alone. An exception out of work ends the process.
+// Calls work(context, claims) on the caller and on up to threads - 1 others; returns when all have returned. If two
+// threads call it at once, or work calls it, the later caller computes alone. An exception from work ends the process.
 using Work = void (*)(void* context, Claims& claims);
 void run_team(int64_t threads, Work work, void* context) noexcept;
 
@@ -34,7 +35,7 @@ void team(int64_t threads, F&& work) {
              &work);
 }
 
-// work(i) for every i in [0, count), neighbours by one thread. The work on an index must not depend on the others'.
+// Calls work(i) for every i in [0, count), neighbours on one thread. The calls must not depend on each other.
 template <class F>
 void team_for(int64_t threads, int64_t count, F&& work) {
     const int64_t pieces = threads > 1 ? std::min(count, 4 * threads) : 1;
@@ -44,7 +45,7 @@ void team_for(int64_t threads, int64_t count, F&& work) {
     });
 }
 
-// While one of these lives, threads that find nothing to do spin for a little before they sleep.
+// While an object of this type exists, threads that find nothing to do spin briefly before they sleep.
 struct Awake {
     Awake();
     ~Awake();

@@ -1,16 +1,16 @@
-// How queries, keys and values of each dtype are held for the two products of attention: in 32-bit words, which for
-// bf16 hold a pair. Independent of pieces and tiles.
+// How queries, keys and values of each dtype are represented for the two products of attention: in 32-bit words, each
+// of which holds a pair for bf16. Independent of pieces and tiles.
 #pragma once
 
 #include "simd.h"
 
 namespace ll {
 
-// The dot product of a query and a key: a word of the key takes TERMS multiply-adds, each with one float of the query.
-// One chain over head_dim, ascending.
+// The dot product of a query and a key. A word of the key takes TERMS multiply-adds, each with one float of the query.
+// They form one chain over head_dim, ascending.
 template <class T>
 struct Dot {
-    static constexpr int PER_WORD = 1, TERMS = 1;  // elements and multiply-adds of a word
+    static constexpr int PER_WORD = 1, TERMS = 1;  // elements and multiply-adds per word
     static LL_INLINE void pack_q(float* dst, const T* q, int d) {
         for (int i = 0; i < d; i += W) store_upto(dst + i, load_upto(q + i, d - i), d - i);
     }
@@ -22,7 +22,7 @@ struct Dot {
 template <>
 struct Dot<bf16> {
     static constexpr int PER_WORD = 2;
-#if defined(LL_AVX512)  // vdpbf16ps: both of a pair at once
+#if defined(LL_AVX512)  // vdpbf16ps: both elements of a pair at once
     static constexpr int TERMS = 1;
     static LL_INLINE void pack_q(float* dst, const bf16* q, int d) { std::memcpy(dst, q, d * sizeof(bf16)); }
     template <int TERM>
@@ -30,7 +30,7 @@ struct Dot<bf16> {
     static LL_INLINE vf madd(vf k, float q, vf acc) {
         return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512)k, (__m512bh)_mm512_set1_ps(q));
     }
-#else  // widened in registers, one after the other
+#else  // the elements of a pair are widened in registers, one after the other
     static constexpr int TERMS = 2;
     static LL_INLINE void pack_q(float* dst, const bf16* q, int d) {
         for (int i = 0; i < d; i += W) store_upto(dst + i, load_upto(q + i, d - i), d - i);
@@ -41,8 +41,9 @@ struct Dot<bf16> {
 #endif
 };
 
-// Columns of a row of values as floats. 2 W columns of bf16 are widened at once: W even ones, then W odd ones; sums keep
-// that order (which changes no sum) and `in_order` undoes it. Columns past the last whole 2 W keep their own.
+// Loads columns of a row of values as floats. 2 W columns of bf16 are widened at once: W even ones, then W odd ones.
+// Sums keep that order (which changes no sum), and `in_order` undoes it. Columns past the last whole 2 W keep their own
+// order.
 template <class T>
 struct Columns {
     template <int C>

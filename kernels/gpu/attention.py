@@ -1,7 +1,7 @@
-"""`paged_attention` and `paged_prefill` in Triton: checks of shapes, choice of tiles, launches.
+"""`paged_attention` and `paged_prefill` in Triton: shape checks, choice of tiles, launches.
 
-Nothing is read back from the device, so a call can be captured in a CUDA graph. Hence values are not checked: with
-block tables, lengths or `cu_seqlens_q` that do not fit, memory outside the caches is read (only `out` is written).
+Nothing is read back from the device, so a call can be captured in a CUDA graph. Values are therefore not checked: block
+tables, lengths or `cu_seqlens_q` that do not fit lead to reads outside the caches (only `out` is written).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The arguments of one call, and what follows from their shapes."""
+    """The arguments of one call, and sizes derived from their shapes."""
 
     out: Tensor
     q: Tensor
@@ -75,7 +75,7 @@ def _check(a: Attention) -> None:
     k, v = a.key_cache, a.value_cache
     _require(a.q.dim() == 3 and k.dim() == 4, "q must be [rows, heads, head_dim], caches [blocks, heads, slots, d]")
     _require(k.shape == v.shape and k.stride() == v.stride(), "key_cache and value_cache differ in shape or strides")
-    _require(a.q.dtype in DTYPES, f"dtype {a.q.dtype} of q is none of {DTYPES}")
+    _require(a.q.dtype in DTYPES, f"q has dtype {a.q.dtype}, which is none of {DTYPES}")
     _require(k.dtype == v.dtype and k.dtype in (a.q.dtype, E4M3), "the caches' dtype must be q's or float8_e4m3fn")
     _require(a.head_dim == k.shape[3] and a.head_dim % 8 == 0, "head_dim must match and be a multiple of 8")
     _require(a.head_dim <= tiles.MAX_HEAD_DIM, f"head_dim {a.head_dim} is above {tiles.MAX_HEAD_DIM}")
@@ -102,7 +102,7 @@ def _check_batch(a: Attention) -> None:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """The device's; for the interpreter one that small cases can fill, so that they split as large ones do there."""
+    """Returns the device's chip; for the interpreter a small one, which small cases fill so that they split."""
     if INTERPRETED:
         return Chip(90, 4)
     _require(
@@ -113,7 +113,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def plan(a: Attention, chip: Chip, max_q_len: int | None) -> tuple[Tiling, int]:
-    """(tiling, splits) of a call."""
+    """Returns a call's (tiling, splits)."""
     shape = (a.head_dim, a.group, a.fp8)
     varlen = a.cu_seqlens_q is not None
     fp32 = tiles.fp32_tiling(*shape[:2]) if a.q.dtype == torch.float32 and not INTERPRETED else None
@@ -126,7 +126,7 @@ def plan(a: Attention, chip: Chip, max_q_len: int | None) -> tuple[Tiling, int]:
 
 
 def launch(a: Attention, tiling: Tiling, splits: int) -> Tensor:
-    """Runs the kernel, and the merge where keys are split. Shapes are not checked."""
+    """Runs the kernel, and the merge if keys are split. Does not check shapes."""
     partial_acc = partial_max = partial_sum = None
     if splits > 1:
         sums = (a.num_seqs, a.q.shape[1], splits)
@@ -190,12 +190,13 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Contract of `kernels.paged_attention.paged_attention`, on bf16, fp16 (and fp32, slowly).
+    """Has the contract of `kernels.paged_attention.paged_attention`, for bf16, fp16 and (slowly) fp32.
 
-    key_cache, value_cache: also float8_e4m3fn, worth `k_scale` and `v_scale` times what they hold. Both with the same
-    strides, as views of one arena have.
-    deterministic: a row's bits depend on its own query, keys and values only, and are those of `paged_prefill` in this
-    mode. Takes 4 (head_dim + 2) bytes for every sequence, head and 512 keys that a block table row can hold.
+    key_cache, value_cache: also float8_e4m3fn; their values are multiplied by `k_scale` and `v_scale`. Both must have
+        the same strides, as views of one arena do.
+    deterministic: a row's bits depend only on its own query, keys and values, and equal those of `paged_prefill` in
+        this mode. Takes 4 (head_dim + 2) bytes of memory per sequence, head and 512 keys of a block table row's
+        capacity.
     """
     where = (key_cache, value_cache, block_table, context_lens, None)
     options = (softmax_scale, window, deterministic, k_scale, v_scale, softcap, sinks)
@@ -220,10 +221,10 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as in `paged_attention`.
+    """Has the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as above.
 
-    max_q_len: no chunk is longer (not checked); short ones then take smaller tiles. Rows of q and out from
-    cu_seqlens_q[num_seqs] on are left alone.
+    max_q_len: upper bound on the length of a chunk (not checked); short chunks then use smaller tiles. Rows of q and
+        out from cu_seqlens_q[num_seqs] on are not touched.
     """
     where = (key_cache, value_cache, block_table, context_lens, cu_seqlens_q)
     options = (softmax_scale, window, deterministic, k_scale, v_scale, softcap, sinks)

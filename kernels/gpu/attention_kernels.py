@@ -1,18 +1,18 @@
 """Triton code of paged attention: one kernel for decode and prefill, and the merge of split keys. Independent of torch.
 
-A program holds ROWS rows of scores, some queries of one sequence each with the GROUP heads that share a KV head (packed
-GQA), and walks over that head's keys in tiles of TILE. Every key looks up its own block, so a tile may span several.
-Softmax is online and in base 2 (Dao et al. 2023), sums are fp32.
+A program holds ROWS rows of scores: some queries of one sequence, each with the GROUP heads that share a KV head
+(packed GQA). It walks over that head's keys in tiles of TILE. The block of every key is looked up separately, so a tile
+may span several blocks. Softmax is online and in base 2 (Dao et al. 2023); sums are fp32.
 
 The key axis of a sequence is cut into splits that begin at multiples of TILE:
-- PIECE 0, fast: its tiles are dealt evenly to the splits of the launch, so bits depend on how many these are;
+- PIECE 0, fast: tiles are distributed evenly over the splits of the launch, so bits depend on the number of splits;
 - PIECE > 0, deterministic: pieces of PIECE keys at absolute positions, merged in ascending order. In decode a split is
-  one piece, in prefill a program walks all of its own. Both use the same `walk` and `fold` with the same ROWS, TILE and
-  warps, so a row's bits depend on its own query, keys and values only: a tile in which a row sees nothing leaves it as
-  it is (factors exactly 1, sums of exact zeros). Launches turn off the contraction of a * b + c, which may differ from
-  kernel to kernel.
+  one piece; in prefill a program walks all pieces of its rows. Both use the same `walk` and `fold` with the same ROWS,
+  TILE and warps, so a row's bits depend only on its own query, keys and values: a tile in which a row sees nothing does
+  not change it (factors are exactly 1, sums exactly zero). Launches turn off the contraction of a * b + c, which may
+  differ from kernel to kernel.
 
-WIDE is for the interpreter, whose `tl.dot` is wrong on bf16: operands are rounded as on the chip, then widened.
+WIDE is for the interpreter, whose `tl.dot` is wrong for bf16: operands are rounded as on the chip, then widened.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 
 NOT_SPECIALIZED = ["block_table", "context_lens", "cu_seqlens_q", "num_seqs", "num_splits", "table_row", "window"]
-"""Parameters whose value or alignment must not lead to another compilation while serving."""
+"""Parameters whose value or alignment must not cause a compilation during serving."""
 
 
 @triton.jit
 def find_sequence(cu_seqlens_q, program, num_seqs, QUERIES: tl.constexpr):
-    """(sequence, tile within it) of a prefill program: sequence i owns those from cu_seqlens_q[i] // QUERIES + i on."""
+    """Returns a prefill program's (sequence, tile in it). Sequence i's begin at cu_seqlens_q[i] // QUERIES + i."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -40,7 +40,7 @@ def find_sequence(cu_seqlens_q, program, num_seqs, QUERIES: tl.constexpr):
 
 @triton.jit
 def first_visible(position, window, WINDOWED: tl.constexpr):
-    """The first key that a query at `position` sees."""
+    """Returns the first key that a query at `position` sees."""
     first = position * 0
     if WINDOWED:
         first = tl.maximum(position - window + 1, 0)
@@ -49,7 +49,7 @@ def first_visible(position, window, WINDOWED: tl.constexpr):
 
 @triton.jit
 def split_size(first_key, keys_to, num_splits, TILE: tl.constexpr, PIECE: tl.constexpr):
-    """(begin of split 0, keys of a split); splits follow on each other up to `keys_to`."""
+    """Returns (begin of split 0, keys per split). Splits are contiguous up to `keys_to`."""
     begin = first_key // TILE * TILE
     size = tl.maximum(tl.cdiv(tl.cdiv(keys_to - begin, TILE), num_splits), 1) * TILE
     if PIECE > 0:
@@ -60,7 +60,7 @@ def split_size(first_key, keys_to, num_splits, TILE: tl.constexpr, PIECE: tl.con
 
 @triton.jit
 def as_operand(x, dtype: tl.constexpr, WIDE: tl.constexpr):
-    """`x` rounded to the queries' dtype, as an operand of `tl.dot`."""
+    """Rounds `x` to `dtype`, the queries', as an operand of `tl.dot`."""
     x = x.to(dtype)
     if WIDE:
         x = x.to(tl.float32)
@@ -69,7 +69,7 @@ def as_operand(x, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def rescale(x, new_max):
-    """exp2(x - new_max), where x <= new_max; 0 where both are -inf."""
+    """Returns exp2(x - new_max) for x <= new_max; 0 where both are -inf."""
     return tl.exp2(x - tl.where(new_max == float("-inf"), 0.0, new_max))
 
 
@@ -93,9 +93,9 @@ def walk(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys from `keys_from` to `keys_to` into the rows' sums. Those before `first_key` are not read.
+    """Adds the keys from `keys_from` to `keys_to` to the rows' sums. Keys before `first_key` are not read.
 
-    Not MASKED: every row sees every one of these keys, and their number is a multiple of TILE.
+    Not MASKED: every row sees all of these keys, and their number is a multiple of TILE.
     """
     dims = tl.arange(0, WIDTH)[None, :]
     for start in range(keys_from, keys_to, TILE):
@@ -129,7 +129,7 @@ def walk(
 
 @triton.jit
 def fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum):
-    """Merges rows of one more piece: acc fp32 [ROWS, WIDTH], row_max and row_sum [ROWS]."""
+    """Merges one more piece into the rows: acc fp32 [ROWS, WIDTH], row_max and row_sum [ROWS]."""
     new_max = tl.maximum(row_max, piece_max)
     old = rescale(row_max, new_max)
     new = rescale(piece_max, new_max)
@@ -146,7 +146,7 @@ def with_sink(acc, row_max, row_sum, sink_log2):
 
 @triton.jit
 def finish(acc, row_sum, value_scale):
-    """The mean of the values; zeros where nothing was seen."""
+    """Returns the weighted mean of the values; zeros for rows that have seen nothing."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None] * value_scale
 
 
@@ -167,13 +167,13 @@ def attention_kernel(
 ):  # fmt: skip
     """Grid: (num_seqs, num_kv_heads, num_splits); VARLEN: (total_q // (ROWS // GROUP) + num_seqs, num_kv_heads, 1).
 
-    VARLEN: cu_seqlens_q is read; else sequence i has the one query i. DIRECT: num_splits is 1, `out` is written and
-    not the partial sums. WIDTH: HEAD_DIM or the next power of two.
+    VARLEN: cu_seqlens_q is read; otherwise sequence i has the single query i. DIRECT: num_splits is 1; `out` is written
+    instead of the partial sums. WIDTH: HEAD_DIM rounded up to a power of two.
     """
     head = tl.program_id(1)
     if VARLEN:
         QUERIES: tl.constexpr = ROWS // GROUP
-        # The last tiles of a sequence have the most keys: they start first.
+        # The last tiles of a sequence have the most keys, so they start first.
         program = tl.num_programs(0) - 1 - tl.program_id(0)
         sequence, tile = find_sequence(cu_seqlens_q, program, num_seqs, QUERIES)
         q_begin = tl.load(cu_seqlens_q + sequence)
@@ -260,7 +260,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_seqs, num_heads). SPLITS: a power of two >= num_splits; any where PIECE > 0."""
+    """Grid: (num_seqs, num_heads). SPLITS: a power of two >= num_splits; not used if PIECE > 0."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     keys_to = tl.load(context_lens + sequence)

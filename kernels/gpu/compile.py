@@ -1,7 +1,7 @@
-"""Compiles Triton kernels for NVIDIA chips ahead of time, on a machine that need not have one, and says what they use.
+"""Compiles Triton kernels for NVIDIA chips ahead of time, on a machine that need not have one; reports their resources.
 
-Uses only what triton's package carries (ptxas, cuobjdump). Independent of kernels of ours. What it says of a kernel is
-the compiler's word: that the kernel also launches and is right there, only a GPU can show.
+Uses only tools from triton's package (ptxas, cuobjdump). The reports come from the compiler: only a GPU can show that a
+kernel also launches and is correct. Independent of our kernels.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from pathlib import Path
 from typing import Any
 
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Shared memory one thread block may have, by compute capability (CUDA programming guide, technical specifications)."""
+"""Largest shared memory of a thread block, by compute capability (CUDA programming guide, technical specifications)."""
 
 TMEM_COLUMNS = 512
-"""Tensor memory of a multiprocessor of sm_100."""
+"""Columns of tensor memory of an sm_100 multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one thread block of a compiled kernel needs."""
+    """The resources that a thread block of a compiled kernel needs, and its code."""
 
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     spill_bytes: int
-    """Local memory and stack of a thread; above 0 registers have spilled (or an array is indexed at run time)."""
+    """Local memory and stack per thread. Above 0, registers have spilled (or an array is indexed at run time)."""
     shared_bytes: int
     tmem_columns: int
-    """Of tensor memory; sm_100 has `TMEM_COLUMNS`, others none."""
+    """Columns of tensor memory; sm_100 has `TMEM_COLUMNS`, other chips have none."""
     ptx: str
     ttgir: str
-    """Triton's GPU dialect, where it says which layout each operation has."""
+    """The kernel in Triton's GPU dialect, which shows the layout of each operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel to compile for one chip.
+    """A kernel to compile for one chip.
 
     kernel: "package.module:function" of a `triton.jit` function.
-    signature: type of each parameter that is not in `constexprs`, in triton's words ("*bf16", "i32", "fp32"); ":16"
-        after it says that the launch will find a pointer aligned to 16 bytes, or an integer divisible by 16.
+    signature: type of each parameter that is not in `constexprs`, in triton's notation ("*bf16", "i32", "fp32"). The
+        suffix ":16" means that the launch will pass a pointer aligned to 16 bytes or an integer divisible by 16.
     constexprs: values of the `tl.constexpr` parameters, and of integers that are 1 (a launch makes these constant too).
-    cc: compute capability as one number (80, 90, 100).
+    cc: compute capability as a single number (80, 90, 100).
     """
 
     kernel: str
@@ -73,7 +73,7 @@ def compile_for(
     num_stages: int = 3,
     fp_fusion: bool = True,
 ) -> Resources:
-    """Compiles one `triton.jit` function; arguments as in `Case`. Not in a process with TRITON_INTERPRET=1."""
+    """Compiles one `triton.jit` function. Arguments are as in `Case`. Unusable with TRITON_INTERPRET=1."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -95,9 +95,9 @@ def compile_for(
 
 
 def compile_cases(cases: Sequence[Case], timeout_s: float = 280.0) -> list[Resources]:
-    """Compiles all cases in up to four new processes, which do not interpret whatever this one does.
+    """Compiles all cases in up to four new processes, which do not interpret even if this one does.
 
-    Errors: RuntimeError with the compiler's output if a case does not compile; subprocess.TimeoutExpired.
+    Raises RuntimeError with the compiler's output if a case does not compile; subprocess.TimeoutExpired.
     """
     workers = max(1, min(os.cpu_count() or 1, 4, len(cases) // 4))
     shares = [cases[i::workers] for i in range(workers)]
@@ -130,7 +130,7 @@ def _cuobjdump() -> str:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, stack and local bytes) of a thread of the one kernel in `cubin`."""
+    """Returns (registers, stack and local bytes) per thread of the only kernel in `cubin`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -139,7 +139,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         ).stdout
     found = [re.search(rf"\b{name}:(\d+)", text) for name in ("REG", "STACK", "LOCAL")]
     if not all(found):
-        raise RuntimeError(f"cuobjdump says nothing of registers: {text!r}")
+        raise RuntimeError(f"cuobjdump does not report registers: {text!r}")
     registers, stack, local = (int(match[1]) for match in found if match)
     return registers, stack + local
 
@@ -156,7 +156,7 @@ def _compile_case(case: Case) -> Resources:
 
 
 def main() -> None:
-    """Cases as JSON on standard input, resources as JSON on standard output."""
+    """Reads cases as JSON from standard input and writes resources as JSON to standard output."""
     cases = [Case(**fields) for fields in json.load(sys.stdin)]
     json.dump([asdict(_compile_case(case)) for case in cases], sys.stdout)
 

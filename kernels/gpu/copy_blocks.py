@@ -1,9 +1,9 @@
 """Batched block copies on a device, and between a device and the host. Contract: `kernels.copy_blocks.copy_blocks`.
 
-Within a device, one launch in 16-byte words for any number of blocks; also from an arena into a packed buffer and back
-(gather, scatter), which is the same copy with no ids on one side. Between device and host the copy engines run from
-28 KiB a block on (vLLM's crossover on an H100, reference/gpu.md section 5; not measured here): blocks of several layers
-are always above. Smaller ones go through the kernel, which reads or writes the pinned memory over the bus.
+Within a device, one launch copies any number of blocks in 16-byte words. Copies from an arena into a packed buffer and
+back (gather, scatter) are the same, with no ids on one side. Between device and host the copy engines take blocks of 28
+KiB and more (vLLM's crossover on an H100, reference/gpu.md section 5; not measured here); blocks of several layers are
+always larger. Smaller blocks go through the kernel, which reads or writes the pinned memory over the bus.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kernels.gpu.launch import power_of_2, warps_for
 
-_TILE_BYTES = 1 << 15  # of one program: with 8 warps eight 16-byte words in flight a thread
+_TILE_BYTES = 1 << 15  # per program: with 8 warps each thread has eight 16-byte words in flight
 _ENGINE_BYTES = 28 * 1024
-_FEW_BLOCKS = 16  # below which the copy engines win whatever the size
+_FEW_BLOCKS = 16  # for fewer blocks the copy engines win at any size
 
 
 @triton.jit(do_not_specialize=["num_dst", "num_src"], do_not_specialize_on_alignment=["dst_ids_ptr", "src_ids_ptr"])
@@ -30,7 +30,7 @@ def copy_blocks_kernel(
     src_ids_ptr,
     num_dst,
     num_src,
-    units,  # of one block; a unit is UNIT words
+    units,  # per block; a unit is UNIT words
     dst_row,
     src_row,
     UNIT: tl.constexpr,
@@ -38,7 +38,7 @@ def copy_blocks_kernel(
     HAS_DST_IDS: tl.constexpr,
     HAS_SRC_IDS: tl.constexpr,
 ):
-    """One program per pair of blocks and tile. A pair with an id out of range is not copied."""
+    """Copies one tile of a pair of blocks per program. A pair with an id out of range is not copied."""
     tiles = tl.cdiv(units * UNIT, TILE)
     pair = (tl.program_id(0) // tiles).to(tl.int64)
     word = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
@@ -51,24 +51,24 @@ def copy_blocks_kernel(
 
 
 def _unit_bytes(*arenas: Tensor) -> int:
-    """16 where every block of all arenas starts and ends on 16 bytes, else 1."""
+    """Returns 16 if every block of all arenas starts and ends at a multiple of 16 bytes, else 1."""
     edges = [edge for a in arenas for edge in (a.data_ptr(), a.stride(0), a.shape[1])]
     return 16 if all(edge % 16 == 0 for edge in edges) else 1
 
 
 def constexprs(block_bytes: int, unit_bytes: int) -> dict[str, Any]:
-    """The variant for blocks of this size: 16-byte units are four int32 words, others bytes."""
+    """Returns the variant for blocks of this size. A 16-byte unit is four int32 words; any other unit is one byte."""
     words = block_bytes // 4 if unit_bytes == 16 else block_bytes
     return {"UNIT": 4 if unit_bytes == 16 else 1, "TILE": min(_TILE_BYTES // 4, power_of_2(words))}
 
 
 def warps(variant: dict[str, Any]) -> int:
-    """Of a launch: eight words of UNIT a thread."""
+    """Returns the warps of a launch: eight units per thread."""
     return warps_for(variant["TILE"] * 2 // variant["UNIT"])
 
 
 def copy_within(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None, n: int) -> None:
-    """One launch for n pairs on one device; ids on it. A pair with an id out of range is left out."""
+    """Copies n pairs in one launch on the device that holds the ids. Skips pairs with an id out of range."""
     unit_bytes, block_bytes = _unit_bytes(src, dst), src.shape[1]
     variant = constexprs(block_bytes, unit_bytes)
     words = torch.int32 if unit_bytes == 16 else torch.uint8
@@ -85,9 +85,9 @@ def copy_within(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tenso
 
 
 def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
-    """One asynchronous copy per block, by the copy engines where one side is pinned host memory.
+    """Issues one asynchronous copy per block; copy engines run it where one side is pinned host memory.
 
-    Ids on a device are waited for. Pinned memory must stay as it is until the current stream has got there.
+    Waits for ids on a device. Pinned memory must not change until the current stream has reached the copy.
     """
     src_at, dst_at = (None if ids is None else ids.tolist() for ids in (src_ids, dst_ids))
     for i in range(len(src_at if src_at is not None else dst_at or ())):
@@ -96,7 +96,7 @@ def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor 
 
 
 def uses_engines(src: Tensor, dst: Tensor, n: int) -> bool:
-    """Whether copies of n blocks go to the copy engines: between host and device, unless small, many and pinned."""
+    """Returns whether the copy engines take n blocks: between host and device, unless small, many and pinned."""
     if src.is_cuda == dst.is_cuda:
         return False
     host = dst if src.is_cuda else src
@@ -104,11 +104,12 @@ def uses_engines(src: Tensor, dst: Tensor, n: int) -> bool:
 
 
 def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
-    """As `kernels.copy_blocks.copy_blocks`; None for ids means 0, 1, 2, ... on that side (gather, scatter).
+    """Has the contract of `kernels.copy_blocks.copy_blocks`; ids of None mean 0, 1, 2, ... there (gather, scatter).
 
-    src, dst: each on one CUDA device or on the host, pinned if the copy is to run beside others. Ids may lie on the
-    host, where they are checked, or on the device, where a pair out of range is left out. Ordered by the current
-    stream. Errors: ValueError for host ids out of range (then nothing is copied) and if both sides have none.
+    src, dst: each on one CUDA device or on the host, pinned if the copy is to run beside other work. Ids on the host
+    are checked; ids on the device are not, and the kernel skips pairs out of range. Ordered by the current stream.
+    Raises ValueError if a host id is out of range or a packed side is too short (nothing is copied then), or if neither
+    side has ids.
     """
     given = src_ids if src_ids is not None else dst_ids
     if given is None:

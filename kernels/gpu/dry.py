@@ -1,7 +1,7 @@
-"""A stand-in for triton's CUDA driver: launches compile for a chip that need not be there, and are recorded, not run.
+"""A stand-in for triton's CUDA driver: launches compile for a chip that need not be present and are recorded, not run.
 
-What a launch really passes (alignment, integers that are 1 or divisible by 16, None) decides what is compiled, and only
-a launch shows it. It relies on the driver interface of triton 3.6 and 3.7, and cannot be used in a process with
+The actual arguments of a launch (alignment, integers that are 1 or divisible by 16, None) decide what is compiled, so
+only a launch shows it. Relies on the driver interface of triton 3.6 and 3.7; does not work in a process with
 TRITON_INTERPRET=1.
 """
 
@@ -23,12 +23,12 @@ class Launch:
     kernel: str
     grid: tuple[int, int, int]
     variant: str
-    """Hash of what was compiled: another one means another compilation."""
+    """Hash of the compiled variant: a different hash means another compilation."""
 
 
 @dataclass
 class DryDriver:
-    """`install()` it; `launches` grows with every launch after that."""
+    """A driver that records every launch in `launches` once `install()` has been called."""
 
     cc: int
     launches: list[Launch] = field(default_factory=list)
@@ -50,7 +50,7 @@ class DryDriver:
         return {"max_shared_mem": SHARED_LIMIT_BYTES[self.cc]}
 
     def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
-        """(module, function, registers, spills, most threads): handles that nothing follows."""
+        """Returns (module, function, registers, spills, maximum threads); the handles are dummies."""
         return 1, 1, 0, 0, 1024
 
     def get_current_target(self) -> GPUTarget:

@@ -1,10 +1,10 @@
 """A linear layer whose rows do not depend on each other, in Triton. Independent of the model and of packed weights.
 
-cuBLAS picks an algorithm, and with it an order of summation, by the number of rows. Here the tile follows from the
-weight's shape alone, the inner dimension is never split, and its tiles are added in ascending order into one fp32
-accumulator, so a row's bits are the same in a batch of 1 and in a prompt of 8192. The price: a decode step computes
-_BLOCK_M rows whatever its batch (hidden behind reading the weight), and a prompt's tiles are smaller than cuBLAS'.
-Neither the price nor the sameness on real tensor cores has been measured: nothing here has run on a GPU yet.
+cuBLAS picks an algorithm, and with it an order of summation, by the number of rows. Here the tile depends only on the
+weight's shape, the inner dimension is never split, and its tiles are added in ascending order to one fp32 accumulator,
+so a row has the same bits in a batch of 1 and in a prompt of 8192. The cost: a decode step computes _BLOCK_M rows
+whatever its batch (hidden behind reading the weight), and a prompt's tiles are smaller than cuBLAS'. Neither the cost
+nor the equality of bits on real tensor cores has been measured: nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_M = 64  # what one wgmma takes on sm_90; sm_80 runs four rows of mma.sync
+_BLOCK_M = 64  # rows of one wgmma on sm_90; sm_80 runs four rows of mma.sync
 _BLOCK_K = 64
-_GROUP_M = 8  # tiles of rows that share a tile of the weight in L2 before the next one
-_FULL_GRID = 132  # programs below which narrower tiles are taken: multiprocessors of an H100 or H200
+_GROUP_M = 8  # row tiles that share a weight tile in L2 before the next one is read
+_FULL_GRID = 132  # with fewer programs tiles are narrower: multiprocessors of an H100 or H200
 NUM_WARPS, NUM_STAGES = 4, 4
 
 
@@ -28,7 +28,7 @@ def linear_kernel(
     out_ptr,  # [num_rows, out_features]
     x_ptr,  # [num_rows, in_features]
     weight_ptr,  # [out_features, in_features]
-    bias_ptr,  # [out_features], with a bias
+    bias_ptr,  # [out_features], if there is a bias
     num_rows,
     out_features,
     in_features,
@@ -66,8 +66,11 @@ def linear_kernel(
 
 
 def constexprs(out_features: int, has_bias: bool, wide: bool = False) -> dict[str, Any]:
-    """The variant for a weight. A step that reads the weight for a few rows needs about one program per multiprocessor
-    to keep the memory busy, so the tile of columns narrows until there are that many."""
+    """Returns the variant for a weight.
+
+    A step that reads the weight for a few rows needs about one program per multiprocessor to keep the memory busy, so
+    the column tile narrows until there are that many.
+    """
     block_n = 128
     while block_n > 32 and out_features < block_n * _FULL_GRID:
         block_n //= 2
@@ -76,14 +79,14 @@ def constexprs(out_features: int, has_bias: bool, wide: bool = False) -> dict[st
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, accumulated in fp32 and rounded once; a row's bits do not depend on the other rows.
+    """Computes x @ weight.T + bias in fp32, rounded once; a row's bits do not depend on the other rows.
 
-    x: [..., in] bf16, fp16 or fp32; weight: [out, in] and bias: [out] in its dtype -> [..., out].
-    Errors: ValueError for shapes and dtypes.
+    x: [..., in] bf16, fp16 or fp32; weight: [out, in] and bias: [out] in the same dtype. Returns [..., out].
+    Raises ValueError if shapes or dtypes do not fit.
     """
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features or not x.dtype == weight.dtype == (weight if bias is None else bias).dtype:
-        raise ValueError("x [..., in], weight [out, in] and bias must fit and be of one dtype")
+        raise ValueError("x [..., in], weight [out, in] and bias must fit and have the same dtype")
     out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out

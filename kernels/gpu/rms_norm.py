@@ -1,7 +1,7 @@
 """RMS norm in Triton, optionally after adding a residual. Contract: `kernels.rms_norm.rms_norm`, which checks shapes.
 
-A row lies whole in one tile whose shape follows from its width, so its bits depend on nothing but the row. Bytes: x,
-the residual and both outputs once; nothing else limits it.
+A whole row lies in one tile, whose shape follows from the row's width, so its bits depend on the row alone. Memory
+traffic is the only limit: x, the residual and both outputs once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TILE = 1024  # elements; narrower rows (heads, for QK norm) share a program
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     out_ptr,  # [num_rows, WIDTH]
-    summed_ptr,  # [num_rows, WIDTH], with a residual
+    summed_ptr,  # [num_rows, WIDTH], if there is a residual
     x_ptr,  # [num_rows / heads, heads, WIDTH]
     residual_ptr,  # like x, other strides
     weight_ptr,  # [WIDTH]
@@ -55,7 +55,7 @@ def rms_norm_kernel(
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """[..., width] -> [outer, heads, width] (heads 1 below three dimensions), a view where that is available."""
+    """Reshapes [..., width] to [outer, heads, width], a view if possible; heads is 1 unless x has three dimensions."""
     width = x.shape[-1]
     if x.dim() == 3:
         return x if x.stride(-1) == 1 else x.contiguous()
@@ -64,7 +64,7 @@ def _as_heads(x: Tensor) -> Tensor:
 
 
 def constexprs(width: int, has_residual: bool) -> dict[str, Any]:
-    """The variant for rows of this width; `num_warps` is the launch's."""
+    """Returns the variant for rows of this width; the launch adds `num_warps`."""
     cols = power_of_2(width)
     return {"WIDTH": width, "ROWS": max(1, _TILE // cols), "COLS": cols, "HAS_RESIDUAL": has_residual}
 
@@ -76,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[T
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """As `kernels.rms_norm.rms_norm`; x and residual may be strided views of up to three dimensions."""
+    """Has the contract of `kernels.rms_norm.rms_norm`; x and residual may be strided views with up to 3 dimensions."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = out if residual is None else torch.empty_like(out)
     rows = _as_heads(x)

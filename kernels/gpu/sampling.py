@@ -1,9 +1,9 @@
-"""From logits to tokens on a device: launches of `kernels.gpu.sampling_kernels`. Contract: `kernels.sampling`.
+"""Sampling of tokens from logits on a device: launches of `kernels.gpu.sampling_kernels`. Contract: `kernels.sampling`.
 
-The stream of random numbers, the filters and the draw are the CPU's, and so is the token, save where a float64 sum in
-another order falls on the other side of a bound. Nothing is read back, so a CUDA graph can hold it if the columns are
-tensors on the device. Bytes: a row without top_k and top_p is read twice and written twice; a filter reads it once per
-bisection step, some 15 to 30 times [estimate; nothing here has run on a GPU yet].
+Random numbers, filters and the draw are the same as on the CPU, and so is the token, except where a float64 sum in
+another order falls on the other side of a bound. Nothing is read back, so a CUDA graph can capture a call if the
+columns are tensors on the device. Memory traffic: a row without top_k and top_p is read twice and written twice; a
+filter reads it once per bisection step, about 15 to 30 times [estimate; nothing here has run on a GPU yet].
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kernels.gpu.launch import power_of_2
 from kernels.gpu.sampling_kernels import best_kernel, draw_kernel, filter_kernel, log_softmax_top_kernel, weigh_kernel
 from kernels.sampling_types import Numbers, TopLogprobs, column_of
 
-_TILE = 4096  # tokens; sums within one run as a tree, tiles in ascending order
+_TILE = 4096  # tokens; sums run as a tree within a tile and over tiles in ascending order
 OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 def tile_for(vocab: int) -> int:
-    """Fixed by the vocabulary, so that a row's sums are."""
+    """Returns a tile size that depends only on the vocabulary, so that the order of a row's sums does too."""
     return min(_TILE, power_of_2(vocab))
 
 
@@ -41,7 +41,7 @@ def sample(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """As `kernels.sampling.sample`. Columns that are not tensors on the logits' device are copied there first."""
+    """Has the contract of `kernels.sampling.sample`. Columns not on the logits' device are copied there first."""
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device
     floats = [column_of(c, torch.float32, batch).to(device) for c in (temperature, top_p, min_p)]
@@ -65,7 +65,7 @@ def sample(
 
 
 def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """As `kernels.sampling.log_softmax_top`, but a token id out of range (not looked at by the host) gives NaN."""
+    """Has the contract of `kernels.sampling.log_softmax_top`, but an id out of range is not checked and gives NaN."""
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device
     result = TopLogprobs(

@@ -1,11 +1,12 @@
 """The Triton kernels of `kernels.gpu.sampling`: best token, weights, filters, draw, log-probabilities. No launches.
 
-The numbers are those of kernels/cpu/sampling.cpp: the same division and 2^x, operation by operation (so these kernels
-are launched without fusing a multiplication and an addition that are not written as one), sums in float64. A row's sums
-run over tiles of the vocabulary in ascending order, in a tree within a tile: an order fixed by the vocabulary.
+The arithmetic is that of kernels/cpu/sampling.cpp: the same division and 2^x, operation by operation (so these kernels
+are launched without fusing a multiplication and an addition unless the code says so), and sums in float64. A row's sums
+run over tiles of the vocabulary in ascending order and as a tree within a tile: the vocabulary fixes the order.
 
-Filters sort nothing. What they leave is a prefix of the row in the order (logit down, token id up), named by the key of
-its last logit and the first id not kept among equals; a bisection over keys finds it, one pass over the row per step.
+Filters do not sort. They keep a prefix of the row in the order (logit descending, token id ascending), identified by
+the key of its last logit and the first id not kept among equal logits. A bisection over keys finds the prefix, with one
+pass over the row per step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def exp2(x):
-    """exp2v of kernels/cpu/simd.h: 2^x for x <= 127, 0 below -126 and for NaN."""
+    """Returns 2^x for x <= 127, 0 below -126 and for NaN, like exp2v of kernels/cpu/simd.h."""
     shifted = x + 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits
     r = x - (shifted - 12582912.0)
     p = tl.fma(r, tl.full(r.shape, 1.535336188319500e-4, tl.float32), 1.339887440266574e-3)
@@ -37,7 +38,7 @@ def exp2(x):
 
 @triton.jit
 def key_of(x):
-    """int32 in the order of x; both zeros share one."""
+    """Returns an int32 that sorts like x; both zeros share one key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -49,7 +50,7 @@ def value_of(key):
 
 @triton.jit
 def ranked(x, at):
-    """int64 in the order (x up, id down), with x and id in it; NaN counts as -inf."""
+    """Returns an int64 rank that encodes x and id and sorts by (x ascending, id descending); NaN counts as -inf."""
     key = key_of(tl.where(x == x, x, float("-inf"))).to(tl.int64)
     return (key << 32) | (0x7FFFFFFF - at).to(tl.int64)
 
@@ -61,7 +62,7 @@ def id_of(rank):
 
 @triton.jit
 def best_kernel(best_ptr, logits_ptr, vocab, logits_row, TILE: tl.constexpr):
-    """best[row, tile]: rank of the tile's highest logit."""
+    """Writes best[row, tile], the rank of the tile's highest logit."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits_ptr + row * logits_row + at, mask=at < vocab, other=float("-inf"))
@@ -76,7 +77,7 @@ def best_of(best_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def top_of(best, heat):
-    """(the row's highest logit over temperature, whether there is anything to draw)."""
+    """Returns (the row's highest logit over temperature, whether a token is drawn at random)."""
     top = tl.div_rn(value_of((best >> 32).to(tl.int32)), heat)
     return top, (heat > 0.0) & (tl.abs(top) < float("inf"))
 
@@ -86,9 +87,9 @@ def weigh_kernel(
     x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, logits_ptr, temperature_ptr, min_p_ptr, vocab, logits_row,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Per token x = logit / temperature and weight e^(x - max); per tile the sum of weights and the count above 0.
+    """Writes x = logit / temperature and weight e^(x - max) per token, and sum and count of weights > 0 per tile.
 
-    What min_p drops, or is too unlikely ever to be drawn, gets x = -inf and weight 0.
+    A token that min_p drops, or that is too unlikely ever to be drawn, gets x = -inf and weight 0.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     heat = tl.load(temperature_ptr + row)
@@ -113,8 +114,11 @@ def in_prefix(key, at, last, limit):
 
 @triton.jit
 def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """Of what lies in the prefix and has a key >= bound: the sum of weights (or the count), the count, the lowest key.
-    And the highest key < bound in the prefix."""
+    """Measures the part of the prefix with keys >= bound.
+
+    Returns (its sum of weights, or its count unless BY_MASS; its count; its lowest key; the highest key < bound in the
+    prefix).
+    """
     mass = tl.zeros((TILE,), tl.float64)
     count = tl.zeros((TILE,), tl.int32)
     lowest = tl.full((TILE,), HIGHEST_KEY, tl.int32)
@@ -137,7 +141,11 @@ def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr,
 
 @triton.jit
 def middle_of(low, high, step):
-    """A key between: of the mean value at first (logits spread evenly over values), then the mean key (which ends)."""
+    """Returns a key between low and high.
+
+    Takes the key of their mean value at first, because logits spread evenly over values, later the mean key, which
+    guarantees termination.
+    """
     by_value = key_of(value_of(low) * 0.5 + value_of(high) * 0.5)
     middle = tl.where(step < FIRST_STEPS, by_value, (low >> 1) + (high >> 1) + (low & high & 1))
     return tl.minimum(tl.maximum(middle, low + 1), high - 1)
@@ -145,7 +153,7 @@ def middle_of(low, high, step):
 
 @triton.jit
 def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
-    """The id after the nth (from 1) token with this key and an id below limit."""
+    """Returns the id after the nth (from 1) token with this key and an id below limit."""
     seen, found, start = nth * 0, limit, vocab * 0
     while (seen < nth) & (start < vocab):
         at = start + tl.arange(0, TILE)
@@ -160,10 +168,10 @@ def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
 
 @triton.jit
 def narrow(x_ptr, weight_ptr, vocab, top, last, limit, target, total, count, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """The shortest prefix (last, limit) within the one given whose measure reaches target.
+    """Returns the shortest prefix (last, limit) within the given one whose measure reaches target.
 
-    total, count: measure and length of the one given. Keys >= low always reach the target, keys >= high never do; both
-    move to keys that occur, so that equal logits cost one step, however many.
+    total, count: measure and length of the given prefix. Keys >= low always reach the target, keys >= high never do.
+    Both bounds move to keys that occur, so that any number of equal logits costs one step.
     """
     low, high = last, key_of(top) + 1
     above, num_above = total * 0.0, count * 0  # of keys >= high
@@ -190,7 +198,7 @@ def filter_kernel(
     x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Sets the weights to 0 that top_k, then top_p, drops, and the sums of tiles accordingly. One program per row."""
+    """Zeroes the weights that top_k and then top_p drop, and updates the tiles' sums. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     top, drawn = top_of(best_of(best_ptr, row, tiles, TILES), tl.load(temperature_ptr + row))
     k, p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -221,7 +229,7 @@ def filter_kernel(
 
 @triton.jit
 def uniform(seed, sample, position):
-    """`kernels.sampling.uniform`: 53 bits of Philox-4x32-10 in [0, 1)."""
+    """Returns the number of `kernels.sampling.uniform`: 53 bits of Philox-4x32-10 in [0, 1)."""
     mask: tl.constexpr = 0xFFFFFFFF
     high, low, _, _ = tl.philox(
         seed,
@@ -237,7 +245,7 @@ def draw_kernel(
     out_ptr, weight_ptr, mass_ptr, best_ptr, temperature_ptr, seeds_ptr, samples_ptr, positions_ptr, vocab, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """out[row]: the first token, in id order, at which the sum of weights passes the uniform number's share of all."""
+    """Writes out[row]: the first token, in id order, at which the sum of weights passes u times the total."""
     row = tl.program_id(0).to(tl.int64)
     best = best_of(best_ptr, row, tiles, TILES)
     _, drawn = top_of(best, tl.load(temperature_ptr + row))
@@ -264,7 +272,7 @@ def draw_kernel(
 def log_softmax_top_kernel(
     chosen_ptr, rank_ptr, ids_ptr, top_ptr, logits_ptr, token_ids_ptr, vocab, logits_row, k, TILE: tl.constexpr
 ):
-    """One program per row: log of the sum of e^x, how many lie above the chosen token, then the k likeliest in turn."""
+    """Computes, per row, the log of the sum of e^x, the chosen token's rank, then the k most likely tokens in turn."""
     row = tl.program_id(0).to(tl.int64)
     x_row = logits_ptr + row * logits_row
     token = tl.load(token_ids_ptr + row)
@@ -290,7 +298,7 @@ def log_softmax_top_kernel(
 
 @triton.jit
 def next_best(x_row, vocab, below, TILE: tl.constexpr):
-    """The highest rank below another one."""
+    """Returns the row's highest rank lower than `below`."""
     best = tl.full((TILE,), LEAST, tl.int64)
     for start in range(0, vocab, TILE):
         at = start + tl.arange(0, TILE)

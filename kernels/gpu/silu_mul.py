@@ -1,6 +1,6 @@
-"""SwiGLU's elementwise half in Triton. Contract: `kernels.silu_mul.silu_mul`, which checks shapes.
+"""The elementwise half of SwiGLU in Triton. Contract: `kernels.silu_mul.silu_mul`, which checks shapes.
 
-Elementwise, so a row cannot depend on others. Bytes: gate, up and the product once.
+Elementwise, so a row cannot depend on others. Memory traffic: gate, up and the product once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kernels.gpu.launch import power_of_2, warps_for
 
-_TILE = 4096  # elements of one row a program computes at most
+_TILE = 4096  # most elements of a row that a program computes
 
 
 @triton.jit
 def silu_mul_kernel(out_ptr, x_ptr, width, x_row, TILE: tl.constexpr):
-    """out: [rows, width]; x: [rows, 2 * width], gate then up. One program per row and tile of columns."""
+    """Runs one program per row and column tile. out: [rows, width]; x: [rows, 2 * width], gate then up."""
     tiles = tl.cdiv(width, TILE)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
@@ -34,7 +34,7 @@ def tile_for(width: int) -> int:
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """As `kernels.silu_mul.silu_mul`; rows may be strided."""
+    """Has the contract of `kernels.silu_mul.silu_mul`; rows may be strided."""
     width = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:

@@ -1,8 +1,8 @@
-"""`python -m kernels.gpu.tune decode|prefill`: times the alternatives to `attention_tiles` and prints the best of each.
+"""`python -m kernels.gpu.tune decode|prefill`: times alternatives to `attention_tiles` and prints the best per case.
 
-For 32 query and 8 KV heads in blocks of 16. Calls go over as many layers as L2 cannot hold, replayed from a CUDA graph.
-What it prints is for a person to put into the tables. `--rehearse` runs one alternative on toy sizes, interpreted.
-Nothing here has run on a GPU yet.
+It uses 32 query heads and 8 KV heads in blocks of 16. Calls run over more layers than L2 can hold and are replayed from
+a CUDA graph. A person has to copy the results into the tables. `--rehearse` runs one alternative at toy sizes,
+interpreted. Nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.gpu.attention import E4M3, Attention, chip_of, launch, plan
 from kernels.gpu.attention_tiles import Chip, Tiling
 
 HEADS, KV_HEADS, BLOCK_SIZE = 32, 8, 16
-CASES = {  # sequences, queries of each, context of each
+CASES = {  # sequences, queries per sequence, context per sequence
     "decode": ((1, 1, 4096), (1, 1, 32_768), (16, 1, 4096), (32, 1, 4096), (64, 1, 4096), (256, 1, 4096)),
     "prefill": ((1, 2048, 6144), (1, 8192, 8192), (16, 512, 512)),
 }
@@ -29,7 +29,7 @@ MORE_THAN_L2_BYTES = 512 << 20
 
 
 def layers_of(case: tuple[int, int, int], args: argparse.Namespace, device: str) -> list[Attention]:
-    """The same call on each layer of an arena whose blocks are in random order."""
+    """Returns the same call for each layer of an arena whose blocks are in random order."""
     sequences, q_len, context = case
     blocks = -(-context // BLOCK_SIZE)
     layer_bytes = sequences * blocks * 2 * KV_HEADS * BLOCK_SIZE * args.head_dim * (1 if args.fp8 else 2)
@@ -46,7 +46,7 @@ def layers_of(case: tuple[int, int, int], args: argparse.Namespace, device: str)
 
 
 def alternatives(a: Attention, chip: Chip) -> Iterator[tuple[Tiling, int]]:
-    """What the tables say first, then everything else."""
+    """Yields the choice in the tables first, then all others."""
     chosen, splits = plan(a, chip, None)
     yield chosen, splits
     deep = a.cu_seqlens_q is not None and not a.deterministic

@@ -1,8 +1,8 @@
-"""RoPE on q and k, then k and v into their slots, in one launch. Contract: `kernels.write_blocks.write_blocks`.
+"""RoPE on q and k and the write of k and v into slots, in one launch. Contract: `kernels.write_blocks.write_blocks`.
 
-One program takes one token and a few heads of q, or of k and v. Bytes: q, k and v twice; in a decode step the launch
-itself is what it costs. The public function checks shapes and dtypes; slots and positions lie on the device, where the
-host does not look: a slot past the cache writes nothing, a position past the table makes that token's q and k NaN.
+One program takes one token and a few heads of q, or of k and v. Memory traffic: q, k and v twice; in a decode step the
+cost is the launch itself. The public function checks shapes and dtypes. Slots and positions lie on the device and are
+not checked by the host: a slot past the cache writes nothing, a position past the table makes that token's q and k NaN.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kernels.gpu.launch import power_of_2
 
-_HEADS = 8  # of one program: 2 KiB of q or 4 KiB of k and v at head dim 128; 5 programs a token for Llama-3-8B
+_HEADS = 8  # per program: 2 KiB of q or 4 KiB of k and v at head dim 128; 5 programs per token for Llama-3-8B
 FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
 
 
 @triton.jit
 def _store(at, x, mask, scale, SCALED: tl.constexpr):
-    """Stores x; into an fp8 cache divided by its scale, saturated, rounded once. NaN stays NaN."""
+    """Stores x; for an fp8 cache x is divided by the scale, saturated and rounded once. NaN stays NaN."""
     if SCALED:
         x = tl.div_rn(x.to(tl.float32), tl.zeros_like(x.to(tl.float32)) + scale)
         x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
@@ -31,7 +31,7 @@ def _store(at, x, mask, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def _turned(src, head_mask, cos_sin, known, HALF: tl.constexpr, COLS: tl.constexpr):
-    """The two rotated halves in fp32, each [heads, COLS]. src: [heads, 1] pointers to the first dimension."""
+    """Returns the two rotated halves in fp32, each [heads, COLS]. src: [heads, 1] pointers to the first dimension."""
     i = tl.arange(0, COLS)[None, :]
     mask = head_mask & (i < HALF)
     cos = tl.load(cos_sin + i, mask=(i < HALF) & known, other=float("nan"))
@@ -45,7 +45,7 @@ def _turned(src, head_mask, cos_sin, known, HALF: tl.constexpr, COLS: tl.constex
 def _copy(
     dst, src, head_mask, scale, FIRST: tl.constexpr, LAST: tl.constexpr, COLS: tl.constexpr, SCALED: tl.constexpr
 ):
-    """Dimensions FIRST to LAST as they are. dst, src: [heads, 1] pointers to the first dimension."""
+    """Copies dimensions FIRST to LAST without rotation. dst, src: [heads, 1] pointers to the first dimension."""
     i = FIRST + tl.arange(0, COLS)[None, :]
     mask = head_mask & (i < LAST)
     _store(dst + i, tl.load(src + i, mask=mask, other=0.0), mask, scale, SCALED)
@@ -57,10 +57,10 @@ def _rotate(
     HALF: tl.constexpr, HALF_COLS: tl.constexpr, DIM: tl.constexpr, REST_COLS: tl.constexpr,
     IN_PLACE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """dst = src rotated, rounded once; dimensions from 2 * HALF on pass through. dst may be src (IN_PLACE)."""
+    """Rotates src into dst, rounding once; dimensions from 2 * HALF on pass through. dst may be src (IN_PLACE)."""
     a, b = _turned(src, head_mask, cos_sin, known, HALF, HALF_COLS)
     if IN_PLACE:
-        tl.debug_barrier()  # a tile smaller than the program is read by several threads: all before one writes
+        tl.debug_barrier()  # several threads read a tile smaller than the program: all must read before one writes
     i = tl.arange(0, HALF_COLS)[None, :]
     mask = head_mask & (i < HALF)
     _store(dst + i, a, mask, scale, SCALED)
@@ -78,7 +78,7 @@ def write_blocks_kernel(
     Q_GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_COLS: tl.constexpr,
     HALF: tl.constexpr, HALF_COLS: tl.constexpr, REST_COLS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (token, group): the first Q_GROUPS groups rotate HEADS heads of q each, the others write k and v."""
+    """Grid: (token, group). The first Q_GROUPS groups rotate HEADS heads of q each, the others write k and v."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.arange(0, HEADS)[:, None]
     known, cos_sin = True, cos_sin_ptr
@@ -108,7 +108,7 @@ def write_blocks_kernel(
 
 
 def constexprs(num_heads: int, head_dim: int, rotary_dim: int, scaled: bool) -> dict[str, Any]:
-    """The variant for a model; rotary_dim 0: no rotation, and q is left alone."""
+    """Returns the variant for a model. rotary_dim 0: no rotation, and q is not touched."""
     half = rotary_dim // 2
     return {
         "Q_GROUPS": triton.cdiv(num_heads, _HEADS) if half else 0, "HEADS": _HEADS,
@@ -118,7 +118,7 @@ def constexprs(num_heads: int, head_dim: int, rotary_dim: int, scaled: bool) -> 
 
 
 def warps(variant: dict[str, Any]) -> int:
-    """Of a launch: eight elements, 16 bytes, a thread of the smaller tiles."""
+    """Returns the warps of a launch: each thread has eight elements, 16 bytes, of the smaller tiles."""
     cols = variant["HALF_COLS"] if variant["HALF"] else variant["DIM_COLS"]
     return max(1, _HEADS * cols // 256)
 
@@ -136,10 +136,10 @@ def write_blocks(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """As `kernels.write_blocks.write_blocks`, and into float8_e4m3fn caches too.
+    """Has the contract of `kernels.write_blocks.write_blocks`, with scales for float8_e4m3fn caches.
 
-    An fp8 cache holds x / scale, saturated to +-448, rounded once from the rotated fp32 value; sm_89 and later. The
-    scales are ignored for other caches. Errors: ValueError if a last dimension is not contiguous.
+    An fp8 cache holds x / scale, saturated to +-448 and rounded once from the rotated fp32 value; it needs sm_89 or
+    later. The scales are ignored for other caches. Raises ValueError if a last dimension is not contiguous.
     """
     if any(t.stride(-1) != 1 for t in (q, k, v, key_cache, value_cache)):
         raise ValueError("the last dimension must be contiguous")

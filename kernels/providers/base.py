@@ -1,6 +1,6 @@
-"""What the engine asks of attention, on any provider: the interface of a provider and what it is told.
+"""The interface between the engine and attention providers, and the data that providers receive.
 
-Independent of providers (see `kernels.providers.choice`), layers and sequences.
+Independent of individual providers (see `kernels.providers.choice`), layers and sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Unavailable(ValueError):
-    """A provider that is not available here or does not support the model; one sentence that says why."""
+    """The error for a provider that is unavailable here or does not support the model; its text is one sentence."""
 
 
 def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:
@@ -25,7 +25,7 @@ def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:
 
 
 def import_for(provider: str, module: str, otherwise: str = "") -> Any:
-    """A module that may not be installed, or that was built for another torch or CUDA. Raises Unavailable."""
+    """Imports a provider's module. Raises Unavailable if it is not installed or does not fit this torch or CUDA."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -38,39 +38,39 @@ def import_for(provider: str, module: str, otherwise: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A model's attention on one device: all that a provider may refuse or prepare for. Lengths in tokens."""
+    """A model's attention on one device: all that a provider may refuse or prepare for. Lengths are in tokens."""
 
     device: torch.device
     compute_capability: tuple[int, int] | None
-    """Of an NVIDIA GPU, (9, 0) for Hopper; None on a CPU."""
+    """Compute capability of an NVIDIA GPU, (9, 0) for Hopper; None on a CPU."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
-    """Of queries and outputs."""
+    """Dtype of queries and outputs."""
     kv_dtype: torch.dtype
     softmax_scale: float
     window: int | None
-    """A query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
+    """Sliding window: a query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
     max_model_len: int
     deterministic: bool
-    """A row's bits may depend on its own query, keys and values only (docs/design.md, Numbers)."""
+    """Whether a row's bits must depend only on its own query, keys and values (docs/design.md, Numbers)."""
     softcap: float | None = None
-    """Scores become softcap * tanh(score / softcap) before the softmax; None: they stay."""
+    """If given, scores become softcap * tanh(score / softcap) before the softmax."""
     sinks: Tensor | None = None
-    """fp32 [num_heads]: one more logit a head that takes part in the softmax and has no value; None: none."""
+    """If given, fp32 [num_heads]: one more logit for each head in the softmax, without a value."""
 
     @property
     def extras(self) -> str | None:
-        """What is asked for beyond plain attention, by name; None: nothing."""
+        """Names what the model needs beyond plain attention; None: nothing."""
         found = [name for name in ("softcap", "sinks") if getattr(self, name) is not None]
         return " and ".join(found) or None
 
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The same three arrays as a batch's tensors, in host memory, for providers that plan there."""
+    """Host copies of a batch's three tensors, for providers that plan on the host."""
 
     cu_seqlens_q: npt.NDArray[np.int32]
     context_lens: npt.NDArray[np.int32]
@@ -79,19 +79,21 @@ class HostBatch:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """What attention knows of a step, the same for all its layers: B sequences of one KV group."""
+    """The data of a step that attention receives, the same for all layers: B sequences of one KV group."""
 
     cu_seqlens_q: Tensor  # int32 [B + 1]
-    context_lens: Tensor  # int32 [B], this step's tokens included; 0: a row of padding
+    context_lens: Tensor  # int32 [B], including this step's tokens; 0: a padding row
     block_table: Tensor  # int32 [B, max_blocks]
     host: HostBatch
     decode_only: bool
-    """Every sequence has one query."""
+    """Whether every sequence has exactly one query."""
     is_static: bool = False
-    """The tensors lie where a CUDA graph was captured or is about to be, the largest batch first: their addresses and
-    shapes come again, and what `prepare` makes for them must lie at the same address every time, too."""
+    """Whether the tensors lie where a CUDA graph was or will be captured, the largest batch first.
+
+    Their addresses and shapes recur, so the data that `prepare` creates for them must also keep its address.
+    """
     max_q_len: int = field(init=False)
-    """The most queries of a sequence."""
+    """Largest number of queries of a sequence."""
     max_context_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,27 +102,27 @@ class AttentionBatch:
 
 
 class AttentionProvider(Protocol):
-    """Attention over block tables. One object serves one runner (one stream): `prepare` may keep what layers share.
+    """Attention over block tables. One object serves one runner (one stream); `prepare` may keep data for all layers.
 
-    `decode` and `prefill` have the contracts of `kernels.paged_attention` and `kernels.paged_prefill`: queries
-    [T, num_heads, head_dim] -> the same shape, caches [num_blocks, num_kv_heads, block_size, head_dim], strided.
+    `decode` and `prefill` have the contracts of `kernels.paged_attention` and `kernels.paged_prefill`: they map queries
+    [T, num_heads, head_dim] to the same shape; caches are [num_blocks, num_kv_heads, block_size, head_dim], strided.
     """
 
     name: str
     version: str
-    """Names the code that decides the bits; part of the numerics fingerprint, so no spaces."""
+    """Identifies the code that decides the bits. It is part of the numerics fingerprint, so it contains no spaces."""
     deterministic: bool
-    """Whether results keep what `AttentionSpec.deterministic` asks for."""
+    """Whether results satisfy `AttentionSpec.deterministic`."""
     capturable: bool
     """Whether `decode` can be captured in a CUDA graph."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """None, or why this provider cannot serve such a model, as the end of a sentence."""
+        """Returns None, or why this provider cannot serve such a model, worded as the end of a sentence."""
         ...
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Once a step, on the step's stream, before its layers, outside of any graph."""
+        """Prepares a step. Is called once per step, on its stream, before its layers and outside any graph."""
         ...
 
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor: ...
@@ -129,17 +131,20 @@ class AttentionProvider(Protocol):
 
 
 SPLIT_QUERIES = 256
-"""Steps of more queries should not split keys: they fill a GPU without, and partial results take memory by queries."""
+"""Most queries of a step that should split keys.
+
+Larger steps fill a GPU anyway, and the memory for partial results grows with queries.
+"""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def flash_window(window: int | None) -> tuple[int, int]:
-    """(left, right) as flash-attn counts them, beside the query itself; -1 is without end."""
+    """Returns (left, right) as flash-attn counts them, not counting the query itself; -1 means unlimited."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
 def flash_objection(spec: AttentionSpec) -> str | None:
-    """What no flash-attn kernel takes: the reason, or None."""
+    """Returns why no flash-attn kernel can serve the model, or None."""
     if spec.extras:
         return f"is not asked for {spec.extras} yet"
     if spec.dtype not in HALF_TYPES:
@@ -152,7 +157,7 @@ def flash_objection(spec: AttentionSpec) -> str | None:
 
 
 def slots_first(cache: Tensor) -> Tensor:
-    """[num_blocks, kv_heads, block_size, head_dim] -> a view [num_blocks, block_size, kv_heads, head_dim]."""
+    """Views [num_blocks, kv_heads, block_size, head_dim] as [num_blocks, block_size, kv_heads, head_dim]."""
     return cache.transpose(1, 2)
 
 

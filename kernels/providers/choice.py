@@ -1,4 +1,4 @@
-"""Chooses the attention provider of a runner: the one that was asked for, or the best that supports the model."""
+"""Chooses the attention provider of a runner: the requested one, or the best that supports the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG = logging.getLogger("looseleaf.kernels")
 
 
 def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
-    """The provider `name` for this model. Raises Unavailable, one sentence."""
+    """Returns the provider `name` for this model. Raises Unavailable if it cannot serve the model."""
     if name == "fa3":
         return Fa3Attention(spec, library)
     if name == "fa2":
@@ -28,10 +28,10 @@ def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None =
 
 
 def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
-    """What computes attention from now on, logged with the reason.
+    """Returns the provider that computes attention from now on, and logs it with the reason.
 
-    auto: on a CPU the C++ kernels; on a GPU FlashAttention-3 if installed, else Triton, and always Triton where
-    results must be deterministic. Raises Unavailable, one sentence: what was forced cannot serve, or nothing can.
+    auto: on a CPU the C++ kernels; on a GPU FlashAttention-3 if installed, else Triton, and always Triton if results
+    must be deterministic. Raises Unavailable if the forced provider cannot serve the model, or if none can.
     """
     if backend != "auto":
         provider, why = open_provider(backend, spec, library), "asked for"
@@ -49,13 +49,13 @@ def _best(spec: AttentionSpec, library: str | None) -> tuple[AttentionProvider, 
     try:
         return Fa3Attention(spec, library), "best available"
     except Unavailable as error:
-        if library is not None:  # somebody wanted it: do not pass over it
+        if library is not None:  # it was requested explicitly: do not skip it
             raise
         return TritonAttention(spec), str(error)
 
 
 def available(spec: AttentionSpec, library: str | None = None) -> dict[ProviderName, str]:
-    """Every provider and its version, or why it is not available, for `looseleaf doctor`."""
+    """Returns every provider's version, or why it is not available, for `looseleaf doctor`."""
     found: dict[ProviderName, str] = {}
     for name in get_args(ProviderName):
         try:

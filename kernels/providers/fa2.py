@@ -1,6 +1,6 @@
-"""FlashAttention-2 (Dao 2023) from an installed `flash_attn`. Its paged kernels take blocks of multiples of 256 slots.
+"""FlashAttention-2 (Dao 2023) from an installed `flash_attn`. Its paged kernels need blocks of a multiple of 256 slots.
 
-None of this has run on a GPU yet; tests hold the mapping of arguments against the package's signatures (2.8.3).
+None of this has run on a GPU yet; tests check the mapping of arguments against the package's signatures (2.8.3).
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from kernels.providers.base import (
 
 
 class Fa2Attention:
-    """FA2 for one runner. Not deterministic in our sense: its tiles differ between decode and prefill. Not captured in
-    graphs: newer versions read a maximum back to the host on the paged path."""
+    """An FA2 provider for one runner.
+
+    It is not deterministic in our sense, because its tiles differ between decode and prefill. It is not captured in
+    graphs, because newer versions read a maximum back to the host on the paged path.
+    """
 
     name = "fa2"
     capturable = False
     deterministic = False
 
     def __init__(self, spec: AttentionSpec) -> None:
-        """Raises Unavailable: no such module, not this GPU, or not such a model."""
+        """Raises Unavailable if the module is missing or the GPU or model is not supported."""
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider fa2 {why}")
         self._spec, self._flash = spec, import_for("fa2", "flash_attn")
@@ -45,7 +48,7 @@ class Fa2Attention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Prefill wants the contexts added up."""
+        """Computes the cumulative context lengths, which prefill needs."""
         if not batch.decode_only:
             ends = batch.context_lens.cumsum(0, dtype=torch.int32)
             self._cu_seqlens_k = torch.nn.functional.pad(ends, (1, 0))

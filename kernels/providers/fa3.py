@@ -1,8 +1,8 @@
 """FlashAttention-3 (Shah et al. 2024), from an installed `flash_attn_interface` or a library file named by a setting.
 
 The file inside vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and upstream's build differ in arguments, so
-calls are built from the operator's schema. One operator serves decode and prefill. Takes blocks of any size.
-None of this has run on a GPU yet: tests hold the mapping of arguments against both schemas, not the kernels.
+calls are built from the operator's schema. One operator serves decode and prefill. Blocks may have any size.
+None of this has run on a GPU yet: tests check the mapping of arguments against both schemas, not the kernels.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ from kernels.providers.schema import SchemaCall
 _LOG = logging.getLogger("looseleaf.kernels")
 NAMESPACES = ("_vllm_fa3_C", "flash_attn_3")
 MAX_GRAPH_SPLITS = 32
-"""Bound on the splits of a sequence's keys inside a CUDA graph, vLLM's choice: it fixes the size of partial results
-(num_splits x T x heads x head_dim fp32); how many of them work is decided on the device. 0, the heuristic, cannot be
-captured."""
+"""Bound on the splits of a sequence's keys, vLLM's choice.
+
+Inside a CUDA graph it fixes the size of the partial results (num_splits x T x heads x head_dim fp32); the device
+decides how many splits work. 0, the heuristic, cannot be captured.
+"""
 PARTIAL_ROWS = 4096
-"""Bound on splits x queries elsewhere, and so on the same partial results: the heuristic goes by one long sequence
-among short ones, and asks for 15 splits of 8192 queries in short chunks (2 GB for 32 heads of 128)."""
+"""Bound on splits x queries outside graphs, and so on the size of the same partial results.
+
+The heuristic is dominated by one long sequence among short ones: it would take 15 splits for 8192 queries in short
+chunks (2 GB for 32 heads of 128).
+"""
 _WHERE = frozenset({"max_seqlen_q", "max_seqlen_k", "is_causal", "window_size_left", "window_size_right", "num_splits"})
 _FWD = _WHERE | {"q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "softmax_scale"}
 _METADATA = _WHERE | {
@@ -50,11 +55,11 @@ _NEUTRAL = {
 
 
 class Fa3Attention:
-    """FA3 for one runner.
+    """An FA3 provider for one runner.
 
-    Asked for determinism it computes without splits, so that a row does not depend on its batch. It is not
-    deterministic in our sense: decode and prefill add keys up in tiles of different sizes, so that a token prefilled
-    again after it was decoded may leave other bits.
+    If determinism is requested it does not split keys, so a row does not depend on its batch. It is still not
+    deterministic in our sense: decode and prefill sum keys in tiles of different sizes, so a token that is prefilled
+    again after it was decoded may have different bits.
     """
 
     name = "fa3"
@@ -62,7 +67,7 @@ class Fa3Attention:
     deterministic = False
 
     def __init__(self, spec: AttentionSpec, library: str | None = None) -> None:
-        """Raises Unavailable: no such module or file, not this GPU, or not such a model."""
+        """Raises Unavailable if the module or file is missing or the GPU or model is not supported."""
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider fa3 {why}")
         operators, self.version = _open(library)
@@ -86,7 +91,7 @@ class Fa3Attention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Deals the batch's keys out once for all layers of a decode step; prefill does so by itself."""
+        """Plans the split of keys once for all layers of a decode step; prefill plans by itself."""
         self._metadata = None
         if batch.decode_only:
             metadata = self._plan(**self._shape(batch), **self._where(batch))
@@ -112,7 +117,7 @@ class Fa3Attention:
         return out
 
     def _where(self, batch: AttentionBatch) -> dict[str, Any]:
-        """What forward and metadata must agree on."""
+        """Returns the arguments on which forward and metadata must agree."""
         return {
             "max_seqlen_q": batch.max_q_len,
             "max_seqlen_k": self._spec.max_model_len if batch.is_static else batch.max_context_len,
@@ -123,7 +128,10 @@ class Fa3Attention:
         }
 
     def _most_splits(self, batch: AttentionBatch) -> int:
-        """Of a sequence's keys; how many work is decided on the device. By shapes alone, so that a profile sees it."""
+        """Returns the bound on splits of a sequence's keys, from shapes only, so that profiling sees it.
+
+        The device decides how many splits work.
+        """
         if self._spec.deterministic:
             return 1
         if batch.is_static:
@@ -140,8 +148,10 @@ class Fa3Attention:
         }  # fmt: skip
 
     def _at_fixed_address(self, metadata: Tensor) -> Tensor:
-        """The metadata where graphs read it, in one buffer as long as the largest batch's. What lies behind it is
-        zeroed: the kernel may read on, and must find nothing to do there (vLLM does the same)."""
+        """Copies the metadata to where graphs read it: one buffer as long as the largest batch's metadata.
+
+        The rest of the buffer is zeroed, because the kernel may read further and must find no work there (as in vLLM).
+        """
         size = metadata.numel()
         if size > self._static.numel():
             self._static = torch.zeros_like(metadata.flatten())
@@ -150,7 +160,7 @@ class Fa3Attention:
 
 
 def _open(library: str | None) -> tuple[Any, str]:
-    """The operators' namespace, and a version that names the build."""
+    """Returns the operators' namespace and a version that identifies the build."""
     if library is not None:
         try:
             torch.ops.load_library(library)

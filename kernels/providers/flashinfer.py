@@ -1,6 +1,6 @@
-"""FlashInfer (Ye et al. 2025) from an installed `flashinfer`: planned on the host once a step, then run by every layer.
+"""FlashInfer (Ye et al. 2025) from an installed `flashinfer`: planned on the host once per step, run by each layer.
 
-None of this has run on a GPU yet; tests hold the plans against the package's signatures (0.6.9 and 0.7).
+None of this has run on a GPU yet; tests check the plans against the package's signatures (0.6.9 and 0.7).
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from torch import Tensor
 from kernels.providers.base import AttentionBatch, AttentionSpec, HostBatch, Unavailable, flash_objection, import_for
 
 WORKSPACE_BYTES = 256 << 20
-"""For partial results of split keys; vLLM's choice."""
+"""Size of the workspace for partial results of split keys; vLLM's choice."""
 Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]
 
 
 class FlashInferAttention:
-    """FlashInfer for one runner. A wrapper of its own for every batch size that a graph was captured for, since its
-    buffers hold the plan that the graph reads. Not deterministic in our sense: it deals keys out by the batch."""
+    """A FlashInfer provider for one runner.
+
+    Every batch size for which a graph was captured has its own wrapper, because the wrapper's buffers hold the plan
+    that the graph reads. It is not deterministic in our sense, because it distributes keys depending on the batch.
+    """
 
     name = "flashinfer"
     capturable = True
     deterministic = False
 
     def __init__(self, spec: AttentionSpec) -> None:
-        """Raises Unavailable: no such module, not this GPU, or not such a model."""
+        """Raises Unavailable if the module is missing or the GPU or model is not supported."""
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider flashinfer {why}")
         self._spec, self._flashinfer = spec, import_for("flashinfer", "flashinfer")
@@ -48,7 +51,7 @@ class FlashInferAttention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Plan the step. Blocks are listed without padding; a row of padding has none, and gives zeros."""
+        """Plans the step. Blocks are listed without padding; a padding row has none and gives zeros."""
         spec = self._spec
         starts, blocks, last_lens = (torch.from_numpy(a) for a in ragged(batch.host, spec.block_size))
         common = {
@@ -87,15 +90,18 @@ class FlashInferAttention:
         return self._static_decodes[num_seqs]
 
     def _decode_wrapper(self, **options: Any) -> Any:
-        """Groups of four query heads and more are worth tensor cores (FlashInfer's documentation)."""
+        """Returns a decode wrapper. Tensor cores pay off for groups of four or more query heads (FlashInfer's docs)."""
         grouped = self._spec.num_heads // self._spec.num_kv_heads >= 4
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
         return wrapper(self._workspace, "HND", use_tensor_cores=grouped, **options)
 
 
 def ragged(host: HostBatch, block_size: int) -> Arrays:
-    """A block table as lists end to end: where each row's starts, int32 [B + 1]; the blocks, int32 [N]; and how many
-    slots of each row's last block are in use, int32 [B]."""
+    """Concatenates the rows of a block table.
+
+    Returns the start of each row, int32 [B + 1]; the blocks, int32 [N]; and the slots in use of each row's last block,
+    int32 [B].
+    """
     num_blocks = -(-host.context_lens // block_size)  # [B]
     starts = np.zeros(len(num_blocks) + 1, np.int32)
     np.cumsum(num_blocks, out=starts[1:])

@@ -16,12 +16,15 @@ from kernels.providers.base import AttentionBatch, AttentionSpec, Unavailable
 
 OLDEST_COMPUTE_CAPABILITY = (8, 0)
 FP8_COMPUTE_CAPABILITY = (8, 9)
-"""Where the hardware converts to and from e4m3."""
+"""Oldest compute capability whose hardware converts to and from e4m3."""
 
 
 class CpuAttention:
-    """`kernels.paged_attention` and `kernels.paged_prefill` on CPU tensors. Deterministic but for the torch reference,
-    which stands in where no build is installed and sums in an order that depends on the batch."""
+    """A provider that runs `kernels.paged_attention` and `kernels.paged_prefill` on CPU tensors.
+
+    Deterministic, except for the torch reference, which replaces a missing build and sums in an order that depends on
+    the batch.
+    """
 
     name = "cpu"
     capturable = False
@@ -58,7 +61,10 @@ class CpuAttention:
 
 
 class TritonAttention:
-    """`kernels.gpu.attention` on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1, as a rehearsal for tests."""
+    """A provider that runs `kernels.gpu.attention` on CUDA tensors.
+
+    Under TRITON_INTERPRET=1 it takes CPU tensors, as a rehearsal for tests.
+    """
 
     name = "triton"
     capturable = True

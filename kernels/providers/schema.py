@@ -1,4 +1,4 @@
-"""Calls a torch operator by the names in its schema, so that one caller fits the variants of several builds."""
+"""Calls a torch operator by the argument names of its schema, so that one caller fits the variants of many builds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 class SchemaCall:
-    """An operator bound to what its schema says of its arguments.
+    """An operator that is called by the argument names in its schema.
 
-    What a call does not give is left to the schema's default, None where the type is optional, or `neutral` (values
-    that switch a feature off). Arguments that this build of the operator does not have are refused at construction if
-    `required`, else dropped when called.
+    An argument that is neither required nor optional gets the schema's default, else None if its type is optional, else
+    its value in `neutral` (values that switch a feature off). An argument that this build of the operator does not have
+    is refused at construction if it is in `required`, and dropped from calls otherwise.
     """
 
     def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:
-        """Raises ValueError, the end of a sentence, for a schema that cannot be served."""
+        """Raises ValueError, whose text is the end of a sentence, for a schema that cannot be served."""
         overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
         arguments = overload._schema.arguments
         names = {argument.name for argument in arguments}

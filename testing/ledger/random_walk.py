@@ -15,7 +15,8 @@ from block_store import errors
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import BlockState, Inspection
 from block_store.ledger.rebuild import rebuild
-from block_store.ledger.scripts import TICKET_SECRET_BYTES, CallId, LedgerScripts, ReapReport, Standing
+from block_store.ledger.replies import ReapReport, Standing
+from block_store.ledger.scripts import TICKET_SECRET_BYTES, CallId, LedgerScripts
 from common.ticket import TicketId
 from common.types import BlockRef, CacheQuota
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content

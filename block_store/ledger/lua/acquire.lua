@@ -1,5 +1,6 @@
--- acquire(epoch, number, hashes by group): references on the longest prefix that is there for every group.
--- Cached blocks that become held are room lost to others, so the prefix ends where it would eat into their floors.
+-- acquire(epoch, number, hashes by group): takes references on the longest prefix indexed for every group.
+-- Cached blocks that become held are lost to other holders, so the prefix ends where it would take from their floors.
+-- Answers with the length in blocks and the references, group by group.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early then return early end

@@ -1,5 +1,5 @@
--- alloc(epoch, number, n, wanted): n blocks RESERVED for the holder; free ones first, then the coldest cached. Refused
--- if there is no room for all that are wanted, with later calls too.
+-- alloc(epoch, number, n, wanted): allocates n RESERVED blocks for the holder, free ones first, then the coldest cached
+-- ones. Refused if there is no room for all `wanted` blocks, those of later calls included.
 local epoch, number, n, wanted = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local early = lane(epoch, number)
 if early then return early end
@@ -26,7 +26,7 @@ local epoch8, head = u64(epoch), struct.pack('<BBI2I4', RESERVED, 0, 0, slot)
 local sides, reply = {}, { '+' }
 for i = 1, n do
   local block, low, high = blocks[i], struct.unpack('<I4I4', records[i], 9)
-  -- The upper half is the rebuild count: what a lost ledger issued is never issued again (I11).
+  -- The upper half is the rebuild count, so a generation that a lost ledger issued is never issued again (I11).
   if high == rebuild then low = low + 1 else low, high = 1, rebuild end
   local generation = struct.pack('<I4I4', low, high)
   records[i] = head .. generation .. epoch8 .. string.sub(records[i], 25)

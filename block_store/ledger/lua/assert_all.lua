@@ -1,5 +1,5 @@
--- assert_all(epoch, number): the holder has asserted everything that it holds, so what else waited for its writer slot is
--- free. Answers with 1 if some is left for another call.
+-- assert_all(epoch, number): declares that the holder has asserted everything it holds, so that all other blocks that
+-- waited for its writer slot become FREE. Answers with 1 if some are left for another call, else 0.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early then return early end

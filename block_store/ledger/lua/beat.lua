@@ -1,9 +1,9 @@
--- beat(epoch, lease ms, number): the lease never gets shorter. Answers with the blocks that
--- the holder could still take and, if one is under way, the census that it should report to.
+-- beat(epoch, lease ms, number): extends the lease, which never gets shorter. Answers with the number of blocks that
+-- the holder could still take and, if a census is under way, its name.
 local epoch = ARGV[2]
 local deadline = live(epoch)
 if not deadline then return '-FENCED' end
--- The holder has had an answer to a call that is not in here: an older snapshot was restored.
+-- The holder got an answer to a call that this ledger does not know: an older snapshot was restored.
 if tonumber(call('HGET', holder_key(epoch), 'number')) < tonumber(ARGV[4]) then
   call('HSET', META, 'dataset', '')
   return '-STALE_DATASET'

@@ -1,4 +1,4 @@
--- inspect(): counts and live holders. The map of blocks is read piece by piece (`inspection`).
+-- inspect(): answers with the time, the counts and the live holders. The map of blocks is read in parts (`inspection`).
 local function count(name) return tonumber(call('HGET', META, name)) end
 local holders, leases = {}, call('ZRANGE', LEASES, 0, -1, 'WITHSCORES')
 for i = 1, #leases, 2 do

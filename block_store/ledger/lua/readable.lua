@@ -1,4 +1,4 @@
--- readable(ticket, secret, refs): refuses unless the ticket is live and holds all of them. Changes nothing.
+-- readable(ticket, secret, refs): refuses unless the ticket is live and holds all `refs`. Reads only.
 local ticket, secret = ARGV[2], ARGV[3]
 if not is_ticket(ticket, secret) then return '-GONE' end
 local blocks, generations = unpack_refs(ARGV[4])

@@ -1,10 +1,11 @@
--- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees what waited for these slots, then ends holders
--- whose lease is past. In this order, since the caller looked at the locks before the call: what enters quarantine now
--- was not yet looked at.
+-- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees the blocks that waited for these slots, then
+-- reaps holders whose leases have ended. The order matters: the caller checked the locks before the call, so it has not
+-- checked those of blocks that enter quarantine now. Answers with the reaped epochs, the number of freed blocks,
+-- whether the reaping was postponed, whether work is left for another call, the tick, and the slots to wait for.
 local MOST_LEASE_MS = 3600000
 
--- Every block is in one list or counted once, the floors fit, and no lease lasts for ever. What does not add up was
--- written by somebody else, and would otherwise stay until somebody runs `fsck`.
+-- Checks that every block is in one list or counted once, that the floors fit, and that every lease ends. A ledger that
+-- fails was changed by another program, which would go unnoticed until somebody runs `fsck`.
 local function check_sums()
   local meta = call('HMGET', META, 'num_blocks', 'reserved', 'sealed')
   local listed = call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) + call('ZCARD', QUARANTINE_SET)
@@ -19,7 +20,7 @@ local function check_sums()
 end
 
 local lease_ms, gap_ms, slots, seen = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
--- The clock of the ledger went back: an older snapshot was restored.
+-- The ledger's clock went back: an older snapshot was restored.
 if tonumber(call('HGET', META, 'tick')) < seen then return '-STALE_DATASET' end
 check_sums()
 local freed, more = 0, false
@@ -33,7 +34,7 @@ for at = 1, #slots, 4 do
 end
 if not awaiting() and not free_slot('0') then more = true end
 
--- After a freeze or a step of the clock everybody looks dead: a new lease for all.
+-- After a freeze or a clock step every holder looks dead, so all get a new lease.
 local now, last = now_ms(), tonumber(call('HGET', META, 'last_reap'))
 call('HSET', META, 'last_reap', text(now))
 local postponed, reaped = last > now or now - last > gap_ms, {}

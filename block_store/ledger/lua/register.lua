@@ -1,4 +1,5 @@
--- register(name, writer slot, floor, lease ms, token): a new holder. The caller's token makes a repeated call once.
+-- register(name, writer slot, floor, lease ms, token): enters a new holder and answers with its epoch. A repeated call
+-- with the same token gets the same answer and enters nothing.
 local name, slot, floor, lease_ms, token = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local known = call('HGET', TOKENS, token)
 if known then return '+' .. known end

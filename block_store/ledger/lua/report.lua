@@ -1,4 +1,4 @@
--- report(epoch, census, differences): for `fsck`: keeps what the holder has found to differ between the two sides.
+-- report(epoch, census, differences): for `fsck`, stores the differences between the two sides that the holder found.
 if not live(ARGV[2]) then return '-FENCED' end
 call('HSET', TAG .. 'census:' .. ARGV[3], ARGV[2], ARGV[4])
 call('EXPIRE', TAG .. 'census:' .. ARGV[3], 60)

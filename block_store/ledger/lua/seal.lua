@@ -1,11 +1,11 @@
--- seal(epoch, number, items, quotas): items are block u32, generation u64, full u8, hash[32], quota u16 (which of the
--- quotas its owner has; 0: none). Quotas are the owner's id[32] and the percent of all blocks u32. All or nothing.
--- Answers with the reference to use for each: its own, or that of the block which has the hash already.
+-- seal(epoch, number, items, quotas): seals all items or none. An item is block u32, generation u64, full u8, hash[32],
+-- quota u16 (position of the owner's quota in `quotas`; 0: none). A quota is the owner's id[32] and a percentage of all
+-- blocks u32. Answers with the reference to use for each: its own, or that of a block which already has the hash.
 local epoch, number, packed, quotas = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local early = lane(epoch, number)
 if early then return early end
 local ITEM, epoch8, n, seen = 47, u64(epoch), 0, {}
-local blocks, hashes = {}, {} -- a partial block's hash is '', which the index has never
+local blocks, hashes = {}, {} -- a partial block's hash is '', which is never in the index
 for at = 1, #packed, ITEM do
   n = n + 1
   blocks[n] = text((struct.unpack('<I4', packed, at)))
@@ -41,7 +41,7 @@ for i, block in ipairs(blocks) do
   if indexed[i] then
     known[#known + 1], places[#places + 1] = indexed[i], i
     records[i] = in_state(record, SEALED, 0)
-  elseif here[hash] then -- by an item before this one
+  elseif here[hash] then -- indexed by an earlier item of this call
     records[i] = in_state(record, SEALED, 0)
     reply[i + 1] = here[hash]
   else

@@ -1,5 +1,5 @@
--- unregister(epoch): releases everything and ends the holder, who says by it that its writes are complete. Once gone,
--- stays gone. Of very many blocks some are left to the sweep.
+-- unregister(epoch): releases everything and ends the holder, which thereby declares that its writes are complete.
+-- Idempotent. If it held very many blocks, the sweep releases the rest.
 if live(ARGV[2]) then
   end_holder(ARGV[2], false)
   bury()

@@ -1,6 +1,6 @@
 -- The eviction order of CACHED blocks, and the quotas of tenants.
 
--- Blocks that were CACHED leave the eviction order, and that of their owners.
+-- Removes blocks that were CACHED from the eviction order and from those of their owners.
 local function leave_cache(blocks, records)
   send('ZREM', CACHED_SET, blocks)
   local by_owner = {}
@@ -14,8 +14,8 @@ local function leave_cache(blocks, records)
   for owner, owned in pairs(by_owner) do send('ZREM', cached_key(owner), owned) end
 end
 
--- Blocks have become CACHED: `order` has a tick and a block for each. An owner that has more than its quota now loses
--- its coldest.
+-- Enters blocks that have become CACHED into the eviction order; `order` lists a tick and a block for each. An owner
+-- that now exceeds its quota loses its coldest blocks.
 local function enter_cache(order, records)
   send('ZADD', CACHED_SET, order)
   local by_owner = {}

@@ -1,13 +1,13 @@
--- Holders: their numbers and their ends.
+-- Holders: how they are numbered and ended.
 
--- The number of a new holder.
+-- Returns the number of a new holder.
 local function new_epoch()
   local epoch = text(call('HINCRBY', META, 'epoch', 1))
   if call('EXISTS', holder_key(epoch)) == 1 then error('the next epoch is in use') end
   return epoch
 end
 
--- Ends a holder, fence first; `bury` lets go of what it holds.
+-- Ends a holder, fence first; `bury` releases what it holds.
 local function end_holder(epoch, reaped)
   call('ZREM', LEASES, epoch)
   local token = call('HGET', holder_key(epoch), 'token')
@@ -20,7 +20,7 @@ local function end_holder(epoch, reaped)
   call('DEL', holder_key(epoch))
 end
 
--- Lets go of up to MOST_LET_GO blocks of holders that have ended, tails first. Returns whether some are left.
+-- Releases up to MOST_LET_GO blocks of holders that have ended, tails first. Returns whether some are left.
 local function bury()
   local room, dying = MOST_LET_GO, call('ZRANGE', DYING, 0, MOST_HOLDERS, 'WITHSCORES')
   for i = 1, #dying, 2 do

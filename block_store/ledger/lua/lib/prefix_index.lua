@@ -1,7 +1,7 @@
 -- The prefix index: prefix hash -> block.
 
--- Hashes as passed: number of groups u32, then per group a count u32 and the hashes. Returns the length of the longest
--- prefix indexed for every group, and the blocks per group.
+-- `packed`: number of groups u32, then per group a count u32 and the hashes. Returns the length of the longest prefix
+-- indexed for every group, and the blocks per group.
 local function indexed_prefix(packed)
   local num_groups, at = struct.unpack('<I4', packed)
   local longest, groups = nil, {}
@@ -18,7 +18,7 @@ local function indexed_prefix(packed)
   return longest or 0, groups
 end
 
--- The index forgets blocks that were CACHED.
+-- Removes blocks that were CACHED from the index.
 local function unindex(blocks, records)
   local hashes, evicted = {}, {}
   for i = 1, #blocks do hashes[i] = string.sub(records[i], 25, 56) end

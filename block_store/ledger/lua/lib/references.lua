@@ -1,19 +1,20 @@
--- References: both sides of who holds what.
+-- References: the block side and the holder side of who holds what.
 
--- The holder side: `epoch` holds `blocks` from now on, in this order, from the clock's `order` on.
+-- Enters `blocks` on the holder side of `epoch`, in this order, with the ticks after `order`.
 local function add_own(epoch, blocks, order)
   local pairs_of = {}
   for i, block in ipairs(blocks) do pairs_of[2 * i - 1], pairs_of[2 * i] = order + i, block end
   send('ZADD', own_key(epoch), pairs_of)
 end
 
--- Whether `epoch` holds each of `blocks`; false if not.
+-- Returns for each of `blocks` its place among those that `epoch` holds; false if it is not held.
 local function owns(epoch, blocks)
   if #blocks == 0 then return {} end
   return call('ZMSCORE', own_key(epoch), unpack(blocks))
 end
 
--- References of `epoch` on sealed blocks, one on each, however often it is named. `records` as they are now.
+-- Gives `epoch` a reference on each of these sealed or cached blocks, one however often a block is listed. `records`:
+-- the blocks' current records.
 local function pin(epoch, epoch8, blocks, records, order)
   local sides, seen, new_sides, own, warm, warm_records = hmget(REFS, blocks), {}, {}, {}, {}, {}
   for i, block in ipairs(blocks) do
@@ -38,8 +39,9 @@ local function pin(epoch, epoch8, blocks, records, order)
   call('HINCRBY', META, 'sealed', #warm)
 end
 
--- Takes `epoch` from the block side of `blocks` (a chain, head first). A block that nobody holds any more becomes CACHED
--- if it is indexed, else FREE; `reaped`: unsealed ones go to quarantine. The chain enters the eviction order tail first.
+-- Removes `epoch` from the block side of `blocks` (a chain, head first). A block that nobody holds any more becomes
+-- CACHED if it is indexed, else FREE; if the holder was `reaped`, an unsealed one goes to quarantine. The chain enters
+-- the eviction order tail first.
 local function let_go(epoch, blocks, reaped)
   local epoch8, sides = u64(epoch), hmget(REFS, blocks)
   local kept, gone, freed, cached, cached_records, waiting = {}, {}, {}, {}, {}, {}

@@ -1,6 +1,6 @@
--- How many blocks a holder may take: floors, what awaits its writer, quarantine.
+-- The number of blocks that a holder may take: floors, blocks that await their holder or writer.
 
--- What others may still claim of their floors (docs/design.md, Ledger: floors).
+-- Returns how many blocks the other holders' unused floors keep (docs/design.md, Ledger: floors).
 local function floors_of_others(epoch)
   local sum, floors = 0, call('HGETALL', FLOORS)
   for i = 1, #floors, 2 do
@@ -9,17 +9,18 @@ local function floors_of_others(epoch)
   return sum
 end
 
--- Blocks that `epoch` may take from free and cached ones.
+-- Returns how many free and cached blocks `epoch` may take.
 local function room_for(epoch)
   return call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) - floors_of_others(epoch)
 end
 
--- After a rebuild: whether somebody who may hold blocks that look cached has yet to assert them. Bounded by a lease.
+-- Returns whether, after a rebuild, a worker that may hold blocks that look cached has yet to assert them. It is false
+-- after the grace period.
 local function awaiting()
   return call('SCARD', AWAITED) > 0 and now_ms() < tonumber(call('HGET', META, 'grace_until'))
 end
 
--- Up to `room` quarantined blocks of a writer slot become FREE. Returns how many.
+-- Frees up to `room` quarantined blocks of a writer slot. Returns how many.
 local function unquarantine(slot, room)
   local blocks = call('ZRANGEBYSCORE', QUARANTINE_SET, slot, slot, 'LIMIT', 0, room)
   expect(read_all(blocks), QUARANTINE)

@@ -1,4 +1,4 @@
--- First of the library that stands before every operation's script (see `scripts.LIBRARY`): keys, records, the lane.
+-- First file of the library that precedes every operation's script (`scripts.LIBRARY`): keys, records, the lane.
 -- KEYS[1] is '{looseleaf:<arena>}:meta'; the other keys share its hash tag.
 -- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
 --
@@ -6,19 +6,19 @@
 --   blocks (string, RECORD bytes each: state u8, hashed u8, owner u16 (0: nobody), writer slot u32, generation u64,
 --           writer epoch u64, hash[32])
 --   refs   (hash: block -> its holders' epochs, u64 each)          the block side
---   own:<epoch>    (zset: block, by the order in which it came)    the holder side; the generation is the block's
+--   own:<epoch>    (zset: block, by order of arrival)              the holder side; the generation is the block's
 --   holder:<epoch> (hash: kind, name, slot, floor, token, secret, claimer, number, reply)
 --   index  (hash: prefix hash -> block)
 --   free (list)     cached (zset: eviction order)     quarantine (zset: writer slot; 0: see `awaiting`)
 --   owners (hash: id of a tenant with a quota -> owner)     quotas (hash: owner -> blocks that may be cached)
---   cached:<owner> (zset: those of `cached` that are the owner's)
---   dying (zset: epoch -> was it reaped)     dying:<epoch> (zset: what it still holds, as `own` was)
+--   cached:<owner> (zset: the owner's blocks among `cached`)
+--   dying (zset: epoch -> whether it was reaped)     dying:<epoch> (zset: what it still holds, formerly its `own`)
 --   awaited (set: writer slots that were locked when the ledger was built and have not asserted what they hold)
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
--- Generations are passed on as 8 opaque bytes: a Lua number holds only 53 bits.
+-- Generations are handled as 8 opaque bytes: a Lua number holds only 53 bits.
 --
--- A script blocks the server while it runs, so none does more than MOST blocks' worth of work, whatever is held: callers
--- come again with the rest.
+-- A script blocks the server while it runs, so none does more than MOST blocks' worth of work, however much is held:
+-- callers make further calls for the rest.
 local call = redis.call
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
@@ -30,10 +30,10 @@ local OWNERS, QUOTAS = TAG .. 'owners', TAG .. 'quotas'
 local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
 local RECORD = 56
 local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
-local MOST = 256 -- blocks that one call frees beside those that it names; scripts.CHUNK of those
-local MOST_LET_GO = 96 -- blocks that one call lets go of; each may evict another. scripts.RELEASE_CHUNK
+local MOST = 256 -- blocks that one call frees in addition to those that it names, which are limited by scripts.CHUNK
+local MOST_LET_GO = 96 -- blocks that one call releases; each may evict another (scripts.RELEASE_CHUNK)
 local MOST_HOLDERS = 64 -- holders that one call ends
-local MOST_OWNERS = 65535 -- numbers for owners; blocks of later ones count for nobody
+local MOST_OWNERS = 65535 -- numbers for owners; blocks of later owners count against no quota
 
 if call('HGET', META, 'dataset') ~= ARGV[1] then return '-STALE_DATASET' end
 
@@ -44,7 +44,8 @@ local function cached_key(owner) return TAG .. 'cached:' .. owner end
 local function u64(number) return struct.pack('<I8', tonumber(number)) end
 local function live(epoch) return call('ZSCORE', LEASES, epoch) end
 
--- Whether `epoch` is a live ticket with that secret. Lua compares texts by address: its time says nothing of a guess.
+-- Returns whether `epoch` is a live ticket with that secret. Lua compares strings by address, so the time that a
+-- comparison takes reveals nothing about a guess.
 local function is_ticket(epoch, secret)
   local found = live(epoch) and call('HMGET', holder_key(epoch), 'kind', 'secret')
   return found and found[1] == 'ticket' and found[2] == secret
@@ -55,10 +56,10 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- Lua's own text of a large number is 1e+14.
+-- Returns a number's digits; Lua itself would write a large one as 1e+14.
 local function text(number) return string.format('%.0f', number) end
 
--- A command with a long list of arguments, in pieces; CHUNK is even, so pairs stay together.
+-- Sends a command with a long list of arguments in parts; CHUNK is even, so pairs stay together.
 local function send(command, key, list)
   for first = 1, #list, CHUNK do
     call(command, key, unpack(list, first, math.min(first + CHUNK - 1, #list)))
@@ -74,7 +75,7 @@ local function hmget(key, fields)
   return values
 end
 
--- Ordered lane (I8). Returns the reply to give at once: the stored one to a repeated call, or a refusal.
+-- Ordered lane (I8). Returns the reply if it can be given at once: the stored one for a repeated call, or a refusal.
 local function lane(epoch, number)
   if not live(epoch) then return '-FENCED' end
   local last = call('HMGET', holder_key(epoch), 'number', 'reply')
@@ -87,7 +88,7 @@ local function answer(epoch, number, reply)
   return reply
 end
 
--- References as passed: block u32, generation u64. Block numbers come back as text, like Redis gives them.
+-- Unpacks references: block u32, generation u64. Block numbers are returned as text, as Redis returns them.
 local function unpack_refs(packed)
   local blocks, generations = {}, {}
   for at = 1, #packed, 12 do
@@ -104,8 +105,8 @@ local function read(block)
   return call('GETRANGE', BLOCKS, at, at + RECORD - 1)
 end
 
--- Calls `visit(first, last, lowest block)` for each run of neighbours in the list, up or down: blocks that were handed
--- out together mostly are neighbours, and a call costs more than what it does to one block.
+-- Calls `visit(first, last, lowest block)` for each ascending or descending run of neighbours in the list: blocks that
+-- were allocated together are mostly neighbours, and a call costs more than its work on one block.
 local function each_run(blocks, visit)
   local n, first = #blocks, 1
   while first <= n do
@@ -144,21 +145,21 @@ local function state_of(record) return string.byte(record, 1) end
 local function generation_of(record) return string.sub(record, 9, 16) end
 local function owner_of(record) return (struct.unpack('<I2', record, 3)) end
 
--- For blocks that a list says are in `state`. If one is not, somebody else has written here: without this a block could
--- be given to two who write into it.
+-- Checks blocks that a list says are in `state`. If one is not, another program has written here; without this check,
+-- one block could be given to two writers.
 local function expect(records, state)
   for _, record in ipairs(records) do
     if state_of(record) ~= state then error('a block is listed as what it is not') end
   end
 end
 
--- State and hashed flag; what else the record holds stays.
+-- Set the state and the hashed flag; the rest of the record stays.
 local function in_state(record, state, hashed) return string.char(state, hashed) .. string.sub(record, 3) end
 local function set_state(block, state, hashed)
   call('SETRANGE', BLOCKS, tonumber(block) * RECORD, string.char(state, hashed))
 end
 
--- Sets of epochs, packed.
+-- `side` is a packed set of epochs.
 local function holds(side, epoch8)
   for at = 1, #side, 8 do
     if string.sub(side, at, at + 7) == epoch8 then return true end
@@ -174,5 +175,5 @@ local function without(side, epoch8)
   return side
 end
 
--- `n` numbers of the one clock that orders evictions and references; returns the one before the first.
+-- Takes `n` numbers of the clock that orders evictions and references; returns the number before the first.
 local function ticks(n) return call('HINCRBY', META, 'tick', n) - n end
