@@ -1,9 +1,9 @@
 """The arena, a file in shared memory with a header and equally sized blocks (long: all rules concern the same header).
 
 Every process of the node maps it. On a GPU the file contains only the header; the blocks are in device memory
-(`placement`). The header can be read without Redis and without CUDA. Independent of references, which the ledger records. This module implements the writer
-rule (a header generation is raised from a lower value before the first store) and the reader rule (a block is valid
-only while its header names the generation in the block table).
+(`placement`). The header can be read without Redis and without CUDA. Independent of references, which the ledger
+records. This module implements the writer rule (a header generation is raised from a lower value before the first
+store) and the reader rule (a block is valid only while its header names the generation in the block table).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The ledger's operations, each one call of one Lua script over up to CHUNK blocks (long: a method for each script).
 
-docs/design.md, Ledger, describes them. No state of a holder is kept here: every call carries the holder's epoch and its running number (`CallId`), which
-`lane.OrderedLane` keeps. Of the arena's header only its id and its dataset generation are used.
+docs/design.md, Ledger, describes them. No state of a holder is kept here: every call carries the holder's epoch and its
+running number (`CallId`), which `lane.OrderedLane` keeps. Of the arena's header only its id and its dataset generation
+are used.
 """
 
 from __future__ import annotations
