@@ -1,6 +1,7 @@
-// Attention over block tables: the tiles and pieces, the threads that compute them, and where keys lie. Decode splits
-// the key axis over threads and merges afterwards, or reads pieces that several sequences share once for all of them.
-// In prefill one thread walks all pieces of a tile. All use piece.h, so the bits are the same.
+// Attention over block tables (long: every way of dividing the work shares one class). It has the tiles and pieces, the
+// threads that compute them, and where keys lie. Decode splits the key axis over threads and merges afterwards, or reads
+// pieces that several sequences share once for all of them. In prefill one thread walks all pieces of a tile. All use
+// piece.h, so the bits are the same.
 #include <algorithm>
 #include <atomic>
 #include <vector>

@@ -1,5 +1,5 @@
-// Attention over one piece of the key axis: a tile of query rows against up to PIECE keys of one KV head. Decode and
-// prefill share this core.
+// Attention over one piece of the key axis (long: one core, inlined as a whole). A tile of query rows against up to PIECE
+// keys of one KV head. Decode and prefill share it.
 //
 // Bits: every row undergoes the same operations on its own numbers, whatever tile it is in. A score is one chain of
 // multiply-adds over head_dim. A row's maximum, sum and output run over keys in ascending absolute order. Keys that a
