@@ -1,7 +1,7 @@
 """The work of a decode worker's step thread (long: the order of a step is in one place).
 
-Claim, reserve, compute, seal, sample, publish, release. Independent of gRPC; each session passes a `send` that is called
-from the step thread, once a step.
+Claim, reserve, compute, seal, sample, publish, release. Independent of gRPC; each session passes a `send` that is
+called from the step thread, once a step.
 """
 
 from __future__ import annotations
