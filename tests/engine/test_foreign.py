@@ -194,3 +194,10 @@ def test_dummy_weights_and_a_shallow_model(checkpoint: Make) -> None:
     assert not torch.equal(Oracle(runner).logits(tokens), whole)
     runner.model = again.model
     assert torch.equal(Oracle(runner).logits(tokens), whole), "the whole model is as it was"
+
+
+def test_the_page_of_models_lists_every_family() -> None:
+    """`python -m bench.families` makes the table."""
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    listed = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    assert set(ZOO) | set(REFUSED) <= listed
