@@ -25,7 +25,8 @@ def _in(package: str, *names: str) -> tuple[str, ...]:
 TARGETS = (
     Target(
         "decode_svc",
-        _in("decode_svc", "blocks", "claims", "worker", "swap", "preemption", "progress", "scheduler", "outputs"),
+        _in("decode_svc", "running_blocks", "copy_on_write", "claims", "worker", "swap", "preemption", "sampling_step",
+            "scheduler", "outputs"),
         (
             *_in("tests/decode_svc", "test_scheduler", "test_groups", "test_swap", "test_preemption", "test_claims",
                   "test_outputs", "test_room"),
@@ -34,7 +35,7 @@ TARGETS = (
     ),
     Target(
         "prefill_svc",
-        _in("prefill_svc", "blocks", "job", "scheduler", "worker", "first_tokens"),
+        _in("prefill_svc", "group_blocks", "job", "scheduler", "worker", "first_tokens"),
         (
             *_in("tests/prefill_svc", "test_scheduler", "test_groups", "test_requests", "test_cancels"),
             *_MACHINE, *_SERVED,
@@ -42,18 +43,19 @@ TARGETS = (
     ),
     Target(
         "block_store client",
-        (*_in("block_store/holder", "held_blocks", "link"),
-         *_in("block_store/ledger", "client", "breaker", "prefix_hash", "codec")),
+        (*_in("block_store/holder", "held_blocks", "outage", "reserve", "rejoin"),
+         *_in("block_store/ledger", "client", "lane", "lease", "breaker", "prefix_hash", "codec")),
         (*_in("tests/block_store", "test_prefix_hash", "test_codec", "test_held_blocks", "test_client", "test_breaker",
               "test_rebuild",
               "test_lost_claims", "test_ledger"), *_MACHINE),
     ),
     Target(
         "gateway retry",
-        (*_in("gateway/fleet", "lost", "prefill_client"), *_in("gateway/request", "state", "decode_half", "isolation"),
+        (*_in("gateway/fleet", "worker_lost", "prefill_client", "decode_client"),
+         *_in("gateway/request", "request_runner", "attempt", "retry", "state", "outlet", "isolation"),
          *_in("gateway/intake", "group_limits")),
         _in("tests/gateway", "test_isolation", "test_group_limits", "test_prefill_client", "test_requests",
-            "test_samples", "test_direct", "test_grpc"),
+            "test_samples", "test_outlet", "test_grpc"),
     ),
     Target(
         "block_store rebuild",
