@@ -7,6 +7,7 @@ Independent of tensors. Everything that would change the numbers is either honou
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,9 +16,10 @@ from common.types import DType, KvKind, KvLayout, KvSpec
 from engine.errors import ModelError, UnsupportedModel, refuse_unless
 from engine.rope_config import RopeConfig, read_rope
 
+logger = logging.getLogger("engine")
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "opt"]
 ModelImpl = Literal["auto", "native", "transformers"]
-"""Whose model definition is run. auto: ours where there is one."""
+"""Whose model definition is run. auto: ours where there is one that supports the checkpoint."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -73,6 +75,21 @@ class ModelConfig:
         raw = read_json(directory / "config.json")
         if impl == "transformers" or (impl == "auto" and _family(raw) is None):
             return _with_eos(_foreign(directory), raw, directory)
+        try:
+            return cls._native(directory, raw)
+        except UnsupportedModel as objection:
+            if impl == "native":
+                raise
+            try:
+                config = _with_eos(_foreign(directory), raw, directory)
+            except ModelError:
+                raise objection from None
+            logger.warning("run as transformers defines it: %s", objection)
+            return config
+
+    @classmethod
+    def _native(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
+        """The configuration for our own implementation. Raises ModelError and UnsupportedModel."""
         family = _native_family(raw)
         _refuse_common(raw)
         try:

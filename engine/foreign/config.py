@@ -31,7 +31,8 @@ def read(directory: Path) -> Any:
     except Exception as error:  # transformers raises what its parts raise
         raise UnsupportedModel(f"transformers cannot read {directory / 'config.json'}: {_first_line(error)}") from error
     name = (config.architectures or [f"model_type {config.model_type}"])[0]
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known or (config.architectures and name != known[type(config)].__name__):
         raise UnsupportedModel(f"architecture {name} is not a decoder-only language model of transformers")
     _refuse(config, name)
     return config

@@ -65,7 +65,7 @@ def test_generation_config_wins_for_the_end_of_sequence(tmp_path: Path) -> None:
     ("family", "override", "words"),
     [
         ("llama", {"architectures": ["BertModel"]}, ["BertModel", "LlamaForCausalLM", "OPTForCausalLM"]),
-        ("llama", {"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "supported are"]),
+        ("llama", {"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "no native implementation"]),
         ("llama", {"architectures": [], "model_type": "t5"}, ["t5"]),
         ("llama", {"is_encoder_decoder": True}, ["is_encoder_decoder"]),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
@@ -85,9 +85,33 @@ def test_generation_config_wins_for_the_end_of_sequence(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_refused_by_name(
     family: Any, override: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(family) | override))
     with pytest.raises(UnsupportedModel) as caught:
-        read(tmp_path, hf_config(family) | override)
+        ModelConfig.from_directory(tmp_path, "native")
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ({"architectures": ["BertModel"]}, "BertModel is not a decoder-only language model"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not a decoder-only"),  # of model_type llama
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq) is not supported"),
+        ({"dtype": "float8_e4m3fn"}, "checkpoint dtype float8_e4m3fn"),
+    ],
+)
+def test_what_nobody_supports_is_refused_with_our_reason(override: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        read(tmp_path, hf_config("llama") | override)
+    assert words in str(caught.value)
+
+
+def test_what_only_transformers_supports_is_run_by_it_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    assert read(tmp_path, hf_config("qwen2") | mixed).family == "transformers"
+    assert "run as transformers defines it: layers that mix full and sliding attention" in caplog.text
 
 
 @pytest.mark.parametrize(
