@@ -1,4 +1,4 @@
-"""Starts a decode worker: `python -m decode_svc --model DIR --block-store HOST:PORT`. Builds what it needs."""
+"""Starts a decode worker: `python -m decode_svc --model DIR --block-store HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.role import load_model
 
 
 def build(settings: DecodeSettings) -> DecodeRole:
-    """Load the model, measure it, attach."""
+    """Loads the model, measures it and attaches to the block store."""
     return join(load_model(settings), settings)
 
 

@@ -1,6 +1,6 @@
-"""Tickets on their way in: whether one fits its group, and claiming it as soon as the ledger answers.
+"""Tickets that arrive: checks that a ticket fits its group, and claims it as soon as the ledger answers.
 
-A ticket's lease is short, so it is claimed before its group waits for a turn.
+A ticket's lease is short, so it is claimed before its group waits for its turn.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ logger = logging.getLogger("decode")
 
 @dataclass(slots=True)
 class Claim:
-    """What a submitted group brought along."""
+    """What a submitted group needs until its ticket is claimed."""
 
     ticket: Ticket
     chain_start: bytes
-    """The parent of its first block's hash."""
+    """Parent of the hash of its first block."""
     candidates: Candidates | None = None
-    """The first step of a beam search."""
+    """Candidates for the first step of a beam search."""
     attempt: Attempt = field(default_factory=Attempt)
     cancelled: set[int] = field(default_factory=set)
-    """Samples that were cancelled before it could be claimed."""
+    """Samples that were cancelled before the ticket was claimed."""
 
 
 def fits_ticket(group: Group, ticket: Ticket, block_size: int) -> bool:
-    """Whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked.
+    """Returns whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked.
 
-    The newest token of a sample has no KV yet; a beam search begins with the prompt alone, its first tokens come from
+    The newest token of a sample has no KV yet. A beam search begins with the prompt alone; its first tokens come from
     the candidates.
     """
     newest = 0 if group.search is not None else 1
@@ -54,7 +54,7 @@ def fits_ticket(group: Group, ticket: Ticket, block_size: int) -> bool:
 
 
 def most_needed(group: Group, max_model_len: int) -> GroupNeed:
-    """What the group may come to. With less at hand it might never finish."""
+    """Returns the most blocks that the group may need. With fewer it might never finish."""
     first = group.sequences[0]
     width = len(group.sequences) if group.search is None else first.sampling.width
     prompt_len = len(first.prompt_ids)
@@ -62,7 +62,7 @@ def most_needed(group: Group, max_model_len: int) -> GroupNeed:
 
 
 def adopt(group: Group, claim: Claim, block_size: int) -> None:
-    """Give the group's sequences the blocks that were claimed; what the prompt hashes to is found once for all."""
+    """Gives the claimed blocks to the group's sequences. The hashes of the prompt are computed once for all of them."""
     ticket, first = claim.ticket, group.sequences[0]
     first.hashes = [claim.chain_start]
     if first.sampling.width > 1:
@@ -78,7 +78,7 @@ def adopt(group: Group, claim: Claim, block_size: int) -> None:
 
 
 class Claims:
-    """Groups that wait for the ledger to answer, in order of arrival."""
+    """Groups whose tickets are not claimed yet because the ledger does not answer, in order of arrival."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -94,16 +94,16 @@ class Claims:
         self._waiting[group] = claim
 
     def cancel(self, group: Group, sample_index: int) -> bool:
-        """Whether the group still waits; then the sample is dropped once it is claimed."""
+        """Returns whether the group still waits. If it does, the sample is dropped when the ticket is claimed."""
         if (claim := self._waiting.get(group)) is None:
             return False
         claim.cancelled.add(sample_index)
         return True
 
     def settle(self) -> Iterator[tuple[Group, Claim | None]]:
-        """Claim what is to be claimed while the ledger answers; each group with its claim, without if that is over.
+        """Claims tickets while the ledger answers. Yields each group with its claim, or None if the ticket has ended.
 
-        Errors: Fenced.
+        Raises Fenced.
         """
         for group, claim in list(self._waiting.items()):
             done: Claim | None = claim
@@ -120,12 +120,12 @@ class Claims:
             yield group, done
 
     def drop(self, group: Group) -> None:
-        """Let its ticket go, if it still waits."""
+        """Gives up the group's ticket if it still waits."""
         if (claim := self._waiting.pop(group, None)) is not None:
             self.decline(claim.ticket, claim.attempt)
 
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
-        """Let a ticket go that was not taken in, and what an attempt to claim it has got."""
+        """Gives up a ticket that was not accepted, and what an attempt to claim it has obtained."""
         if ticket.arena_id == self._attached.arena.arena_id:
             with suppress(Fenced):
                 self._attached.held.decline(ticket, attempt)

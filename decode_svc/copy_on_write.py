@@ -1,7 +1,7 @@
 """Copy-on-write: a sequence writes in place only into a block that is not sealed and that no other sequence uses.
 
-Where it may not, the table gets a new block in place of the last one, and the source is kept until the copy is known to
-be good. All copies of a step are one call. In the step thread.
+Otherwise the last entry of its table is replaced by a new block, and the source is kept until the copy is known to be
+good. All copies of a step are one call, in the step thread.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class CopyOnWrite:
         self._block_size = runner.layout.block_size
 
     def needing_block(self, live: Seq[Sequence]) -> list[Sequence]:
-        """Of a group's live sequences those that need a block more before their next position can be written.
+        """Returns the live sequences of a group that need another block before their next position can be written.
 
-        Of k that share a block which is not sealed, k - 1 copy it and the last one keeps it.
+        Of k sequences that share an unsealed block, k - 1 copy it and the last one keeps it.
         """
         size = self._block_size  # in a step most have room, and no more is asked of these
         found = [s for s in live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
@@ -43,7 +43,9 @@ class CopyOnWrite:
         return needing_block
 
     def give(self, sequence: Sequence, fresh: BlockRef) -> None:
-        """A block for the next position: a new one, or one in place of the last, whose content is then to be copied."""
+        """Returns a block for the next position: an additional one, or a replacement for the last one, whose content
+        must then be copied.
+        """
         if self._is_full(sequence):
             sequence.table.append(fresh)
             return
@@ -52,12 +54,12 @@ class CopyOnWrite:
         sequence.tail_sealed = False
 
     def copy(self, copying: Seq[Sequence]) -> None:
-        """All copies of the step, in one call. Their sources stay held until `copied`."""
+        """Makes all copies of the step in one call. Their sources stay held until `copied`."""
         if copying:
             self._runner.copy_blocks([source_of(s).block for s in copying], [s.table[-1].block for s in copying])
 
     def copied(self, copying: Seq[Sequence]) -> None:
-        """The copies are good: give their sources up."""
+        """Releases the sources of the copies, which are good."""
         if not copying:
             return
         self._attached.held.release_many([[source_of(sequence)] for sequence in copying])
@@ -69,6 +71,6 @@ class CopyOnWrite:
 
 
 def source_of(sequence: Sequence) -> BlockRef:
-    """The block that a sequence copies."""
+    """Returns the block that a sequence copies."""
     assert sequence.copy_from is not None
     return sequence.copy_from

@@ -1,4 +1,4 @@
-"""What a decode worker tells its gateways: one message per session and step. Independent of gRPC and blocks."""
+"""What a decode worker sends to its gateways: one message per session and step. Independent of gRPC and blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.sampler import Sampled
 from engine.sequence import Sequence
 
 TELL_S = 1.0
-"""How often a session with waiting groups only hears of the worker."""
+"""How often a session whose groups all wait gets a message, as a sign of life."""
 
 
 class Rejection(Enum):
-    """Why a group left this worker unfinished."""
+    """The reason why a group left this worker unfinished."""
 
     GIVEN_BACK = "given back"
     LOST = "lost"
@@ -30,7 +30,7 @@ class Rejection(Enum):
 
 
 class PlainToken(NamedTuple):
-    """One token of a sequence that goes on, and nothing else: what most steps bring most sequences."""
+    """One token of a sequence that goes on, without anything else: the most frequent output."""
 
     handle: int
     attempt: int
@@ -43,7 +43,7 @@ class PlainToken(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Whatever else one step brought one sequence."""
+    """The output of one sequence in one step, if it is more than a plain token."""
 
     handle: int
     attempt: int
@@ -62,7 +62,7 @@ Send = Callable[[list[AnyOutput], WorkerLoad], None]
 
 
 class Session:
-    """One gateway's sequences on this worker."""
+    """The sequences of one gateway on this worker."""
 
     __slots__ = ("groups", "outputs", "send")
 
@@ -73,13 +73,13 @@ class Session:
 
 
 def timings_of(group: Group) -> Timings:
-    """Of a sequence that ends now."""
+    """Returns the timings of a sequence that ends now."""
     now = time.monotonic_ns()
     return Timings(hand_over_ns=group.claimed_ns - group.arrived_ns, decode_ns=now - group.claimed_ns)
 
 
 def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishReason | None) -> AnyOutput:
-    """The newest token of a sample, which `sequence` has already."""
+    """Returns the output for the newest token of a sample, which `sequence` already contains."""
     index = len(sequence.output_ids) - 1
     if reason is None and sample.logprob is None:
         return PlainToken(group.handle, group.attempt, sequence.sample_index, index, sample.token_id)
@@ -96,7 +96,7 @@ def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishRe
 
 
 def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
-    """What a beam search found, best first; all that it ever sends."""
+    """Returns the results of a beam search, best first; a search sends nothing else."""
     timings = timings_of(group)
     return [
         Output(
@@ -115,7 +115,7 @@ def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
 
 
 class Outbox:
-    """Whose every group is, and what its session is to hear at the end of the step."""
+    """The session of every group, and what each session gets at the end of the step."""
 
     def __init__(self) -> None:
         self._sessions: dict[Group, Session] = {}
@@ -135,7 +135,7 @@ class Outbox:
         session.groups.pop(group.handle, None)
 
     def emit(self, group: Group, output: AnyOutput) -> None:
-        """Tell the group's session at the end of the step."""
+        """Adds an output to the message that the group's session gets at the end of the step."""
         session = self._sessions[group]
         session.outputs.append(output)
         self._touched.add(session)
@@ -144,12 +144,12 @@ class Outbox:
         self.emit(group, Output(group.handle, group.attempt, rejection=rejection))
 
     def refuse(self, session: Session, group: Group, rejection: Rejection) -> None:
-        """Of a group that was not opened."""
+        """Rejects a group that was not opened."""
         session.outputs.append(Output(group.handle, group.attempt, rejection=rejection))
         self._touched.add(session)
 
     def flush(self, load: WorkerLoad) -> None:
-        """One message per session; to sessions without news the load, once a second, as a sign of life."""
+        """Sends one message to each session. Sessions without outputs get the load once a second, as a sign of life."""
         now = time.monotonic()
         if now - self._told_at >= TELL_S:
             self._told_at = now

@@ -1,6 +1,6 @@
-"""Which way a preempted group goes, and when a swapped one comes back. Counts both, with times.
+"""Decides how a preempted group leaves and when a swapped one comes back. Counts both, with times.
 
-Independent of sessions: the worker tells the gateway of groups that are lost or given back.
+Independent of sessions: the worker tells the gateway which groups are lost or given back.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from decode_svc.swap import SwapSpace
 logger = logging.getLogger("decode")
 Choice = Literal["auto", "swap", "give-back"]
 RESUME_PAUSE_S = 0.02
-"""Between two tries to get a group's blocks while others run; a try costs some ledger calls."""
+"""Time between two attempts to resume a group while others run; an attempt costs some ledger calls."""
 
 
 @dataclass(slots=True)
 class PreemptionCounts:
-    """Since the worker's start."""
+    """Counts and times since the worker started."""
 
     swapped_groups: int = 0
     swapped_blocks: int = 0
-    """Copied out."""
+    """Blocks copied out."""
     resumed_groups: int = 0
     resumed_blocks: int = 0
-    """Copied back; others of the same groups were still cached in the arena."""
+    """Blocks copied back. Other blocks of the same groups were still cached in the arena."""
     out_s: float = 0.0
     in_s: float = 0.0
-    """Of tries that brought the blocks back."""
+    """Time of the attempts that brought blocks back."""
     waited_s: float = 0.0
-    """Swapped, summed over groups that were resumed."""
+    """Time that resumed groups were swapped out, summed."""
     given_back_groups: int = 0
     lost_groups: int = 0
-    """By the reader rule, while they were swapped out."""
+    """Groups that were lost by the reader rule while they were swapped out."""
 
 
 class Preemption:
-    """Swaps groups or gives them back; resumes them. In the step thread."""
+    """Swaps groups out or gives them back, and resumes them. Runs in the step thread."""
 
     def __init__(
         self,
@@ -70,8 +70,11 @@ class Preemption:
         return group in self._since
 
     def preempt(self, group: Group) -> Rejection | None:
-        """Take a group's blocks away. None: it is swapped, and the scheduler has it among the preempted; else it must
-        leave the worker, and holds its blocks until then."""
+        """Takes a group's blocks away. Returns None if the group is swapped; the scheduler then has it among the
+        preempted ones.
+
+        Otherwise returns why it must leave the worker; it holds its blocks until then.
+        """
         num_blocks = self._swap.need(group)
         if not self._swaps(group, num_blocks):
             self.counts.given_back_groups += 1
@@ -87,12 +90,14 @@ class Preemption:
         return None
 
     def resume(self, make_way: Callable[[Group], object], needed: Callable[[], int]) -> None:
-        """Bring swapped groups back, in order, while there are blocks for them and, beside running ones, what these
-        need for this step (`needed`) and one more for each of the group's sequences and every fourth running one: else
-        what comes back would soon push out, or be pushed out.
+        """Brings swapped groups back, in order, while enough blocks are available.
 
-        Where nothing runs, waiting groups give their blocks up for them: `make_way` must take a group's away. Without
-        the ledger no group comes back, and none is preempted for it.
+        Beside the group's own blocks these are: what the running groups need for this step (`needed`), one more for
+        each of the group's sequences, and one more for every fourth running sequence. With fewer, the group would soon
+        preempt another one or be preempted again.
+
+        If nothing runs, waiting groups give up their blocks: `make_way` must preempt one of them. Without the ledger no
+        group comes back, and none is preempted for it.
         """
         with suppress(LedgerUnavailable):
             while (group := self._scheduler.resumable()) is not None:
@@ -103,7 +108,7 @@ class Preemption:
                 make_way(waiting)
 
     def drop(self, group: Group) -> None:
-        """A group ends; what it had in the host tier is free."""
+        """Frees the group's memory in the host tier, because the group ends."""
         self._since.pop(group, None)
         self._swap.drop(group)
 
@@ -121,7 +126,7 @@ class Preemption:
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
-        """Whether its blocks are available. While other groups run this is not tried in every step."""
+        """Returns whether the group got its blocks. While other groups run, this is not attempted in every step."""
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
             return False

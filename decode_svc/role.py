@@ -1,4 +1,4 @@
-"""The decode role as a process hosts it: `python -m decode_svc` alone, `looseleaf.both_roles` beside prefill."""
+"""The decode role in a process: `python -m decode_svc` hosts it alone, `looseleaf.both_roles` beside prefill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
 def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:
-    """What the role needs of the arena; measures the activations of its largest step and its CUDA graphs."""
+    """Returns what the role needs of the arena. Measures the activations of its largest step and its CUDA graphs."""
     return Needs(
         worker_id,
         "decode",
@@ -38,7 +38,7 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
 
 
 def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
-    """Attach a loaded model to the block store, which answers when all workers that it expects have asked."""
+    """Attaches a loaded model to the block store, which answers after all expected workers have asked."""
     needs = needs_of(runner, settings, worker_name("decode", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
@@ -46,7 +46,7 @@ def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
 
 
 class DecodeRole(WorkerRole):
-    """Model, blocks, running batch, step thread and service of a decode worker (`common.service_main.Role`)."""
+    """The model, blocks, running batch, step thread and service of a decode worker (`common.service_main.Role`)."""
 
     def __init__(
         self,

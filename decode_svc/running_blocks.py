@@ -1,6 +1,6 @@
-"""The blocks of running sequences: the reader rule, sealing, forks of a beam search, release.
+"""The blocks of running sequences: reader rule, sealing, forks of a beam search, release.
 
-`copy_on_write` has the blocks to write into. Independent of what runs, waits or is preempted: blocks are brought here.
+`copy_on_write` provides the blocks to write into. Independent of what runs, waits or is preempted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engine.sequence import Sequence, Step
 from worker.loop import stale_owners
 
 Plan = list[tuple[Group, Sequence]]
-"""Whose next position one step computes; the sequences of a group stand together, in the order of its live ones."""
+"""The sequences whose next position one step computes. Those of a group are adjacent, in the order of its live ones."""
 
 
 class RunningBlocks:
-    """Block tables of running sequences. In the step thread."""
+    """The block tables of running sequences, used in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._attached = attached
@@ -36,7 +36,9 @@ class RunningBlocks:
     # --- before the step, and after it
 
     def stale(self, plan: Plan, step: Step, copying: Seq[Sequence]) -> set[Group]:
-        """The reader rule, for tables and for the sources of copies: groups that have a block which was reallocated."""
+        """Applies the reader rule to tables and to the sources of copies. Returns the groups that have a reallocated
+        block.
+        """
         arena = self._attached.arena
         found = stale_owners(arena, (group for group, _ in plan), step)
         if copying and not arena.check_refs([source_of(s) for s in copying]):
@@ -45,10 +47,11 @@ class RunningBlocks:
         return found
 
     def seal(self, sequences: Iterable[Sequence]) -> None:
-        """Seal and publish the blocks that a step filled; acknowledged before any token of the step leaves.
+        """Seals and publishes the blocks that a step filled. They are acknowledged before any token of the step is
+        sent.
 
-        Each was written by one sequence alone, so no block is listed twice. Where equal content is published already,
-        even by another sequence of this step, that block replaces it.
+        Each was written by one sequence alone, so no block is listed twice. If equal content is already published, even
+        by another sequence of this step, that block replaces it.
         """
         size = self._block_size
         filled = [s for s in sequences if s.num_computed // size > s.num_sealed]
@@ -64,10 +67,11 @@ class RunningBlocks:
             sequence.num_sealed += 1
 
     def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
-        """The sequences after a step of beam search; `parents[i]` is the index of the old one that number i continues.
+        """Returns the sequences after a step of beam search. `parents[i]` is the index of the sequence that number i
+        continues.
 
-        The first child of a parent goes on in its place, further ones share its blocks; a parent without a child gives
-        its blocks up at once.
+        The first child of a parent takes its place, and further children share its blocks. A parent without a child
+        releases its blocks at once.
         """
         children: list[Sequence] = []
         taken: set[int] = set()
@@ -86,7 +90,7 @@ class RunningBlocks:
     # --- leaving
 
     def release(self, sequences: Iterable[Sequence]) -> None:
-        """Give up all blocks of these sequences, in one call."""
+        """Releases all blocks of these sequences in one call."""
         tables: list[list[BlockRef]] = []
         for sequence in sequences:
             source = [] if sequence.copy_from is None else [sequence.copy_from]
@@ -98,10 +102,10 @@ class RunningBlocks:
 
 
 def forget(sequence: Sequence) -> None:
-    """Its blocks are not ours any more, or counted elsewhere now."""
+    """Forgets the sequence's blocks, which are no longer ours or are counted elsewhere."""
     sequence.table, sequence.copy_from = BlockTable(), None
 
 
 def copying(plan: Plan) -> list[Sequence]:
-    """Who copies a block before the step."""
+    """Returns the sequences that copy a block before the step."""
     return [sequence for _, sequence in plan if sequence.copy_from is not None]

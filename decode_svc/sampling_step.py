@@ -1,6 +1,6 @@
-"""From a step's logits to what its sequences go on with: tokens drawn, beams forked, ends.
+"""Turns the logits of a step into the next state of its sequences: drawn tokens, forked beams, ends.
 
-One sampling call for all samples and one call for all beams of a step.
+One sampling call serves all samples of a step, and one call serves all of its beams.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from engine.sequence import Sequence
 Drawn = tuple[tuple[Group, Sequence], Sampled]
 """A sample and its next token."""
 Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
-"""Beam searches and the candidates of their running beams."""
+"""A beam search and the candidates of its running beams."""
 
 
 class SamplingStep:
-    """Takes groups one step further. In the step thread."""
+    """Advances groups by one step. Runs in the step thread."""
 
     def __init__(
         self, blocks: RunningBlocks, outbox: Outbox, max_model_len: int, on_end: Callable[[Group], None]
     ) -> None:
-        """`on_end` forgets a group whose last sequence has ended."""
+        """`on_end` is called when the last sequence of a group has ended, and drops the group."""
         self._blocks = blocks
         self._outbox = outbox
         self._max_model_len = max_model_len
@@ -36,7 +36,7 @@ class SamplingStep:
         self._sampler = Sampler()
 
     def take(self, plan: Plan, logits: torch.Tensor) -> None:
-        """What a step brought: fp32 logits [len(plan), vocab]."""
+        """Applies the results of a step, fp32 logits [len(plan), vocab]."""
         samples, searches = self._draw(plan, logits)
         ended: list[Sequence] = []
         emit, limit = self._outbox.emit, self._max_model_len
@@ -54,7 +54,7 @@ class SamplingStep:
             self.advance(group, search, candidates)
 
     def advance(self, group: Group, search: BeamSearch, candidates: list[Candidates]) -> None:
-        """One more token of every beam: the group's sequences become those of the new running beams."""
+        """Adds one token to every beam: the group's sequences become those of the new running beams."""
         parents = search.advance(candidates)
         group.live = self._blocks.fork(group.live, parents)
         for sequence, beam in zip(group.live, search.running, strict=True):
@@ -65,14 +65,14 @@ class SamplingStep:
             self._on_end(group)
 
     def cancel(self, group: Group, sample_index: int) -> None:
-        """End one sample without a word."""
+        """Ends one sample without an output."""
         gone = [sequence for sequence in group.live if sequence.sample_index == sample_index]
         if gone:  # else it ended by itself a moment ago
             self._end(group, gone)
             self._blocks.release(gone)
 
     def _draw(self, plan: Plan, logits: torch.Tensor) -> tuple[list[Drawn], Steps]:
-        """Logits are fp32 [len(plan), vocab]."""
+        """Draws tokens from fp32 logits [len(plan), vocab]."""
         beams = [row for row, (group, _) in enumerate(plan) if group.search is not None]
         if not beams:
             return self._samples(plan, logits), []
@@ -85,7 +85,7 @@ class SamplingStep:
         return list(zip(plan, found, strict=True))
 
     def _end(self, group: Group, sequences: list[Sequence]) -> None:
-        """Take sequences, whose blocks the caller releases, out of a group; the last ones end it."""
+        """Removes sequences, whose blocks the caller releases, from a group. Removing the last ones ends the group."""
         for sequence in sequences:
             group.live.remove(sequence)
         if not group.live:

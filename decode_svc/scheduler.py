@@ -23,7 +23,7 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one request on this worker; scheduled, preempted and finished as one."""
+    """The samples of one request on this worker; scheduled, preempted and finished together."""
 
     handle: int
     attempt: int
@@ -35,7 +35,7 @@ class Group:
     number: int = 0
     """Order of arrival at this worker; set by the scheduler."""
     live: list[Sequence] = field(default_factory=list)
-    """Sequences that have not ended; of a beam search its running beams, in the search's order."""
+    """Sequences that have not ended; for a beam search its running beams, in the search's order."""
     search: BeamSearch | None = None
 
     @property
@@ -44,7 +44,7 @@ class Group:
 
 
 class DecodeScheduler:
-    """Running, waiting and preempted groups, each in order of (priority, arrival)."""
+    """The running, waiting and preempted groups, each in order of (priority, arrival)."""
 
     def __init__(self, *, max_num_seqs: int, max_queue: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -55,20 +55,20 @@ class DecodeScheduler:
         self._arrivals = 0
 
     def is_full(self, num_unclaimed: int = 0) -> bool:
-        """Whether the queue, with groups that are still to be claimed, holds all it may."""
+        """Whether the queue is full, counting groups whose tickets are not claimed yet."""
         queued = len(self._waiting) + len(self._preempted) + num_unclaimed
         return queued >= self._max_queue + max(0, self.max_num_seqs - self.num_running)
 
     def add(self, group: Group) -> None:
-        """Queue a claimed group."""
+        """Queues a claimed group."""
         group.number = self._arrivals
         self._arrivals += 1
         insort(self._waiting, group, key=_rank)
 
     def admit(self, fits: Callable[[Group], bool]) -> None:
-        """Move waiting groups to the running ones, in order, while there is room and `fits` says yes.
+        """Moves waiting groups to the running ones, in order, while there is room and `fits` returns True.
 
-        A group for which a running one will be preempted need not fit: its first step preempts that one.
+        A group for which a running one will be preempted need not fit, because its first step preempts that group.
         """
         while self._waiting and (group := self._next()) is self._waiting[0]:
             if not self._has_room(group) or not (fits(group) or self._outranked(group)):
@@ -76,8 +76,10 @@ class DecodeScheduler:
             self._run(self._waiting, group)
 
     def in_the_way(self) -> Group | None:
-        """A running group to preempt so that the next one, of a higher priority, has room among the sequences of a
-        step. None: there is room, or not enough would be won."""
+        """Returns a running group to preempt so that the next group, of a higher priority, has room in a step.
+
+        Returns None if there is room, or if preempting would not make enough.
+        """
         group = self._next()
         if group is None or self._has_room(group) or not (lower := self._outranked(group)):
             return None
@@ -85,39 +87,39 @@ class DecodeScheduler:
         return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
-        """The group to preempt: of the lowest priority the latest; None if only the oldest one is left."""
+        """Returns the group to preempt: the latest one of the lowest priority, or None if only the oldest one is left."""
         groups = [*self._waiting, *self.running]
         if len(groups) < 2:
             return None
         return max(groups, key=_rank)
 
     def preempt(self, group: Group) -> None:
-        """A running or waiting group waits, without blocks, to be resumed."""
+        """Makes a running or waiting group wait, without blocks, until it is resumed."""
         self.remove(group)
         insort(self._preempted, group, key=_rank)
 
     def resumable(self) -> Group | None:
-        """The preempted group whose turn it is, if its sequences have room in a step."""
+        """Returns the preempted group whose turn it is, if a step has room for its sequences."""
         if not self._preempted or (group := self._next()) is not self._preempted[0]:
             return None
         return group if self._has_room(group) else None
 
     def resume(self, group: Group) -> None:
-        """A preempted group has its blocks back and runs."""
+        """Makes a preempted group run again, after it has got its blocks back."""
         self._run(self._preempted, group)
 
     def latest_waiting(self) -> Group | None:
-        """The group to preempt where nothing runs and the blocks for a preempted group are unavailable."""
+        """Returns the waiting group to preempt if nothing runs and a preempted group cannot get its blocks."""
         return self._waiting[-1] if self._waiting else None
 
     def remove(self, group: Group) -> None:
-        """Forget a group, wherever it is."""
+        """Forgets a group, in whatever state it is."""
         for groups in (self.running, self._waiting, self._preempted):
             if group in groups:
                 groups.remove(group)
 
     def expired(self, now_ns: int, others: Iterable[Group] = ()) -> list[Group]:
-        """Groups, of these and `others`, whose deadline has passed."""
+        """Returns the groups, of these and of `others`, whose deadline has passed."""
         return [g for g in (*self.groups(), *others) if g.deadline_ns is not None and g.deadline_ns <= now_ns]
 
     def groups(self) -> list[Group]:
@@ -128,7 +130,7 @@ class DecodeScheduler:
         return not self.running and not self._waiting and not self._preempted
 
     def load(self) -> WorkerLoad:
-        """Queues in sequences; blocks are not known here."""
+        """Returns the queue lengths in sequences; blocks are not known here."""
         return WorkerLoad(
             num_running=self.num_running,
             num_waiting=sum(len(g.live) for g in self._waiting),
@@ -138,20 +140,23 @@ class DecodeScheduler:
     # --- inside
 
     def _next(self) -> Group | None:
-        """The group to run next, by rank alone: so within a priority every running group came before every other one.
-        Otherwise the last running group could wait for blocks of an earlier one, and that one for it."""
+        """Returns the group to run next, by rank alone, so that within a priority running groups come before all
+        others.
+
+        Otherwise the last running group could wait for the blocks of an earlier one, and that one for its blocks.
+        """
         return min([*self._preempted[:1], *self._waiting[:1]], key=_rank, default=None)
 
     @property
     def num_running(self) -> int:
-        """Sequences."""
+        """Number of running sequences."""
         return sum(len(g.live) for g in self.running)
 
     def _has_room(self, group: Group) -> bool:
         return self.num_running + len(group.live) <= self.max_num_seqs
 
     def _outranked(self, group: Group) -> list[Group]:
-        """Running groups of a lower priority than `group`'s, in order."""
+        """Returns the running groups of a lower priority than `group`'s, in order."""
         return [g for g in self.running if g.priority > group.priority]
 
     def _run(self, queue: list[Group], group: Group) -> None:

@@ -1,4 +1,4 @@
-"""DecodeService over gRPC: one session per gateway, one message per step. Never computes."""
+"""DecodeService over gRPC: one session per gateway, one message per step. It never computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
 
 Step = tuple[list[AnyOutput], WorkerLoad]
-"""What a session hears of a step."""
+"""What a session gets from one step."""
 logger = logging.getLogger("decode")
 _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     None: pb.REJECTION_UNSPECIFIED,
@@ -35,7 +35,7 @@ _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """A session's sequences live as long as its stream."""
+    """Serves sessions. The sequences of a session live as long as its stream."""
 
     def __init__(self, worker: DecodeWorker, thread: StepThread, vocab_size: int) -> None:
         self._worker = worker
@@ -83,8 +83,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _response(steps: list[Step]) -> pb.SessionResponse:
-    """A slow gateway gets the steps it missed in one message, so that no queue grows with its slowness. A heartbeat if
-    there are none."""
+    """Builds a response. A slow gateway gets the steps that it missed in one message, so that no queue grows.
+
+    Without steps, the response is a heartbeat.
+    """
     response = pb.SessionResponse()
     for outputs, _ in steps:
         _add(response, outputs)
@@ -94,8 +96,9 @@ def _response(steps: list[Step]) -> pb.SessionResponse:
 
 
 def _add(response: pb.SessionResponse, outputs: list[AnyOutput]) -> None:
-    """Within a sample, outputs other than plain tokens come after the last plain one, so their order need not be
-    kept."""
+    """Adds outputs to a response. Within a sample, other outputs come after the last plain token, so their order is not
+    kept.
+    """
     plain = [item for item in outputs if type(item) is PlainToken]
     if len(plain) < len(outputs):
         for item in outputs:

@@ -1,4 +1,4 @@
-"""Reads a gateway's submit: the group, its ticket, a beam search's first candidates.
+"""Reads a submit message of a gateway: the group, its ticket, a beam search's first candidates.
 
 A worker never trusts that its caller has checked.
 """
@@ -24,16 +24,16 @@ class Submission(NamedTuple):
     ticket: Ticket
     cache_salt: bytes
     candidates: Candidates | None
-    """Of a beam search."""
+    """Candidates of a beam search."""
     public_tokens: int = 0
 
 
 MAX_LENGTH_PENALTY = 10.0
-"""Powers of a length that are beyond floating point would fail a whole step."""
+"""Bound on exponents of a length: a power beyond floating point would make a whole step fail."""
 
 
 def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
-    """ValueError: one sentence on what does not fit together."""
+    """Reads a message. Raises ValueError, one sentence on what does not fit together."""
     sampling = convert.sampling_from_pb(submit.sampling)
     stopping = convert.stopping_from_pb(submit.stopping)
     ticket = convert.ticket_from_pb(submit.ticket)
@@ -84,7 +84,7 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
 
 
 def _check_ids(submit: pb.Submit, sampling: SamplingParams, stopping: StoppingParams, vocab_size: int) -> None:
-    """Tokens outside the vocabulary would cost every group of a step."""
+    """Checks token IDs. One outside the vocabulary would fail every group of a step."""
     known = [submit.prompt_token_ids, submit.beam_candidates.token_ids, stopping.stop_token_ids]
     known += [branch.output_token_ids for branch in submit.branches]
     largest = max([max(ids, default=0) for ids in known] + [token for token, _ in sampling.logit_bias])

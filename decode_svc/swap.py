@@ -1,7 +1,7 @@
-"""The host tier: blocks of preempted groups in private memory, copied out in one call and back in one.
+"""The host tier: blocks of preempted groups in private memory, copied out in one call and back in another.
 
-A swapped group holds nothing in the arena. What its sequences shared they share again when they come back; blocks that
-are still cached under their hash are taken from there and not copied. Independent of priorities and of when to swap.
+A swapped group holds nothing in the arena. When it comes back, its sequences share the same blocks as before. Blocks
+that are still cached under their hash are acquired instead of copied. Independent of priorities and of when to swap.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from engine.sequence import Sequence
 from kernels.copy_blocks import copy_blocks
 
 Tables = dict[Sequence, list[int]]
-"""By sequence the host blocks that hold its KV, in token order."""
+"""For each sequence the host blocks that hold its KV, in token order."""
 
 
 class SwapSpace:
-    """Blocks in host memory, as many as `max_bytes` hold, and never more than the arena has. In the step thread."""
+    """Blocks in host memory: as many as `max_bytes` hold, but not more than the arena has. Used in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached, max_bytes: int) -> None:
-        """The runner must be bound to the attached arena. StartupError: there is no such memory."""
+        """The runner must be bound to the attached arena. Raises StartupError if the memory is not available."""
         self._runner = runner
         self._attached = attached
         self.block_size = runner.layout.block_size
@@ -52,16 +52,16 @@ class SwapSpace:
         return len(self._free)
 
     def need(self, group: Group) -> int:
-        """Blocks that the group's KV takes here: what its sequences share counts once."""
+        """Returns how many host blocks the group's KV takes; blocks that its sequences share count once."""
         return len(self._distinct(group.live))
 
     def has_room(self, num_blocks: int) -> bool:
         return num_blocks <= len(self._free)
 
     def swap_out(self, group: Group) -> bool:
-        """Copy a group's blocks here and release those of the arena; there must be room for them.
+        """Copies a group's blocks to host memory and releases those of the arena; there must be room for them.
 
-        False (reader rule): a block was reallocated, so the group is lost; nothing has changed.
+        Returns False, and changes nothing, if a block was reallocated (reader rule): then the group is lost.
         """
         refs = self._distinct(group.live)
         arena, num = self._attached.arena, len(refs)
@@ -78,10 +78,10 @@ class SwapSpace:
         return True
 
     def swap_in(self, group: Group, spare: int) -> int | None:
-        """Give a swapped group blocks of the arena again, all or none; returns how many were copied.
+        """Gives a swapped group blocks of the arena again, all or none. Returns how many blocks were copied.
 
-        `spare` more must be available too, and are left. None: they were not. Errors: LedgerUnavailable (nothing has
-        changed, try again), others as `held.seal`.
+        `spare` more blocks must be available and are left over. Returns None if they were not. Raises LedgerUnavailable
+        (nothing has changed, try again), and others as `held.seal`.
         """
         tables = {s: self._swapped[group][s] for s in group.live}
         refs = self._find_cached(tables)
@@ -104,14 +104,14 @@ class SwapSpace:
         return len(missing)
 
     def drop(self, group: Group) -> None:
-        """A swapped group's memory is free again; other groups have none."""
+        """Frees the memory of a swapped group; other groups have none."""
         if (tables := self._swapped.pop(group, None)) is not None:
             self._free += _distinct_slots(tables)[::-1]
 
     # --- inside
 
     def _kept(self, sequence: Sequence) -> list[BlockRef]:
-        """The blocks that hold the sequence's KV: a copy that was only planned counts as its source."""
+        """Returns the blocks that hold the sequence's KV. A copy that was only planned counts as its source."""
         refs = sequence.table[: blocks_of(sequence.num_computed, self.block_size)]
         if sequence.copy_from is not None:
             refs[-1] = sequence.copy_from
@@ -128,15 +128,16 @@ class SwapSpace:
         self._attached.held.release_many(tables)
 
     def _copy(self, src: torch.Tensor, dst: torch.Tensor, src_ids: list[int], dst_ids: list[int]) -> None:
-        """One call; it has happened when this returns."""
+        """Copies blocks in one call, which is complete when this returns."""
         if src_ids:
             self._runner.device.enter()
             copy_blocks(src, dst, torch.tensor(src_ids), torch.tensor(dst_ids))
             self._runner.device.wait()
 
     def _find_cached(self, tables: Tables) -> dict[int, BlockRef]:
-        """By host block the block of the arena that has its content still: one call per sequence with sealed blocks
-        of its own, for the longest run from its first one."""
+        """Returns, for host blocks, the arena blocks that still have their content. One call for each sequence with
+        sealed blocks of its own finds the longest run from its first block.
+        """
         found: dict[int, BlockRef] = {}
         asked: set[int] = set()
         for sequence, slots in tables.items():
@@ -157,12 +158,12 @@ class SwapSpace:
         return refs[:num_blocks]
 
     def _share(self, tables: Tables, refs: dict[int, BlockRef]) -> None:
-        """Every block has been counted for one sequence: count the others."""
+        """Counts the other sequences of shared blocks, each of which has been counted once."""
         uses = Counter(slot for slots in tables.values() for slot in slots)
         self._attached.held.share(refs[slot] for slot, times in uses.items() for _ in range(times - 1))
 
     def _seal(self, tables: Tables, fresh: dict[int, BlockRef]) -> dict[int, BlockRef]:
-        """Publish the full blocks among those that were copied back, each once, in one call."""
+        """Publishes the full blocks among those that were copied back, each once, in one call."""
         items: dict[int, SealItem] = {}
         for sequence, slots in tables.items():
             for i in range(sequence.num_sealed):
@@ -178,8 +179,9 @@ def _distinct_slots(tables: Tables) -> list[int]:
 
 
 def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torch.Tensor:
-    """uint8 [num_blocks, block_bytes]; on a CPU the system gives memory only to what is written, on a GPU it is pinned
-    (the copy engines reach nothing else at full speed) and so taken at once."""
+    """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides memory only for what is written. On a
+    GPU it is pinned, because the copy engines reach nothing else at full speed, and so it is taken at once.
+    """
     on_gpu = runner.device.compute_capability is not None
     try:
         return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, pin_memory=on_gpu)

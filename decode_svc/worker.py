@@ -30,11 +30,11 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
-"""How long running sequences go on while the ledger does not answer: a lease, and a beat until the reserve is full."""
+"""How long running sequences go on while the ledger does not answer: a lease, plus a beat until the reserve is full."""
 
 
 class DecodeWorker:
-    """Owns model, blocks and groups of a decode worker. All methods run in the step thread."""
+    """The model, blocks and groups of a decode worker. All methods run in the step thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class DecodeWorker:
         domain: bytes,
         preemption: Preemption | None = None,
     ) -> None:
-        """`preemption` None: a preempted group is given back."""
+        """If `preemption` is None, preempted groups are given back."""
         self._runner = runner
         self._attached = attached
         self._scheduler = scheduler
@@ -58,9 +58,9 @@ class DecodeWorker:
         self._preemption = preemption or Preemption(scheduler, SwapSpace(runner, attached, 0), "give-back")
         self._draining = False
         self._spoken_for = 0
-        """Blocks that groups admitted in this step will take."""
+        """Number of blocks that the groups admitted in this step will take."""
         self.load = WorkerLoad()
-        """As of the last step; other threads may read it."""
+        """Load as of the last step; other threads may read it."""
 
     # --- commands
 
@@ -73,8 +73,9 @@ class DecodeWorker:
         candidates: Candidates | None = None,
         public_tokens: int = 0,
     ) -> None:
-        """Claim the ticket at once and queue the group; whatever cannot be is rejected. A beam search comes with the
-        candidates of its first step."""
+        """Claims the ticket at once and queues the group, or rejects it. A beam search comes with the candidates of its
+        first step.
+        """
         if candidates is not None:
             first = group.sequences[0]
             limit = self._runner.max_model_len
@@ -110,7 +111,7 @@ class DecodeWorker:
         return None
 
     def _claim_all(self) -> None:
-        """Claim what is to be claimed, in order of arrival, while the ledger answers. Fenced."""
+        """Claims waiting tickets in order of arrival, while the ledger answers. Raises Fenced."""
         for group, claim in self._claims.settle():
             if claim is None:
                 self._reject(group, Rejection.LOST)
@@ -118,7 +119,7 @@ class DecodeWorker:
                 self._enter(group, claim)
 
     def _enter(self, group: Group, claim: Claim) -> None:
-        """Queue a group whose blocks are ours."""
+        """Queues a group whose blocks are held here."""
         adopt(group, claim, self._block_size)
         self._scheduler.add(group)
         if group.search is not None and claim.candidates is not None:
@@ -127,7 +128,7 @@ class DecodeWorker:
             self._progress.cancel(group, sample_index)
 
     def cancel(self, session: Session, handle: int, sample_index: int | None = None) -> None:
-        """Drop a group, or one sample of it, and release its blocks; what is not known has ended already."""
+        """Drops a group, or one of its samples, and releases its blocks. An unknown group has already ended."""
         if (group := session.groups.get(handle)) is None:
             return
         if sample_index is None:
@@ -136,14 +137,14 @@ class DecodeWorker:
             self._progress.cancel(group, sample_index)
 
     def close(self, session: Session) -> None:
-        """The session is gone: drop all its groups."""
+        """Drops all groups of a session that has ended."""
         for group in list(session.groups.values()):
             self._drop(group)
 
     # --- one step
 
     def step(self) -> float | None:
-        """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
+        """Runs one forward pass. Returns the seconds to wait before the next one (None: until a command comes)."""
         ran = guarded_step(self, self._attached, logger)
         self.load = self._load()
         self._outbox.flush(self.load)
@@ -152,7 +153,7 @@ class DecodeWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Claim, schedule, reserve, run: `step` without its guard. Whether anything ran."""
+        """Claims, schedules, reserves and runs: `step` without its guard. Returns whether anything ran."""
         self._claim_all()
         for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
             self._reject(group, Rejection.DEADLINE)
@@ -173,7 +174,9 @@ class DecodeWorker:
         )
 
     def _blocks_a_sequence(self) -> int:
-        """What one takes in SURVIVED_S at the pace of the last steps, at most one of full length."""
+        """Returns the blocks that one sequence takes in SURVIVED_S at the pace of recent steps, at most those of full
+        length.
+        """
         step_s = self._preemption.costs.step_s
         num_tokens = min(SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
         return blocks_of(int(num_tokens), self._block_size) + 1
@@ -187,7 +190,7 @@ class DecodeWorker:
                 self._reject(group, Rejection.INTERNAL)
 
     def _schedule(self) -> None:
-        """Who runs: higher priorities in place of lower ones, preempted groups before new ones."""
+        """Chooses what runs: higher priorities displace lower ones, and preempted groups come before new ones."""
         while (group := self._scheduler.in_the_way()) is not None:
             self._preempt(group)
         self._preemption.resume(self._preempt, self._needed)
@@ -199,8 +202,11 @@ class DecodeWorker:
             self._reject(group, rejection)
 
     def _fits(self, group: Group) -> bool:
-        """Admission below a watermark: a group starts only while blocks for its first step, and one more for each of
-        its sequences, are available beside those of the groups that start with it."""
+        """Returns whether a group may start, below a watermark.
+
+        Blocks for its first step and one more for each of its sequences must be available, beside those of the groups
+        that start with it.
+        """
         if not self._scheduler.running:
             return True
         needed = len(self._blocks.writes.needing_block(group.live)) + len(group.live)
@@ -210,7 +216,9 @@ class DecodeWorker:
         return True
 
     def _reserve(self) -> Plan:
-        """Give every running sequence a block of its own for its next position, preempting where there is none."""
+        """Gives every running sequence a block of its own for its next position, and preempts groups if there are too
+        few.
+        """
         plan: Plan = []
         for group in self._scheduler.running:  # a group that is preempted meanwhile comes after `group`
             needing_block = self._blocks.writes.needing_block(group.live)
@@ -220,11 +228,11 @@ class DecodeWorker:
         return plan
 
     def _needed(self) -> int:
-        """Blocks that the running groups need for this step."""
+        """Returns how many blocks the running groups need for this step."""
         return sum(len(self._blocks.writes.needing_block(group.live)) for group in self._scheduler.running)
 
     def _reserve_for(self, group: Group, needing_block: list[Sequence]) -> bool:
-        """A block for each of these, or nothing."""
+        """Reserves a block for each of these sequences, or none."""
         if (fresh := self._alloc(group, len(needing_block))) is None:
             return False
         for sequence, ref in zip(needing_block, fresh, strict=True):
@@ -232,7 +240,7 @@ class DecodeWorker:
         return True
 
     def _alloc(self, group: Group, num_blocks: int) -> list[BlockRef] | None:
-        """Blocks at the price of groups that come after `group`; None if it must wait."""
+        """Allocates blocks, at the expense of groups that come after `group`. Returns None if the group must wait."""
         while True:
             try:
                 return self._attached.held.alloc(num_blocks)
@@ -263,7 +271,7 @@ class DecodeWorker:
         self._progress.take(plan, logits)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence]) -> bool:
-        """The reader rule. False: the stale groups were rejected."""
+        """Applies the reader rule. Returns False if stale groups were rejected."""
         stale = self._blocks.stale(plan, step, copies)
         if stale:
             logger.warning("reader rule: %d groups of %d had blocks that were reallocated", len(stale), len(plan))
@@ -274,7 +282,7 @@ class DecodeWorker:
     # --- leaving
 
     def _drop(self, group: Group) -> None:
-        """Forget a group and release what it still holds."""
+        """Forgets a group and releases what it still holds."""
         self._scheduler.remove(group)
         self._preemption.drop(group)
         self._claims.drop(group)
@@ -286,17 +294,17 @@ class DecodeWorker:
         self._drop(group)
 
     def start_draining(self) -> None:
-        """Refuse new groups from now on."""
+        """Refuses new groups from now on."""
         self._draining = True
 
     def reject_all(self, rejection: Rejection) -> None:
-        """Send every group away; their gateways prefill them again elsewhere."""
+        """Rejects every group; the gateways have them prefilled again elsewhere."""
         for group in self._groups():
             self._reject(group, rejection)
         self._outbox.flush(self.load)
 
     def start_over(self, reason: str) -> None:
-        """Fenced: nothing that we hold is ours any more. Send everything away and register anew."""
+        """Rejects everything and registers anew, because a fenced worker holds nothing any more."""
         groups = self._groups()
         logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
         for group in groups:

@@ -1,6 +1,6 @@
-"""From the logits of complete sequences to the next token of every branch, or to what a beam search begins with.
+"""Turns the logits of complete sequences into the next token of every branch, or into a beam search's first candidates.
 
-One sampling call for all branches of a step, however they are sampled. Independent of blocks.
+One sampling call serves all branches of a step, however they are sampled. Independent of blocks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from engine.sequence import Chunk, Sequence
 from prefill_svc.job import Job
 
 Completed = tuple[Job, Sequence, int]
-"""A sequence that is complete, and the row of logits from which its branches' next tokens are drawn."""
+"""A complete sequence, and the row of logits from which the next tokens of its branches are drawn."""
 
 
 def take_prompt_logprobs(plan: Seq[tuple[Job, Chunk]], logits: torch.Tensor) -> list[Completed]:
-    """Move log-probabilities of prompt rows to their sequences; returns what the step completes. Before `num_computed`
-    is raised."""
+    """Moves log-probabilities of prompt rows to their sequences and returns what the step completes.
+
+    Called before `num_computed` is raised.
+    """
     completed: list[Completed] = []
     row = 0
     for job, chunk in plan:
@@ -39,13 +41,13 @@ def take_prompt_logprobs(plan: Seq[tuple[Job, Chunk]], logits: torch.Tensor) -> 
 
 
 def draw(completed: Seq[Completed], logits: torch.Tensor, max_model_len: int) -> None:
-    """Fill the jobs' `drawn` and `candidates` from fp32 logits [R, vocab]."""
+    """Fills the jobs' `drawn` and `candidates` from fp32 logits [R, vocab]."""
     _draw_samples([item for item in completed if not item[0].is_beam_search], logits)
     _find_candidates([item for item in completed if item[0].is_beam_search], logits, max_model_len)
 
 
 def _draw_samples(completed: Seq[Completed], logits: torch.Tensor) -> None:
-    """The samples of one request are drawn from the same row, each by its own sample index."""
+    """Draws the samples of one request from the same row, each with its own sample index."""
     places: list[tuple[Job, int]] = []
     asked: list[SampleRow] = []
     sources: list[int] = []

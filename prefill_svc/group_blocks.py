@@ -1,4 +1,4 @@
-"""The blocks of prefill's sequence groups: had all at once or not at all, sealed as they fill, handed to a ticket.
+"""The blocks of prefill's sequence groups: obtained together or not at all, sealed as they fill, handed to a ticket.
 
 Independent of models, queues and callers.
 """
@@ -26,14 +26,14 @@ Plan = list[tuple[Job, Chunk]]
 
 
 def _tell_back(again: list[int]) -> None:
-    """`again`: tokens of sequences that were decoding already, which are computed a second time."""
+    """`again` is the number of tokens of sequences that were decoding already; they are computed a second time."""
     logger.info(
         "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
     )
 
 
 class GroupBlocks:
-    """What a prefill worker holds for its jobs."""
+    """The blocks that a prefill worker holds for its jobs."""
 
     def __init__(self, attached: Attached, block_size: int) -> None:
         self._attached = attached
@@ -43,7 +43,7 @@ class GroupBlocks:
     # --- admission
 
     def admit(self, job: Job) -> bool:
-        """Acquire the cached prefixes and allocate the rest, for all sequences or for none."""
+        """Acquires the cached prefixes and allocates the rest, for all sequences or for none."""
         held = self._attached.held
         cached: list[list[BlockRef]] = []
         for index in range(len(job.sequences)):
@@ -65,10 +65,11 @@ class GroupBlocks:
         return True
 
     def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> list[BlockRef]:
-        """What is there under a sequence's prefix hashes, but for its last position, which is always computed.
+        """Returns the blocks that are cached under a sequence's prefix hashes, without the last position, which is
+        always computed.
 
-        Nothing unless that is at least what it shares with the trunk, of which `trunk_blocks` are there; nothing where
-        the prompt's log-probabilities are asked for.
+        Returns nothing if that is less than what the sequence shares with the trunk, of which `trunk_blocks` are there,
+        or if the log-probabilities of the prompt are requested.
         """
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
         if not sequence.hashes:
@@ -94,7 +95,7 @@ class GroupBlocks:
     # --- after a step
 
     def seal(self, plan: Plan) -> None:
-        """Seal every block that this step filled, and the partial last block of sequences that are complete."""
+        """Seals every block that this step filled, and the partial last block of complete sequences."""
         items: list[SealItem] = []
         places: list[tuple[Job, int]] = []
         for job, chunk in plan:
@@ -114,7 +115,9 @@ class GroupBlocks:
                     _replace(job, block, item.ref, ref)
 
     def fork(self, job: Job) -> list[Sequence]:
-        """One sequence per branch, in the request's order; those that continue the same one share its blocks."""
+        """Returns one sequence per branch, in the request's order. Branches that continue the same sequence share its
+        blocks.
+        """
         branches: list[Sequence] = []
         continued: set[int] = set()
         for index, sample_index in job.branches:
@@ -127,7 +130,7 @@ class GroupBlocks:
         return branches
 
     def hand_over(self, job: Job) -> Ticket:
-        """A ticket with a table per sequence. Errors as of `HeldBlocks.hand_over`; call it again, or `forget`."""
+        """Returns a ticket with a table per sequence. Raises as `HeldBlocks.hand_over`; call it again, or `forget`."""
         sequences = job.sequences
         ticket_id = self._attached.held.hand_over([[sequence.table] for sequence in sequences], job.hand_over)
         tables = tuple((tuple(sequence.table),) for sequence in sequences)
@@ -135,17 +138,17 @@ class GroupBlocks:
         return Ticket(self._attached.arena.arena_id, ticket_id, tables, num_tokens)
 
     def forget(self, job: Job) -> None:
-        """Give up a job's blocks, and a ticket that was begun for it."""
+        """Releases a job's blocks, and ends a ticket that was begun for it."""
         self.end_ticket(job)
         self.release(job.sequences)
 
     def end_ticket(self, job: Job) -> None:
-        """Nobody will claim what was, or is about to be, handed over."""
+        """Ends the ticket of a job, because nobody will claim it."""
         with suppress(Fenced):
             self._attached.held.forget(job.hand_over)
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Give up all blocks of these; those that hold none may be among them."""
+        """Releases all blocks of these sequences, some of which may hold none."""
         tables = [list(sequence.table) for sequence in sequences]
         for sequence in sequences:
             sequence.table = BlockTable()
@@ -154,7 +157,7 @@ class GroupBlocks:
 
 
 def _replace(job: Job, block: int, old: BlockRef, new: BlockRef) -> None:
-    """`HeldBlocks.seal` has moved the count of all who share a block, so all their tables have to follow."""
+    """Replaces a block in all tables that share it, because `HeldBlocks.seal` has moved the count of all of them."""
     for sequence in job.sequences:
         if block < len(sequence.table) and sequence.table[block] == old:
             sequence.table[block] = new

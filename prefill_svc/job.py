@@ -1,4 +1,4 @@
-"""A sequence group on its way through prefill: which token sequences it is made of, and which branch continues which.
+"""A sequence group in prefill: the token sequences it consists of, and which branch continues which of them.
 
 Plain Python: no torch, no I/O, no clock.
 """
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 class Job:
     """One request. Each of its different token sequences is computed once, however many branches continue it.
 
-    The first sequence is the trunk: the others take over its blocks as far as their tokens are the same.
+    The first sequence is the trunk. The others reuse its blocks as far as their tokens are the same.
     """
 
     sequences: list[Sequence]
-    """What is computed; once the next tokens are drawn the branches that go on, in the request's order."""
+    """Sequences to compute; after the next tokens are drawn, the branches that go on, in the request's order."""
     priority: int = 0
     arrived_ns: int = 0
     started_ns: int = 0
-    """When its first step began; 0 while it waits."""
+    """Time at which its first step began; 0 while it waits."""
     cancelled: bool = False
     branches: list[tuple[int, int]] = field(default_factory=list)
-    """Per branch of the request, in its order: the index of the sequence it continues, and its sample index."""
+    """For each branch, in the request's order: the index of the sequence that it continues, and its sample index."""
     common: list[int] = field(init=False)
-    """Tokens that each sequence has in common with the trunk; 0 for the trunk itself."""
+    """Number of tokens that each sequence has in common with the trunk; 0 for the trunk itself."""
     width: int = field(init=False)
-    """Rows of logits from which tokens are drawn: the number of branches."""
+    """Number of rows of logits from which tokens are drawn: the number of branches."""
     drawn: dict[int, Sampled] = field(default_factory=dict)
-    """The next token of each branch whose sequence is complete, by its place in `branches`."""
+    """Next token of each branch whose sequence is complete, by its place in `branches`."""
     candidates: Candidates | None = None
-    """What a beam search begins with."""
+    """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Job:
     def of(
         cls, prompt_ids: list[int], branches: Seq[Branch], sampling: SamplingParams, stopping: StoppingParams
     ) -> Job:
-        """A job for these branches of one prompt; log-probabilities of the prompt are the trunk's business."""
+        """Returns a job for these branches of one prompt. The trunk computes the log-probabilities of the prompt."""
         outputs = list(dict.fromkeys(branch.output_ids for branch in branches))
         places = [outputs.index(branch.output_ids) for branch in branches]
         without = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def num_uncomputed(self) -> int:
-        """Positions that have yet to be computed, at most; what is cached is known at admission only."""
+        """Most positions that have yet to be computed; cached ones become known only at admission."""
         trunk = self.sequences[0]
         if len(self.sequences) == 1:
             return trunk.num_tokens - trunk.num_computed
@@ -90,23 +90,23 @@ class Job:
         return sum(s.num_tokens - max(s.num_computed, common) for s, common in pairs)
 
     def shared_blocks(self, index: int, block_size: int) -> int:
-        """Leading full blocks that a sequence has in common with the trunk; its newest token it computes itself."""
+        """Returns how many leading full blocks a sequence shares with the trunk. It computes its newest token itself."""
         return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
 
     def num_blocks(self, block_size: int) -> int:
-        """Different blocks that all sequences take, with nothing cached."""
+        """Number of different blocks that all sequences take if nothing is cached."""
         return sum(
             blocks_of(s.num_tokens, block_size) - self.shared_blocks(i, block_size)
             for i, s in enumerate(self.sequences)
         )
 
     def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
-        """(place in `branches`, sample index) of the branches that continue `sequence`."""
+        """Returns (place in `branches`, sample index) of the branches that continue `sequence`."""
         index = self.sequences.index(sequence)  # by identity
         return ((place, sample) for place, (origin, sample) in enumerate(self.branches) if origin == index)
 
 
 def _common(first: Seq[int], other: Seq[int]) -> int:
-    """Length of the common head."""
+    """Returns the length of the common prefix."""
     pairs = zip(first, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))

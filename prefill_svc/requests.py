@@ -1,4 +1,4 @@
-"""From a request's message to a job. Checks everything: a worker never trusts that its caller has checked."""
+"""Turns a request message into a job and checks everything: a worker never trusts that its caller has checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protos.v1 import types_pb2 as types_pb
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a worker can take."""
+    """Limits of what a worker accepts."""
 
     max_model_len: int
     vocab_size: int
@@ -24,7 +24,7 @@ class RequestLimits:
 
 
 def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
-    """A job that arrives now. Raises InvalidArgument, naming the field."""
+    """Returns a job that arrives now. Raises InvalidArgument, which names the field."""
     prompt = list(request.prompt_token_ids)
     branches = [convert.branch_from_pb(branch) for branch in request.branches]
     sampling = convert.sampling_from_pb(request.sampling)
@@ -51,7 +51,9 @@ def _quota(message: types_pb.CacheQuota) -> CacheQuota:
 
 
 def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """As many branches as samples or fewer (some have ended), each its own; a beam search has the prompt only."""
+    """Checks that there are at most as many branches as samples (some have ended), all different, and that a beam
+    search has only the prompt.
+    """
     if not branches:
         raise InvalidArgument.of("branches", "must hold at least one branch")
     if sampling.width > limits.max_num_seqs:

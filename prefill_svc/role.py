@@ -1,4 +1,4 @@
-"""The prefill role as a process hosts it: `python -m prefill_svc` alone, `looseleaf.both_roles` beside decode."""
+"""The prefill role in a process: `python -m prefill_svc` hosts it alone, `looseleaf.both_roles` beside decode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
 def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:
-    """What the role needs of the arena; measures the activations of its largest step."""
+    """Returns what the role needs of the arena. Measures the activations of its largest step."""
     return Needs(
         worker_id,
         "prefill",
@@ -33,7 +33,7 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
 
 
 def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
-    """Attach a loaded model to the block store, which answers when all workers that it expects have asked."""
+    """Attaches a loaded model to the block store, which answers after all expected workers have asked."""
     needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
@@ -41,7 +41,7 @@ def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
 
 
 class PrefillRole(WorkerRole):
-    """Model, blocks, queue, step thread and service of a prefill worker (`common.service_main.Role`)."""
+    """The model, blocks, queue, step thread and service of a prefill worker (`common.service_main.Role`)."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
+"""Decides which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
 
-First come first served within a priority, in chunks under a token budget, several prompts a step. A prompt is admitted,
-with all branches of its group, only if all its blocks are free; while the head of the queue waits for blocks nobody
-overtakes it.
+Prompts are served in order of arrival within a priority, in chunks under a token budget, several prompts a step. A
+prompt is admitted, with all branches of its group, only if blocks for all of it are available. While the first prompt
+of the queue waits for blocks, no other overtakes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Waiting:
 
 
 class PrefillScheduler:
-    """Waiting prompts in order, running prompts in the order of their admission."""
+    """The waiting prompts in order, and the running prompts in the order of their admission."""
 
     def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int, max_queue: int) -> None:
         self._budget = max_num_batched_tokens
@@ -36,16 +36,16 @@ class PrefillScheduler:
         self._arrivals = 0
 
     def add(self, job: Job) -> None:
-        """Queue a job. Raises ResourceExhausted when `max_queue` prompts wait already."""
+        """Queues a job. Raises ResourceExhausted if `max_queue` prompts already wait."""
         if self.num_waiting >= self._max_queue:
             raise ResourceExhausted(f"the prefill queue holds its {self._max_queue} requests", retry_after_s=1.0)
         heapq.heappush(self._waiting, _Waiting(job.priority, self._arrivals, job))
         self._arrivals += 1
 
     def plan(self, admit: Callable[[Job], bool]) -> list[tuple[Job, Chunk]]:
-        """The chunks of the next step, running prompts first.
+        """Returns the chunks of the next step, running prompts first.
 
-        `admit(job)` gets the job's blocks, all or none, and says whether it got them.
+        `admit(job)` obtains the job's blocks, all or none, and returns whether it got them.
         """
         budget = self._budget
         plan: list[tuple[Job, Chunk]] = []
@@ -63,10 +63,10 @@ class PrefillScheduler:
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]]) -> int:
-        """Tokens of the budget that the job's sequences take.
+        """Returns how many tokens of the budget the job's sequences take.
 
-        In their order: the others begin in the step that completes the trunk, or later. A step writes each layer's K
-        and V before it reads any, so what they share with the trunk is there.
+        The sequences are computed in order: the others begin in the step that completes the trunk, or later. A step
+        writes K and V of each layer before it reads any, so what they share with the trunk is there.
         """
         taken = 0
         for sequence in job.sequences:
@@ -82,7 +82,7 @@ class PrefillScheduler:
         return self._waiting[0].job if self._waiting else None
 
     def remove(self, job: Job) -> bool:
-        """Forget a job; True if it was running, so that it holds blocks."""
+        """Forgets a job. Returns True if it was running and so holds blocks."""
         job.cancelled = True
         if job in self._running:
             self._running.remove(job)
@@ -90,7 +90,7 @@ class PrefillScheduler:
         return False
 
     def drop_all(self) -> None:
-        """Forget every job."""
+        """Forgets every job."""
         self._running.clear()
         self._waiting.clear()
 

@@ -1,4 +1,6 @@
-"""PrefillService over gRPC: requests become jobs of the step thread, its events become responses. Never computes."""
+"""PrefillService over gRPC: turns requests into jobs of the step thread, and its events into responses. It never
+computes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from worker.step_thread import StepThread
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """One stream per request. `draining` refuses new ones."""
+    """Serves one stream per request. If it is `draining`, it refuses new ones."""
 
     def __init__(self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits) -> None:
         self._worker = worker
@@ -25,7 +27,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._limits = limits
         self.draining = False
         self.num_calls = 0
-        """Prompts that are being served."""
+        """Number of prompts that are being served."""
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillResponse]:
         if self.draining:

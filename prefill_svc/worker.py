@@ -1,6 +1,6 @@
-"""The step thread's work of a prefill worker: admit, compute, seal, sample, hand over.
+"""The work of a prefill worker's step thread: admit, compute, seal, sample, hand over.
 
-Independent of gRPC; the service passes an `emit` for each job, called from the step thread.
+Independent of gRPC; the service passes an `emit` for each job, which is called from the step thread.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger("prefill")
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """A step computed part of the prompt."""
+    """An event: a step computed part of the prompt."""
 
     num_computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What was drawn for one branch."""
+    """An event: the token that was drawn for one branch."""
 
     sample_index: int
     token_id: int
@@ -48,14 +48,16 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The prompt is prefilled and each branch's next token drawn; without a ticket all of them have ended."""
+    """The last event: the prompt is prefilled and the next token of each branch is drawn. Without a ticket, all
+    branches have ended.
+    """
 
     ticket: Ticket | None
-    """Of the branches that go on."""
+    """Ticket of the branches that go on."""
     tokens: tuple[FirstToken, ...]
-    """One per branch of the request, in its order; none of a beam search."""
+    """One per branch, in the request's order; empty for a beam search."""
     candidates: Candidates | None
-    """What a beam search begins with."""
+    """First candidates of a beam search."""
     sources: PromptSources
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob, ...]
@@ -67,7 +69,7 @@ Emit = Callable[[Event], None]
 
 
 class PrefillWorker:
-    """Owns model, blocks and queue of a prefill worker. All methods run in the step thread."""
+    """The model, blocks and queue of a prefill worker. All methods run in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached, scheduler: PrefillScheduler, domain: bytes) -> None:
         self._runner = runner
@@ -78,12 +80,12 @@ class PrefillWorker:
         self._blocks = GroupBlocks(attached, self._block_size)
         self._emits: dict[Job, Emit] = {}
         self._parked: dict[Job, Callable[[], None]] = {}
-        """Prompts that are computed and wait for the ledger to take them over, with what is left to do."""
+        """Computed prompts that wait for the ledger to take them over, each with what is left to do."""
         self.load = WorkerLoad()
-        """As of the last step; other threads may read it."""
+        """Load as of the last step; other threads may read it."""
 
     def submit(self, job: Job, salt: bytes, emit: Emit, public_tokens: int = 0) -> None:
-        """Queue a job; its events go to `emit`, the last one is Done or an error."""
+        """Queues a job. Its events go to `emit`; the last one is Done or an error."""
         start, rekey = prompt_chain(self._domain, salt, job.trunk.prompt_ids, public_tokens, self._block_size)
         job.trunk.hashes = [start]
         for sequence in job.sequences:
@@ -101,13 +103,13 @@ class PrefillWorker:
         self.load = self._scheduler.load()
 
     def cancel(self, job: Job) -> None:
-        """Drop a job, whatever it is doing, and release its blocks."""
+        """Drops a job in whatever state it is, and releases its blocks."""
         self._forget(job)
         self._emits.pop(job, None)
         self.load = self._scheduler.load()
 
     def step(self) -> float | None:
-        """One forward pass. Returns the seconds to wait before the next (None: until a command comes)."""
+        """Runs one forward pass. Returns the seconds to wait before the next one (None: until a command comes)."""
         ran = guarded_step(self, self._attached, logger)
         self.load = self._scheduler.load()
         if self._scheduler.idle and not self._parked:
@@ -115,7 +117,7 @@ class PrefillWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Hand over what is computed, plan, run: `step` without its guard. Whether anything ran."""
+        """Hands over what is computed, plans and runs: `step` without its guard. Returns whether anything ran."""
         for conclude in list(self._parked.values()):
             conclude()
         if plan := self._scheduler.plan(self._admit):
@@ -153,7 +155,9 @@ class PrefillWorker:
                 self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step) -> bool:
-        """The reader rule: every block is still the life that the table names. False: the stale jobs were aborted."""
+        """Applies the reader rule: every block must still have the generation in the table. Returns False if stale jobs
+        were aborted.
+        """
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:
             return True
@@ -163,7 +167,7 @@ class PrefillWorker:
         return False
 
     def _finish(self, job: Job) -> None:
-        """Give each branch its token. Those that go on are the job's sequences from then on, and are handed over."""
+        """Gives each branch its token. Branches that go on become the job's sequences and are handed over."""
         self._scheduler.remove(job)
         timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)
         trunk = job.trunk
@@ -190,7 +194,7 @@ class PrefillWorker:
         return FirstToken(sequence.sample_index, sampled.token_id, sampled.logprob, reason)
 
     def _conclude(self, job: Job, done: Done) -> None:
-        """Tell the job's caller, with a ticket if a branch goes on; later if the ledger does not answer."""
+        """Sends the result to the job's caller, with a ticket if a branch goes on; later if the ledger does not answer."""
         self._parked.pop(job, None)
         ticket: Ticket | None = None
         if job.sequences:
@@ -208,7 +212,7 @@ class PrefillWorker:
     # --- failures
 
     def _forget(self, job: Job) -> None:
-        """Take a job out, whatever it is doing, and release its blocks."""
+        """Removes a job in whatever state it is, and releases its blocks."""
         if self._scheduler.remove(job):
             self._blocks.release(job.sequences)
         elif self._parked.pop(job, None) is not None:
@@ -222,7 +226,7 @@ class PrefillWorker:
             emit(error)
 
     def start_over(self, reason: str) -> None:
-        """Fenced: nothing that we hold is ours any more. Fail everything as retryable and register anew."""
+        """Fails everything as retryable and registers anew, because a fenced worker holds nothing any more."""
         logger.warning("starting over: %s; %d prompts are sent away", reason, len(self._emits))
         self._scheduler.drop_all()
         self._parked.clear()
