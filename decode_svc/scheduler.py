@@ -87,7 +87,7 @@ class DecodeScheduler:
         return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
-        """Returns the group to preempt: the latest one of the lowest priority, or None if only the oldest one is left."""
+        """Returns the group to preempt: the latest one of the lowest priority, or None if only the oldest is left."""
         groups = [*self._waiting, *self.running]
         if len(groups) < 2:
             return None

@@ -90,7 +90,7 @@ class Job:
         return sum(s.num_tokens - max(s.num_computed, common) for s, common in pairs)
 
     def shared_blocks(self, index: int, block_size: int) -> int:
-        """Returns how many leading full blocks a sequence shares with the trunk. It computes its newest token itself."""
+        """Returns how many leading full blocks a sequence shares with the trunk. It computes its last token itself."""
         return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
 
     def num_blocks(self, block_size: int) -> int:

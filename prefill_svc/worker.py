@@ -194,7 +194,7 @@ class PrefillWorker:
         return FirstToken(sequence.sample_index, sampled.token_id, sampled.logprob, reason)
 
     def _conclude(self, job: Job, done: Done) -> None:
-        """Sends the result to the job's caller, with a ticket if a branch goes on; later if the ledger does not answer."""
+        """Sends the job's result, with a ticket if a branch goes on; later if the ledger does not answer."""
         self._parked.pop(job, None)
         ticket: Ticket | None = None
         if job.sequences:
