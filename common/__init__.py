@@ -1,1 +1,1 @@
-"""What every service shares: types, errors, RPC helpers, settings base, telemetry. No torch, no redis."""
+"""What all services share: types, errors, RPC helpers, base of the settings, telemetry. No torch, no redis."""

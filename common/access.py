@@ -1,7 +1,7 @@
 """Who may call which gRPC method: everybody, or only processes of the same launch, which know its secret.
 
-The policy names every method of every service; what it does not name is internal. The secret is checked before the
-first message of a call is read, let alone parsed.
+The policy names every method of every service. A method that it does not name is internal. The secret is checked before
+the first message of a call is read, let alone parsed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Access(Enum):
     """Who may call a method."""
 
     PUBLIC = "public"
-    """Everybody; the service itself may ask for an API key."""
+    """Everybody. The service itself may ask for an API key."""
     INTERNAL = "internal"
     """Callers that know the launch's secret."""
     REFLECTION = "reflection"
-    """Everybody at the front; inside as INTERNAL."""
+    """Everybody at the front; inside the same as INTERNAL."""
 
 
 POLICY: Mapping[str, Access] = {
@@ -50,7 +50,7 @@ POLICY: Mapping[str, Access] = {
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The first interceptor of every server but the front's: what is not public needs the secret."""
+    """The first interceptor of every server except the front's: methods that are not public need the secret."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
@@ -73,5 +73,5 @@ async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
 
-# To the client all kinds of calls are the same; of this kind no message is read before the handler asks for it.
+# To the client all kinds of calls are the same. With this kind no message is read before the handler asks for it.
 _REFUSAL: Any = grpc.stream_stream_rpc_method_handler(_refuse)

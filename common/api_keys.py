@@ -29,31 +29,31 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may ask for; None: no limit."""
+    """What one tenant may ask for. None means no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Of prompts and outputs."""
+    """Tokens of prompts and outputs."""
     best_priority: int | None = None
-    """The lowest number, which goes first, that a request may give as its priority."""
+    """The lowest number that a request may give as its priority. Lower numbers go first."""
     cache_percent: int | None = None
-    """The most of an arena's blocks that stay cached for the tenant while none of its requests uses them."""
+    """The largest share of an arena's blocks that stays cached for the tenant while none of its requests uses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Every key that is accepted. No keys: nobody is asked for one."""
+    """Every accepted key. Without any, no client is asked for one."""
 
     tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """By key."""
+    """Tenants by key."""
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)
-    """By tenant, of those in a file."""
+    """Limits by tenant, for tenants of a file."""
 
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
-    """The keys of both. `api_key` belongs to the tenant "default", which has no limits unless the file names it; who
-    stands in the file may claim no better priority than 0 unless it says so. StartupError names the file, the line and
-    what is wrong with which field.
+    """Returns the keys of both sources. `api_key` belongs to the tenant "default", which has no limits unless the file
+    names it. A tenant of the file may use no better priority than 0 unless its line says so. StartupError names the
+    file, the line and what is wrong with which field.
     """
     tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}
     if path is None:
@@ -77,7 +77,7 @@ def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
 
 
 def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, TenantLimits]) -> None:
-    """ValueError: what is wrong. The key itself is never part of it."""
+    """Reads one line. ValueError says what is wrong, without the key itself."""
     if len(words) < 2:
         raise ValueError("must be a tenant's name and a key")
     tenant, key, *settings = words

@@ -1,7 +1,7 @@
 """Certificates of services, from PEM files that are read again when they change. Independent of services.
 
-Inside, both sides show a certificate of the same CA, which must have the name `INSIDE_NAME`: workers come and go under
-addresses that no certificate could name. In front only the server shows one.
+Inside, both sides show a certificate of the same CA, with the name `INSIDE_NAME`: workers come and go under addresses
+that no certificate could name. In front only the server shows one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger("certificates")
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """Where a server's or a service's certificate lies. Errors of the methods: StartupError."""
+    """The files of a server's or a service's certificate. The methods raise StartupError."""
 
     cert: Path
     """PEM, with the chain."""
     key: Path
     ca: Path | None = None
-    """Of the CAs whose certificates a peer must show; None: a client need show none."""
+    """The CAs whose certificates a peer must show. None: a client need not show one."""
 
     def check(self) -> None:
-        """That they can be used, and that nobody else can read the key."""
+        """Checks that the files can be used and that nobody else can read the key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.cert, self.key)
@@ -46,11 +46,11 @@ class CertificateFiles:
 
     @property
     def stamp(self) -> Stamp:
-        """Another one than before says that a file has changed."""
+        """Returns a stamp that differs when a file has changed."""
         return tuple(path.stat().st_mtime_ns for path in (self.cert, self.key, self.ca) if path is not None)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Each new connection is shown the certificate of that moment."""
+        """Returns server credentials that show each new connection the certificate of that moment."""
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
             cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: no news, as documented
@@ -62,13 +62,13 @@ class CertificateFiles:
         return grpc.ssl_server_certificate_configuration([(self.key.read_bytes(), self.cert.read_bytes())], ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """As the files are now."""
+        """Returns channel credentials from the files as they are now."""
         ca = None if self.ca is None else self.ca.read_bytes()
         return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.cert.read_bytes())
 
 
 def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
-    """To reach a gateway over TLS whose certificate is of a CA in this PEM file. StartupError."""
+    """Returns credentials for a gateway over TLS whose certificate is of a CA in this PEM file. Raises StartupError."""
     try:
         return grpc.ssl_channel_credentials(Path(ca).read_bytes())
     except OSError as error:
@@ -76,7 +76,7 @@ def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
 
 
 class _Fetch:
-    """What gRPC asks at each handshake: a new configuration, or None where nothing has changed."""
+    """The callback of gRPC at each handshake: returns a new configuration, or None if nothing has changed."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -87,7 +87,7 @@ class _Fetch:
 
 
 class Changed:
-    """Whether the files have changed since it was last asked, to something that can be used."""
+    """Detects whether the files have changed since the last call, to something that can be used."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -118,7 +118,7 @@ class Changed:
 
 
 def front_context_watch(files: CertificateFiles, context: ssl.SSLContext) -> Callable[[], None]:
-    """To be called now and then: loads changed files into a context that serves HTTP."""
+    """Returns a function to call from time to time: it loads changed files into a context that serves HTTP."""
     changed = Changed(files)
 
     def look() -> None:

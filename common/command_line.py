@@ -1,7 +1,7 @@
-"""Keeps secrets out of a process's command line, which every user of the machine can read (`ps`).
+"""Removes secrets from a process's command line, which every user of the machine can read (`ps`).
 
-The operating system shows the original until this has run, which takes a moment after a start: what must never be seen
-is given as a variable or in a file.
+The operating system shows the original until this has run, a moment after the start. A value that must never be seen is
+given as a variable or in a file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _HIDDEN = "***"
 
 
 def hidden(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """`words` with the values of these flags (`--api-key VALUE`, `--api-key=VALUE`) replaced."""
+    """Returns `words` with the values of these flags (`--api-key VALUE`, `--api-key=VALUE`) replaced."""
     shown: list[str] = []
     for word in words:
         name, separator, _ = word.partition("=")
@@ -27,7 +27,7 @@ def hidden(words: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def hide_values(flags: Collection[str]) -> None:
-    """Do so with this process's command line."""
+    """Hides the values in this process's command line."""
     shown = hidden(sys.orig_argv, flags)
     if shown != sys.orig_argv:
         import setproctitle  # loaded where it is needed: it moves the environment

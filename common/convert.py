@@ -1,4 +1,4 @@
-"""Protobuf <-> `common.types`, the only such place. Mechanical; validation is the gateway's."""
+"""Protobuf <-> `common.types`, the only such place. Purely mechanical; the gateway validates."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def finish_reason_from_pb(reason: int) -> FinishReason | None:
 
 
 def early_stopping_to_pb(rule: EarlyStopping) -> pb.BeamStopping:
-    """KeyError: it is none of them."""
+    """Raises KeyError for another value."""
     return _STOPPING_TO_PB[rule]
 
 
 def early_stopping_from_pb(rule: int) -> EarlyStopping:
-    """KeyError: it is none of them."""
+    """Raises KeyError for another value."""
     return _STOPPING_FROM_PB[cast(pb.BeamStopping, rule)]
 
 
@@ -71,7 +71,9 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
 
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
-    """Blocks that a branch shares with the first one are not repeated, so that a ticket hardly grows with `n`."""
+    """Converts a ticket. Blocks that a branch shares with the first one are not repeated, so a ticket hardly grows with
+    `n`.
+    """
     branches = []
     for index, (groups, num_tokens) in enumerate(zip(ticket.tables, ticket.num_tokens, strict=True)):
         shared = min(map(_shared, ticket.tables[0], groups), default=0) if index else 0
@@ -81,13 +83,13 @@ def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
 
 
 def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
-    """Length of the common head."""
+    """Returns the length of the common head."""
     pairs = zip(first, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """ValueError: a branch shares more than the first one has."""
+    """Converts a ticket. Raises ValueError if a branch shares more than the first one has."""
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:
         own = [table_from_pb(group) for group in branch.groups]
@@ -116,7 +118,7 @@ def quota_to_pb(quota: CacheQuota) -> pb.CacheQuota:
 
 
 def quota_from_pb(message: pb.CacheQuota) -> CacheQuota:
-    """ValueError: what is out of range."""
+    """Converts a quota. ValueError says what is out of range."""
     if len(message.owner) != 32 or message.percent > 100:
         raise ValueError("must have an owner of 32 bytes and a percent of at most 100")
     return CacheQuota(message.owner, message.percent)
@@ -146,7 +148,7 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
-    """Absent fields take `SamplingParams`' own defaults."""
+    """Converts sampling parameters. Absent fields take the defaults of `SamplingParams`."""
     plain = (
         "temperature",
         "top_k",

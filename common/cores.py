@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-"""A container's quota and its period, in microseconds, or "max" (cgroup v2)."""
+"""A container's quota and its period in microseconds, or "max" (cgroup v2)."""
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, or the cores' time that its container may use (`docker run --cpus`), rounded
-    up, if that is less."""
+    """Returns the number of cores that this process may run on, or, if that is less, the rounded-up number that its
+    container may use (`docker run --cpus`).
+    """
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = CPU_MAX.read_text().split()

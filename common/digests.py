@@ -1,4 +1,4 @@
-"""Files of a model compared with `SHA256SUMS`, where its directory has one: what `sha256sum * > SHA256SUMS` writes."""
+"""Compares a model's files with `SHA256SUMS`, if its directory has one (made by `sha256sum * > SHA256SUMS`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_digests(directory: Path, names: Iterable[str]) -> None:
-    """Of those files that are there. StartupError names the first one that is altered or not listed, or the line that
-    cannot be read. Without SHA256SUMS nothing is checked.
+    """Checks those files that exist. StartupError names the first one that was altered or is not listed, or the line
+    that cannot be read. Without SHA256SUMS nothing is checked.
     """
     if not (directory / SUMS).exists():
         return

@@ -54,7 +54,7 @@ class InvalidArgument(LooseleafError):
 
     @classmethod
     def of(cls, field: str, description: str) -> InvalidArgument:
-        """The usual form: one field and what is wrong with it."""
+        """Returns the usual form: one field and what is wrong with it."""
         return cls(f"{field} {description}", violations=(FieldViolation(field, description),))
 
 
@@ -83,7 +83,9 @@ class FailedPrecondition(LooseleafError):
 
 
 class Unimplemented(LooseleafError):
-    """Known, valid, not supported by this version. HTTP answers 400, as OpenAI clients expect of a bad parameter."""
+    """Known and valid, but not supported by this version. HTTP answers 400, as OpenAI clients expect for a bad
+    parameter.
+    """
 
     grpc_code, http_status, kind = "UNIMPLEMENTED", 400, "invalid_request_error"
 

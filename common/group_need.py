@@ -1,6 +1,6 @@
-"""How many blocks a sequence group can come to need, and whether a decode worker has room for it.
+"""How many blocks a sequence group may need, and whether a decode worker has room for it.
 
-Arithmetic that the gateway and the workers must agree on.
+The gateway and the workers must agree on this arithmetic.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from common.types import WorkerRecord
 
 
 def blocks_of(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` positions."""
+    """Returns the number of blocks that hold `num_tokens` positions."""
     return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
-    """The most that a sequence group can come to need."""
+    """The most that a sequence group may need."""
 
     prompt_len: int
     max_tokens: int
-    """Of each sequence."""
+    """Output tokens of each sequence."""
     width: int
     """Samples or beams that run at once."""
 
     def blocks(self, block_size: int) -> int:
-        """The most blocks that the group holds at once, in one KV group.
+        """Returns the most blocks that the group holds at once, in one KV group.
 
-        The prompt's full blocks are shared; each sequence has the rest to itself, and once, while it is copied to be
-        written on, its sealed partial block beside the copy (a group that came back has one for each sequence).
+        The prompt's full blocks are shared. Each sequence has the rest to itself and, while its sealed partial block is
+        copied to be written on, both the block and the copy (in a group that came back, every sequence has such a
+        block).
         """
         shared = self.prompt_len // block_size
         return shared + self.width * (blocks_of(self.prompt_len + self.max_tokens, block_size) - shared + 1)
@@ -41,7 +42,7 @@ class GroupRoom(NamedTuple):
 
     max_sequences: int
     max_blocks: int
-    """The worker's floor; 0: not known, and taken to suffice."""
+    """The worker's floor. 0 means that it is unknown and assumed to suffice."""
     block_size: int
 
     @classmethod
@@ -49,13 +50,13 @@ class GroupRoom(NamedTuple):
         return cls(record.max_num_seqs, record.max_group_blocks, record.block_size)
 
     def holds(self, need: GroupNeed) -> bool:
-        """Whether the worker's batch and floor hold the group."""
+        """Returns whether the worker's batch and floor hold the group."""
         return need.width <= self.max_sequences and (
             not self.max_blocks or need.blocks(self.block_size) <= self.max_blocks
         )
 
     def max_tokens(self, prompt_len: int, width: int) -> int:
-        """The most tokens that each of `width` sequences may produce within max_blocks: the inverse of
+        """Returns how many tokens each of `width` sequences may produce within max_blocks: the inverse of
         `GroupNeed.blocks`.
         """
         shared = prompt_len // self.block_size

@@ -1,6 +1,6 @@
-"""What stands before every method of every service: who calls, then whether the bytes are a message, then the method.
+"""Runs before every method of every service: checks the caller, then parses the message, then calls the method.
 
-The only place where exceptions meet gRPC: UNKNOWN never leaves a service, nor an exception's text.
+This is the only place where exceptions meet gRPC. UNKNOWN never leaves a service, and neither does an exception's text.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from common.status import error_of, status_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Check = Callable[[str, Context], None]
-"""Called with a method's full name ("/package.Service/Method") before anything that the caller sent is parsed; raises
-the LooseleafError that a caller without the right is told."""
+"""Called with a method's full name ("/package.Service/Method") before anything that the caller sent is parsed. Raises
+the LooseleafError for a caller without the right.
+"""
 Parse = Callable[[bytes], Any]
 NOT_A_MESSAGE = "the request is not a message of this method's type"
 logger = logging.getLogger("rpc")
 
 
 def anybody(method: str, context: Context) -> None:
-    """The check that lets everybody in."""
+    """The check that admits everybody."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Methods get their requests as bytes, so that these are parsed behind the check and inside the guard.
+    """Methods that receive their requests as bytes, which are parsed after the check and inside the guard.
 
-    To gRPC each of them is a stream of requests, of which nothing is received before it is asked for: a message of a
-    caller without the right does not get into memory.
+    To gRPC each of them takes a stream of requests, of which nothing is received before it is asked for. So a message
+    of a caller without the right never gets into memory.
     """
 
     def __init__(self, check: Check = anybody) -> None:

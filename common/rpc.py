@@ -1,6 +1,6 @@
-"""gRPC at the edge of every service: server with health and reflection, channels, signals.
+"""gRPC at the edge of every service: a server with health and reflection, channels, signals.
 
-One event loop, which never computes. `guard` stands before every method.
+There is one event loop, which never computes. `guard` runs before every method.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 _INSIDE_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", INSIDE_NAME)]
 HEARTBEAT_S = 0.5
-"""A worker's event loop sends something on every open stream at least so often: what a frozen process cannot."""
+"""Interval in which a worker's event loop sends something on every open stream, which a frozen process cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a server takes from unknown callers; None: no limit but gRPC's own."""
+    """Limits of a server for unauthenticated callers. None means no limit but gRPC's own."""
 
     message_bytes: int = MAX_MESSAGE_BYTES
     rpcs: int | None = None
-    """Calls at once."""
+    """Concurrent calls."""
     streams: int | None = None
-    """Calls at once on one connection; others wait at the client."""
+    """Concurrent calls on one connection; others wait at the client."""
     handshake_s: float | None = None
-    """From a connection's beginning to its first bytes of HTTP/2."""
+    """Time from the start of a connection to its first bytes of HTTP/2."""
     idle_s: float | None = None
-    """Of a connection without calls."""
+    """Time that a connection may be without calls."""
     connections: int | None = None
-    """At once; more are closed before anything is read from them."""
+    """Concurrent connections. Further ones are closed before anything is read from them."""
 
     def options(self) -> dict[str, int]:
-        """As options of a server."""
+        """Returns them as options of a server."""
         given = {
             "grpc.max_receive_message_length": self.message_bytes,
             "grpc.max_concurrent_streams": self.streams,
@@ -83,12 +83,12 @@ PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Who gets into a server, and what it tells of itself."""
+    """Who may use a server, and what it reveals about itself."""
 
     door: Door | None = None
-    """None: everybody, as far as the services themselves ask for nothing."""
+    """None admits everybody, unless a service itself asks for something."""
     credentials: grpc.ServerCredentials | None = None
-    """None: connections are not encrypted."""
+    """None means that connections are not encrypted."""
     reflection: bool = True
     bounds: Bounds = INSIDE
 
@@ -105,8 +105,8 @@ class RpcServer:
         check: Check = anybody,
         protection: Protection = Protection(),
     ) -> None:
-        """`reuse_port`: others that say so too may listen on the same port, so that a successor can take over.
-        `check` is asked before each call.
+        """With `reuse_port`, others that set it too may listen on the same port, so that a successor can take over.
+        `check` is called before each call.
         """
         self._address = f"{host}:{port}"
         options = {**dict(SERVER_OPTIONS), **protection.bounds.options(), "grpc.so_reuseport": int(reuse_port)}
@@ -123,12 +123,12 @@ class RpcServer:
         self.port = 0
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: Any, service_name: str) -> None:
-        """Register a servicer with its generated `add_XServicer_to_server` and full service name."""
+        """Registers a servicer with its generated `add_XServicer_to_server` and full service name."""
         add_to_server(servicer, self._server)
         self._names.append(service_name)
 
     def bind(self) -> None:
-        """Take the port. Raises StartupError when it is occupied; connections wait until `start`."""
+        """Takes the port. Raises StartupError if it is occupied. Connections wait until `start`."""
         try:
             if (credentials := self._protection.credentials) is None:
                 self.port = self._server.add_insecure_port(self._address)
@@ -140,7 +140,7 @@ class RpcServer:
             raise StartupError(f"cannot listen on {self._address}: the port is occupied or the address is not ours")
 
     async def start(self) -> None:
-        """Serve; not yet ready. Binds first if `bind` was not called."""
+        """Starts to serve, not yet ready. Binds first if `bind` was not called."""
         if self.port == 0:
             self.bind()
         if self._protection.reflection:
@@ -154,27 +154,27 @@ class RpcServer:
             await self._health.set(name, state)
 
     async def stop(self, grace_s: float) -> None:
-        """Tell health watchers, refuse new calls, give running ones `grace_s` seconds."""
+        """Informs health watchers, refuses new calls, and gives running ones `grace_s` seconds."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
 
 def open_channel(address: str, trust: Trust = NO_TRUST) -> grpc.aio.Channel:
-    """A channel whose frozen or vanished peer is noticed in about 5 s."""
+    """Returns a channel that notices a frozen or vanished peer in about 5 s."""
     if trust.certificates is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, trust.certificates.channel_credentials(), options=_INSIDE_OPTIONS)
 
 
 def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel:
-    """The same for threads."""
+    """Returns the same kind of channel for threads."""
     if trust.certificates is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(address, trust.certificates.channel_credentials(), options=_INSIDE_OPTIONS)
 
 
 async def wait_for_signal(failed: asyncio.Event) -> bool:
-    """Return at SIGTERM or SIGINT (False), or when `failed` is set (True)."""
+    """Returns at SIGTERM or SIGINT (False), or when `failed` is set (True)."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -187,7 +187,7 @@ async def wait_for_signal(failed: asyncio.Event) -> bool:
 
 
 async def check_health(address: str, *, service: str = "", timeout_s: float = 2.0) -> bool:
-    """Whether the health service at `address` says SERVING."""
+    """Returns whether the health service at `address` says SERVING."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -198,12 +198,12 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 2.
 
 
 def reachable_address(host: str, port: int) -> str:
-    """Where others reach a server bound to `host`: the host's own name where it listens on every interface."""
+    """Returns where others reach a server bound to `host`: at the host's own name if it listens on every interface."""
     return f"{socket.gethostname() if host in ('', '0.0.0.0', '::', '[::]') else host}:{port}"
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:
-    """Tell the parent of this process that it is ready, and where; atomic."""
+    """Tells the parent of this process, atomically, that it is ready, and its addresses."""
     if path is None:
         return
     temporary = f"{path}.{os.getpid()}"

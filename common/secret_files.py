@@ -1,4 +1,4 @@
-"""Secrets in files that only their user can read. Light to import."""
+"""Secrets in files that only their user can read. Cheap to import."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from common.errors import StartupError
 
 SECRET_CHARS = 16
-"""The fewest of a secret."""
+"""Minimum length of a secret."""
 logger = logging.getLogger("secrets")
 
 
 def read_secret(path: Path, name: str = "--secret-file") -> str:
-    """The first line of a file. Warns of a file that others can read. StartupError."""
+    """Returns the first line of a file. Warns if others can read the file. Raises StartupError."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -26,13 +26,13 @@ def read_secret(path: Path, name: str = "--secret-file") -> str:
 
 
 def warn_if_readable(path: Path, name: str) -> None:
-    """One line in the log where group or others may read what is secret."""
+    """Logs one line if group or others may read a secret file."""
     if (mode := path.stat().st_mode & 0o777) & 0o077:
         logger.warning("%s %s has mode %04o: others can read it; chmod 600 it", name, path, mode)
 
 
 def write_secret(path: Path) -> str:
-    """A new random secret in a new file that only this user can read. FileExistsError."""
+    """Writes a new random secret to a new file that only this user can read. Raises FileExistsError."""
     secret = secrets.token_hex(32)
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secret + "\n", encoding="ascii")

@@ -1,6 +1,6 @@
-"""How a service's process begins, serves and ends: settings, logs, one event loop, one sentence when it cannot start.
+"""How a service's process begins, serves and ends: settings, logs, one event loop, one sentence if it cannot start.
 
-Knows workers only as `Role`s: a process serves one, or prefill and decode beside each other.
+Workers are known here only as `Role`s. A process serves one role, or prefill and decode side by side.
 """
 
 from __future__ import annotations
@@ -25,36 +25,38 @@ from common.trust import is_loopback, trust_of
 S = TypeVar("S", bound=ServerSettings)
 logger = logging.getLogger("trust")
 _LAST_MESSAGES_S = 0.5
-"""What open streams get after the drain, to send what is already said."""
+"""Time that open streams get after the drain, to send what is already produced."""
 
 
 class Role(Protocol):
-    """One role of a worker's process, ready to be served. All methods but `drain` block; none is called twice."""
+    """One role of a worker's process, ready to be served. All methods except `drain` block; none is called twice."""
 
     weights_bytes: int
-    """That it has loaded; 0 where another role of the process has."""
+    """Bytes that it has loaded; 0 if another role of the process has."""
 
     def add_to(self, server: RpcServer) -> None:
-        """Register the role's service."""
+        """Registers the role's service."""
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Begin to step; `on_failure` is called, in any thread, when stepping has ended by an exception."""
+        """Starts to step. `on_failure` is called, in any thread, if an exception ends stepping."""
 
     def announce(self, address: str) -> None:
-        """Let gateways find the role at `address`, host:port."""
+        """Lets gateways find the role at `address`, host:port."""
 
     def withdraw(self) -> None:
-        """Let gateways send nothing new."""
+        """Makes gateways send nothing new."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse what is new, let what runs end for at most `timeout_s`, and send the rest back."""
+        """Refuses new work, lets running work finish for at most `timeout_s`, and sends the rest back."""
 
     def close(self, timeout_s: float) -> None:
-        """End the step thread, waiting at most `timeout_s` for a step that runs, and give all blocks back."""
+        """Ends the step thread, waiting at most `timeout_s` for a running step, and gives all blocks back."""
 
 
 def internal_server(settings: ServerSettings) -> RpcServer:
-    """A server for calls of the same launch. StartupError: other machines could reach it, and it asks for no secret."""
+    """Returns a server for calls of the same launch. Raises StartupError if other machines could reach it and it asks
+    for no secret.
+    """
     trust = trust_of(settings)
     door = None if trust.secret is None else Door(trust.secret)
     if door is None and not is_loopback(settings.host):
@@ -68,7 +70,7 @@ def internal_server(settings: ServerSettings) -> RpcServer:
 
 
 async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequence[Role]) -> None:
-    """Serve `roles` until a signal, or until one of them fails: then the process ends with status 1."""
+    """Serves `roles` until a signal, or until one of them fails: then the process ends with status 1."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for role in roles:
         role.add_to(server)
@@ -94,16 +96,17 @@ async def _at_once(call: Callable[[Role], None], roles: Sequence[Role]) -> None:
 
 
 async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
-    """Return when `busy()` is false, at the latest after `timeout_s`."""
+    """Returns when `busy()` is false, at the latest after `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while busy() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
 
 
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:
-    """Run `main(settings)`; expected failures end the process with status 1 and one sentence on stderr.
+    """Runs `main(settings)`. Expected failures end the process with status 1 and one sentence on stderr.
 
-    What was imported until now stays to the end, and is nothing for the garbage collector to walk while tokens wait."""
+    Everything imported so far stays until the end, so the garbage collector is told not to walk it while tokens wait.
+    """
     gc.freeze()
     settings = settings_type.load(sys.argv[1:])
     configure_logging(settings.log_level, json_lines=settings.json_logs)
@@ -123,5 +126,7 @@ def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable
 
 
 def worker_name(role: str, given: str | None) -> str:
-    """A worker's name: as given, else its own; host and process id alone outlive a container's restart."""
+    """Returns a worker's name: as given, else a new one. Host and process id alone would be the same after a
+    container's restart.
+    """
     return given or f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -1,4 +1,4 @@
-"""The base of every service's settings: environment variables and flags from one definition, mistakes refused.
+"""The base of every service's settings: variables and flags from one definition, with mistakes refused.
 
 A field `max_num_seqs` of a service with prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
 LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags win over variables, variables over defaults. pydantic-settings ignores a mistyped
@@ -22,16 +22,19 @@ AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
 
 
 class Settings(BaseSettings):
-    """Derive, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call `load(argv)`.
+    """The base class. Derive from it, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call
+    `load(argv)`.
 
-    The values of fields with `repr=False` are secrets: `load` takes them out of the command line that others see.
+    The values of fields with `repr=False` are secrets: `load` removes them from the command line that others see.
     """
 
     model_config = SettingsConfigDict(extra="forbid")
 
     @classmethod
     def load(cls, argv: Sequence[str]) -> Self:
-        """Settings from flags and environment; prints what is wrong and exits with status 2 on any mistake."""
+        """Returns settings from flags and environment. On any mistake it prints what is wrong and exits with status
+        2.
+        """
         hide_values([f"--{name.replace('_', '-')}" for name, field in cls.model_fields.items() if not field.repr])
         try:
             cls.refuse_unknown_variables()
@@ -48,7 +51,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def refuse_unknown_variables(cls) -> None:
-        """Exit with status 2 if a variable with our prefix matches no field."""
+        """Exits with status 2 if a variable with our prefix matches no field."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         known = {prefix + name.upper() for name in cls.model_fields}
         unknown = sorted(name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known)
@@ -58,7 +61,7 @@ class Settings(BaseSettings):
 
 
 def settings_config(env_prefix: str, prog: str) -> SettingsConfigDict:
-    """The model_config of a service's settings."""
+    """Returns the model_config of a service's settings."""
     return SettingsConfigDict(
         env_prefix=env_prefix,
         extra="forbid",
@@ -97,7 +100,7 @@ class ServerSettings(Settings):
 
 
 class WorkerSettings(ServerSettings):
-    """What prefill and decode workers have in common. Names as in vLLM where they mean the same."""
+    """What prefill and decode workers have in common. Names are vLLM's where they mean the same."""
 
     model: str = Field(description="Hugging Face model directory")
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")

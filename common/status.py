@@ -1,4 +1,4 @@
-"""Errors as `google.rpc.Status` and back. Independent of servers."""
+"""Converts errors to `google.rpc.Status` and back. Independent of servers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from common.errors import BY_GRPC_CODE, FieldViolation, Internal, LooseleafError
 
 MAX_VIOLATIONS = 16
-"""The status travels in the trailer, and gRPC drops a trailer of more than 8 KiB."""
+"""Limit of a status' size. It travels in the trailer, and gRPC drops a trailer of more than 8 KiB."""
 
 
 def status_of(error: LooseleafError) -> status_pb2.Status:
-    """The google.rpc.Status of an error, with field violations and retry delay as details."""
+    """Returns the google.rpc.Status of an error, with field violations and retry delay as details."""
     details: list[any_pb2.Any] = []
     if error.violations:
         violations = [
@@ -38,7 +38,7 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def error_of(error: grpc.RpcError) -> LooseleafError:
-    """The LooseleafError that a failed call carried (the reverse of `status_of`)."""
+    """Returns the LooseleafError that a failed call carried (the inverse of `status_of`)."""
     code: grpc.StatusCode = error.code()
     kind = BY_GRPC_CODE.get(code.name, Internal)
     violations: list[FieldViolation] = []

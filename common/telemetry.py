@@ -1,4 +1,6 @@
-"""Logs of every service: one line an event, a service name, no prompts. Independent of metrics' meaning."""
+"""Logs of every service: one line per event, with the service's name, without prompts. Independent of the metrics'
+meaning.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _LineFormatter(logging.Formatter):
-    """Plain lines for people; control characters are escaped so that an event stays one line."""
+    """Formats plain lines for people. Control characters are escaped so that an event stays one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -42,7 +44,7 @@ class _LineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
-    """Set up the root logger of a process. JSON lines if `json_lines`, else lines for people."""
+    """Sets up the root logger of a process: JSON lines if `json_lines`, else lines for people."""
     handler = logging.StreamHandler(sys.stderr)
     if json_lines:
         handler.setFormatter(_JsonFormatter())
@@ -54,7 +56,9 @@ def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
 
 
 class Fallbacks:
-    """Counts fallbacks by name and logs each, at most once in LOG_EVERY_S: none is silent, and none floods the log."""
+    """Counts fallbacks by name and logs each, at most once in LOG_EVERY_S, so that no fallback is silent and none
+    floods the log.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -72,12 +76,12 @@ class Fallbacks:
 
 
 class Burst(Generic[T]):
-    """What comes in bursts, as one event of the log for each: a moment after the first `note` all noted since then are
-    told. Nothing waits for it.
+    """Reports items that arrive in bursts as one log event per burst: a moment after the first `note`, with all that
+    were noted since. Nothing waits for it.
     """
 
     def __init__(self, tell: Callable[[list[T]], object], wait_s: float = 1.0) -> None:
-        """`tell` gets the items of a burst, in a thread of its own."""
+        """`tell` gets the items of a burst, in a separate thread."""
         self._tell = tell
         self._wait_s = wait_s
         self._lock = threading.Lock()
@@ -99,7 +103,7 @@ class Burst(Generic[T]):
 
 
 def fallback_counts() -> dict[str, int]:
-    """How often this process has done something another way than it should, by name; for /metrics."""
+    """Returns how often this process has used each fallback, by name, for /metrics."""
     with _LOCK:
         total = Counter(_COUNTS)
     for source in _SOURCES:
@@ -108,6 +112,6 @@ def fallback_counts() -> dict[str, int]:
 
 
 def count_fallbacks_of(source: Callable[[], Mapping[str, int]]) -> None:
-    """Add what a layer counts that does not know this module; a source is added once."""
+    """Adds the counts of a layer that does not know this module. A source is added once."""
     if source not in _SOURCES:
         _SOURCES.append(source)

@@ -21,18 +21,18 @@ class Trust:
     """What a process has to show to the others."""
 
     secret: str | None = field(default=None, repr=False)
-    """None: there is none (by hand, on loopback)."""
+    """None if there is no secret (services started by hand, on loopback)."""
     certificates: CertificateFiles | None = None
-    """None: calls go unencrypted."""
+    """None if calls are not encrypted."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For every internal call."""
+        """Metadata of every internal call."""
         return () if self.secret is None else ((SECRET_HEADER, self.secret),)
 
     @property
     def stamp(self) -> Stamp:
-        """Another one than before says that channels should be opened anew. Empty: it cannot be told now."""
+        """Returns a stamp that differs when channels should be reopened. Empty if that cannot be told now."""
         try:
             return () if self.certificates is None else self.certificates.stamp
         except OSError:  # being replaced
@@ -44,7 +44,7 @@ NO_TRUST = Trust()
 
 @dataclass(frozen=True, slots=True)
 class TrustFiles:
-    """Where that lies."""
+    """The files that hold it."""
 
     secret_file: Path | None = None
     tls_cert: Path | None = None
@@ -52,7 +52,7 @@ class TrustFiles:
     tls_ca: Path | None = None
 
     def read(self) -> Trust:
-        """StartupError: a file cannot be used, or one is missing."""
+        """Raises StartupError if a file cannot be used or is missing."""
         return Trust(None if self.secret_file is None else read_secret(self.secret_file), self._certificates())
 
     def _certificates(self) -> CertificateFiles | None:
@@ -71,12 +71,12 @@ def files_of(settings: ServerSettings) -> TrustFiles:
 
 
 def trust_of(settings: ServerSettings) -> Trust:
-    """StartupError: a file cannot be used."""
+    """Raises StartupError if a file cannot be used."""
     return files_of(settings).read()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach a port bound to `host`."""
+    """Returns whether only processes of this machine reach a port bound to `host`."""
     if host == "localhost" or host.startswith("unix:"):
         return True
     try:

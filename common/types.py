@@ -1,6 +1,6 @@
 """Values that cross package borders, as frozen dataclasses.
 
-Independent of protobuf (see `common.convert`), torch or Redis. Lengths are in tokens, times in nanoseconds or seconds
+Independent of protobuf (see `common.convert`), torch and Redis. Lengths are in tokens, times in nanoseconds or seconds
 as their names say, sizes in bytes.
 """
 
@@ -20,22 +20,22 @@ Epoch = NewType("Epoch", int)
 PrefixHash = NewType("PrefixHash", bytes)
 
 DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn"]
-"""Of weights, activations and KV, by torch's names; float8_e4m3fn of KV only."""
+"""Data types of weights, activations and KV, by torch's names; float8_e4m3fn is for KV only."""
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 Role = Literal["prefill", "decode"]
 EarlyStopping = Literal[True, False, "never"]
-"""Of a beam search, as in transformers: at once, by heuristic, or when no running beam can win any more."""
+"""When a beam search stops, as in transformers: at once, by a heuristic, or when no running beam can win any more."""
 
 
 class BlockRef(NamedTuple):
-    """One life of one block: its number in the arena and its generation."""
+    """A block and one of its allocations: its number in the arena and its generation."""
 
     block: int
     generation: int
 
 
 class KvKind(str, Enum):
-    """How a KV group keeps its past."""
+    """Which past positions a KV group keeps."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -43,7 +43,7 @@ class KvKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """The KV group of a model: what one token position stores, for all layers of the group."""
+    """A KV group of a model: what one token position stores, for all layers of the group."""
 
     num_layers: int
     num_kv_heads: int
@@ -55,14 +55,14 @@ class KvSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one position: 2 * layers * kv_heads * head_dim * dtype bytes."""
+        """Returns the size of one position's keys and values: 2 * layers * kv_heads * head_dim * dtype bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def block_bytes(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
 
     def max_blocks(self, max_model_len: int, block_size: int) -> int:
-        """The most blocks one sequence of `max_model_len` tokens can hold in this group."""
+        """Returns the most blocks that one sequence of `max_model_len` tokens can hold in this group."""
         return -(-max_model_len // block_size)
 
 
@@ -71,7 +71,9 @@ KvOrder = Literal["heads_first", "slots_first"]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How a block lies in memory: [layers, 2, kv_heads, block_size, head_dim] (heads_first) or slots before heads."""
+    """The memory layout of a block: [layers, 2, kv_heads, block_size, head_dim] (heads_first), or slots before
+    heads.
+    """
 
     block_size: int
     groups: tuple[KvSpec, ...]
@@ -79,12 +81,14 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one arena block: the largest group's, since all groups draw on one arena of equal blocks."""
+        """Returns the size of one arena block: that of the largest group, because all groups draw on one arena of equal
+        blocks.
+        """
         return max(g.block_bytes(self.block_size) for g in self.groups)
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of the layout; two processes may share an arena only if theirs are equal."""
+        """Returns the SHA-256 of the layout. Two processes may share an arena only if theirs are equal."""
         text = json.dumps(asdict(self), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).digest()
 
@@ -98,12 +102,12 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Every field is resolved: nothing here means "unset" except None."""
+    """How the next token is drawn. Every field is resolved: only None can mean "unset"."""
 
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Number of most likely tokens to keep; 0 keeps all."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -111,14 +115,16 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    """63-bit; the gateway draws one where the client gave none."""
+    """63 bits. The gateway draws one if the client gave none."""
     logprobs: int | None = None
-    """Return the log-probability of the chosen token and of this many most likely ones; None: no log-probabilities."""
+    """Return the log-probability of the chosen token and of this many most likely ones; None for no
+    log-probabilities.
+    """
     prompt_logprobs: int | None = None
     num_sequences: int = 1
-    """Samples (n); of a beam search how many of the best beams are returned."""
+    """Number of samples (n); in a beam search how many of the best beams are returned."""
     beam_width: int | None = None
-    """Beams kept by a beam search; None: no beam search."""
+    """Number of beams of a beam search; None if it is not one."""
     length_penalty: float = 1.0
     """A beam's score is the sum of its log-probabilities / length ** length_penalty."""
     early_stopping: EarlyStopping = False
@@ -140,12 +146,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """When a sequence ends. Stop strings are the gateway's business; workers see token ids only."""
+    """When a sequence ends. Stop strings are handled by the gateway; workers see only token ids."""
 
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Ends the sequence; includes the model's end-of-sequence ids unless `ignore_eos` was asked for."""
+    """Token ids that end the sequence. They include the model's end-of-sequence ids unless `ignore_eos` was asked
+    for.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """Where the KV of each prompt token came from; the three counts add up to the prompt's length."""
+    """Where the KV of each prompt token came from. The three counts add up to the prompt's length."""
 
     cached: int = 0
     computed: int = 0
@@ -191,7 +199,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's queues, told with every step and with its registration."""
+    """A worker's queues, reported with every step and with its registration."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -199,17 +207,17 @@ class WorkerLoad:
     free_blocks: int = 0
     total_blocks: int = 0
     num_preempted: int = 0
-    """Sequences swapped out of the arena, which wait to be resumed."""
+    """Sequences that are swapped out of the arena and wait to be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheQuota:
-    """What of a tenant may stay in the cache when nobody uses it."""
+    """How many of a tenant's blocks may stay in the cache while nobody uses them."""
 
     owner: bytes
-    """32 bytes that name the tenant and say nothing of it."""
+    """32 bytes that name the tenant without revealing it."""
     percent: int
-    """Of an arena's blocks, 0 to 100."""
+    """Percentage of an arena's blocks, 0 to 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +232,9 @@ class WorkerRecord:
     arena_id: str
     block_size: int
     pairing: str
-    """Hex fingerprint of model, layout and numerics; only workers with equal ones exchange tickets."""
+    """Hex fingerprint of model, layout and numerics. Only workers with equal ones exchange tickets."""
     hash_domain: str
-    """Hex of the domain every prefix hash of this worker starts from (before the tenant's salt)."""
+    """Hex of the domain with which every prefix hash of this worker starts (before the tenant's salt)."""
     max_model_len: int
     max_num_seqs: int
     max_group_blocks: int = 0
@@ -235,4 +243,4 @@ class WorkerRecord:
     draining: bool = False
     load: WorkerLoad = field(default_factory=WorkerLoad)
     fallbacks: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Of its process, which may have other roles (`common.telemetry.fallback_counts`)."""
+    """Counts of its process, which may have other roles (`common.telemetry.fallback_counts`)."""

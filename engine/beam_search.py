@@ -1,7 +1,7 @@
-"""One beam search: which beams go on, which have ended, when it is over. Bookkeeping only: no torch, no blocks, no I/O.
+"""One beam search: which beams continue, which have ended, when it is over. Bookkeeping only: no torch, blocks or I/O.
 
-Same ids and scores as transformers' beam search without sampling (v5). It is fed with the most likely next tokens of
-each running beam and answers with a fork list. With width w and e stop tokens, one step is:
+It gives the same ids and scores as transformers' beam search without sampling (v5). Its input is the most likely next
+tokens of each running beam, its output a fork list. With width w and e stop tokens, one step is:
 
     every (beam, token) -> the (1 + e) * w (at least 2 * w) with the highest sums of log-probabilities
                            -> those that end, if among the first w: into the w best ended, by score
@@ -22,11 +22,11 @@ from common.types import FinishReason, SamplingParams, StoppingParams, TokenLogp
 
 
 class Candidates(NamedTuple):
-    """The most likely next tokens of one beam, most likely first, ties by lower id."""
+    """The most likely next tokens of one beam, most likely first; ties by lower id."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """fp32 values; same length."""
+    """fp32 values, as many as ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Beam:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One entry per token where log-probabilities were asked for, else empty."""
+    """One entry per token if log-probabilities were asked for, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Hypothesis:
     """An ended beam."""
 
     token_ids: list[int]
-    """The stop token included."""
+    """Output tokens, including the stop token."""
     score: float
     """Sum of the log-probabilities / number of tokens ** length_penalty."""
     finish_reason: FinishReason
@@ -79,9 +79,11 @@ class BeamSearch:
         self._ended: list[Hypothesis] = []  # best first, at most `width`
         self._num_tokens = 0
         self.num_candidates = max(self._num_kept, sampling.logprobs or 0)
-        """How many of a beam's most likely next tokens `advance` wants; fewer only where the vocabulary is smaller."""
+        """How many of a beam's most likely next tokens `advance` needs. Fewer are accepted only if the vocabulary is
+        smaller.
+        """
         self.running = [Beam()]
-        """The beams to be computed next, best first; at the start the prompt alone, at the end none."""
+        """The beams to compute next, best first. At the start this is the prompt alone, at the end it is empty."""
 
     @property
     def done(self) -> bool:
@@ -89,10 +91,10 @@ class BeamSearch:
         return not self.running
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
-        """Take one step; `candidates[i]` belongs to `running[i]`.
+        """Takes one step. `candidates[i]` belongs to `running[i]`.
 
-        Returns for every new running beam the index of the old one that it continues: an index that occurs twice is a
-        fork, one that does not occur is a beam dropped.
+        Returns for every new running beam the index of the old one that it continues. An index that occurs twice is a
+        fork, one that does not occur is a dropped beam.
         """
         self._num_tokens += 1
         going: list[_Continuation] = []
@@ -109,11 +111,11 @@ class BeamSearch:
         return [continuation.parent for continuation in going]
 
     def best(self) -> list[Hypothesis]:
-        """The best ended beams, as many as are to be returned, best first; to be asked when `done`."""
+        """Returns the best ended beams, as many as are to be returned, best first. Call it when `done`."""
         return self._ended[: self._sampling.num_sequences]
 
     def _most_likely(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
-        """The continuations of all running beams with the highest sums, best first."""
+        """Returns the continuations of all running beams with the highest sums, best first."""
         counts = [len(c.token_ids) for c in candidates]
         parents = np.repeat(np.arange(len(counts)), counts)
         tokens = np.concatenate([c.token_ids for c in candidates])
@@ -138,7 +140,7 @@ class BeamSearch:
         return float(np.float32(cumulative_logprob) / np.float32(num_tokens**self._sampling.length_penalty))
 
     def _goes_on(self, going: Sequence[_Continuation]) -> bool:
-        """Whether these beams may still change what is returned, by the rule that was asked for."""
+        """Returns whether these beams may still change the result, by the rule that was asked for."""
         if not going or len(self._ended) < self._sampling.width:
             return bool(going)
         early_stopping, length_penalty = self._sampling.early_stopping, self._sampling.length_penalty
@@ -159,7 +161,9 @@ class BeamSearch:
 
 
 def _token_logprob(token_id: int, candidates: Candidates, count: int) -> TokenLogprob:
-    """A beam's newest token beside the `count` most likely; equal log-probabilities share a rank, as in sampling."""
+    """Returns a beam's newest token beside the `count` most likely ones. Equal log-probabilities share a rank, as in
+    sampling.
+    """
     ids, values = candidates
     logprob = values[ids.index(token_id)]
     top = tuple(zip(ids[:count], values[:count], strict=True))

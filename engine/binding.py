@@ -1,6 +1,6 @@
 """An arena as a model sees it: its memory as a tensor, and a strided view for every layer.
 
-Independent of owner of blocks.
+Independent of who owns which block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 
 class DeviceArray(Protocol):
-    """Memory of a GPU as numba and CuPy hand it around: uint8 [num_blocks, >= block_bytes]."""
+    """A GPU's memory in the interface of numba and CuPy: uint8 [num_blocks, >= block_bytes]."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
@@ -37,7 +37,7 @@ Arena = npt.NDArray[np.uint8] | torch.Tensor | DeviceArray
 
 @dataclass(slots=True)
 class Binding:
-    """An arena, its views, and the passes that were made ready over it: graphs on a GPU, one C call on a CPU."""
+    """An arena, its views, and the passes prepared over it: graphs on a GPU, one C call on a CPU."""
 
     arena: torch.Tensor  # uint8 [num_blocks, >= block_bytes]
     caches: list[LayerCache]
@@ -46,7 +46,7 @@ class Binding:
 
     @classmethod
     def of(cls, arena: Arena, layout: KvLayout, device: torch.device) -> Binding:
-        """Errors: ValueError for another shape or dtype, or another kind of memory than the device's."""
+        """Raises ValueError for a wrong shape or dtype, or for memory of another device."""
         tensor = as_tensor(arena, device)
         shape, least = tuple(tensor.shape), layout.block_bytes
         if tensor.dtype != torch.uint8 or len(shape) != 2 or shape[1] < least or tensor.device.type != device.type:
@@ -56,7 +56,7 @@ class Binding:
 
 
 def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
-    """The arena's memory as torch sees it; nothing is copied. Errors: ValueError for a GPU's memory on a CPU."""
+    """Returns the arena's memory as a tensor, without a copy. Raises ValueError for a GPU's memory on a CPU."""
     if isinstance(arena, torch.Tensor):
         return arena
     if isinstance(arena, np.ndarray):
@@ -67,7 +67,7 @@ def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
 
 
 def layer_caches(arena: torch.Tensor, layout: KvLayout) -> list[LayerCache]:
-    """Strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena."""
+    """Returns strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena."""
     spec = layout.groups[0]
     num_blocks, block_size = arena.shape[0], layout.block_size
     used = arena[:, : spec.block_bytes(block_size)].view(TORCH_DTYPES[spec.dtype])

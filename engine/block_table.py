@@ -16,7 +16,9 @@ _STAMPS = itertools.count(1)
 
 
 class BlockTable(Sequence[BlockRef]):
-    """A sequence's blocks in token order, kept as two growing arrays, so that a step copies rows and builds none."""
+    """A sequence's blocks in token order, kept as two growing arrays, so that a step copies rows instead of building
+    them.
+    """
 
     __slots__ = ("_blocks", "_generations", "stamp")
 
@@ -24,7 +26,7 @@ class BlockTable(Sequence[BlockRef]):
         self._blocks = array("I")  # u32 block numbers
         self._generations = array("Q")  # u64 generations
         self.stamp = next(_STAMPS)
-        """No other table, and not this one with other blocks, has or had this number."""
+        """A unique number: no other table, nor this one with other blocks, has or had it."""
         for ref in refs:
             self.append(ref)
 
@@ -34,13 +36,13 @@ class BlockTable(Sequence[BlockRef]):
         self.stamp = next(_STAMPS)
 
     def copy(self) -> BlockTable:
-        """A table of the same blocks that grows by itself."""
+        """Returns a table with the same blocks that grows independently."""
         table = BlockTable()
         table._blocks, table._generations = self._blocks[:], self._generations[:]
         return table
 
     def copy_to(self, blocks: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
-        """Fill a row of a step's arrays with the first blocks, as many as the row is long."""
+        """Fills a row of a step's arrays with the first blocks, as many as the row is long."""
         blocks[:] = np.frombuffer(self._blocks, np.uint32, len(blocks))
         generations[:] = np.frombuffer(self._generations, np.uint64, len(generations))
 

@@ -1,6 +1,6 @@
-"""The weight files of a model directory: which they are, where each tensor lies, what they hash to.
+"""The weight files of a model directory: their names, the position of each tensor, their fingerprint.
 
-Reads safetensors headers itself (8 bytes of length, then JSON): a fingerprint costs milliseconds. Independent of
+Reads safetensors headers itself (8 bytes of length, then JSON), so a fingerprint costs milliseconds. Independent of
 models.
 """
 
@@ -18,12 +18,14 @@ from engine.errors import ModelError
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
 SAMPLE_BYTES = 512
-"""What a fingerprint reads at the start and at the middle of each tensor."""
+"""Bytes that a fingerprint reads at the start and in the middle of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One safetensors file: `tensors` maps a name to (dtype, shape, begin, end), offsets in bytes from `data_start`."""
+    """One safetensors file. `tensors` maps a name to (dtype, shape, begin, end), with offsets in bytes from
+    `data_start`.
+    """
 
     path: Path
     header: bytes
@@ -32,9 +34,9 @@ class WeightFile:
 
 
 def weight_files(directory: Path) -> list[WeightFile]:
-    """The checkpoint's files in name order, headers read and checked against their sizes.
+    """Returns the checkpoint's files in name order, with headers read and checked against the files' sizes.
 
-    Raises: ModelError naming the file that is missing or corrupt.
+    Raises ModelError, which names the file that is missing or corrupt.
     """
     index = directory / "model.safetensors.index.json"
     if index.exists():
@@ -51,15 +53,19 @@ def weight_files(directory: Path) -> list[WeightFile]:
 
 
 def convert(directory: Path) -> str:
-    """The command that makes safetensors of a directory's pickled weights (torch reads tensors only, not code)."""
+    """Returns the command that converts a directory's pickled weights to safetensors (torch reads only tensors, not
+    code).
+    """
     load = f"AutoModelForCausalLM.from_pretrained('{directory}', dtype='auto')"
     code = f"from transformers import *; {load}.save_pretrained('{directory}')"
     return f'convert them with python -c "{code}"'
 
 
 def fingerprint(directory: str | Path, dtype: str, load_format: str, seed: int = 0) -> str:
-    """Hex SHA-256 of what decides the weights: config.json, and the header and sampled content of every weight file
-    (dummy weights: the seed). Content-based, so that copies of a model on two hosts are equal."""
+    """Returns the hex SHA-256 of everything that decides the weights: config.json, and the header and sampled content
+    of every weight file (for dummy weights the seed). It depends on content only, so copies of a model on two hosts are
+    equal.
+    """
     path = Path(directory)
     config = read_json(path / "config.json")
     for name in ("_name_or_path", "transformers_version"):

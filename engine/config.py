@@ -1,4 +1,4 @@
-"""What a model is: sizes, positions, norms, biases, read from a Hugging Face directory's `config.json`.
+"""A model's description, read from the `config.json` of a Hugging Face directory: sizes, positions, norms, biases.
 
 Independent of tensors. Everything that would change the numbers is either honoured or refused by name
 (`UnsupportedModel`).
@@ -19,7 +19,7 @@ from engine.rope_config import RopeConfig, read_rope
 logger = logging.getLogger("engine")
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "opt"]
 ModelImpl = Literal["auto", "native", "transformers"]
-"""Whose model definition is run. auto: ours where there is one that supports the checkpoint."""
+"""Whose model definition is run. auto: ours if there is one that supports the checkpoint."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -35,7 +35,7 @@ class ModelConfig:
     """One model. Lengths in tokens, sizes in elements."""
 
     family: Family | Literal["transformers"]
-    """transformers: it defines the model (`engine.foreign`)."""
+    """transformers: the library defines the model (`engine.foreign`)."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -46,9 +46,9 @@ class ModelConfig:
     max_model_len: int
     norm_eps: float = 1e-6
     rope: RopeConfig | None = None
-    """None: learned positions."""
+    """None if positions are learned."""
     window: int | None = None
-    """Sliding window: a query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
+    """Sliding window: a query at position p sees keys p - window + 1 .. p. None: all keys up to p."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -64,10 +64,10 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
-        """Read `config.json` (and end-of-sequence ids from `generation_config.json`).
+        """Reads `config.json` (and end-of-sequence ids from `generation_config.json`).
 
-        Raises: ModelError: missing directory or file, invalid JSON or field; UnsupportedModel: names what is not
-        supported.
+        Raises ModelError for a missing directory or file, invalid JSON or an invalid field; UnsupportedModel names what
+        is not supported.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -89,7 +89,7 @@ class ModelConfig:
 
     @classmethod
     def _native(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
-        """The configuration for our own implementation. Raises ModelError and UnsupportedModel."""
+        """Returns the configuration for our own implementation. Raises ModelError and UnsupportedModel."""
         family = _native_family(raw)
         _refuse_common(raw)
         try:
@@ -101,7 +101,7 @@ class ModelConfig:
         return _with_eos(config, raw, directory)
 
     def kv_spec(self, dtype: DType) -> KvSpec:
-        """What one token position stores: all layers form one KV group."""
+        """Returns what one token position stores. All layers form one KV group."""
         kind = KvKind.FULL if self.window is None else KvKind.SLIDING
         return KvSpec(self.num_layers, self.num_kv_heads, self.head_dim, dtype, kind, self.window)
 
@@ -110,7 +110,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or ModelError."""
+    """Reads a JSON object from a file. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _family(raw: dict[str, Any]) -> Family | None:
-    """The native family by `architectures`, or by `model_type` where that is absent; None: there is none."""
+    """Returns the native family by `architectures`, or by `model_type` if that is absent; None if there is none."""
     by_type = {family: family for family in ARCHITECTURES.values()}
     name = _architecture(raw)
     return ARCHITECTURES.get(name) if raw.get("architectures") else by_type.get(cast(Family, name))
@@ -235,7 +235,7 @@ def _opt(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _window(raw: dict[str, Any], family: Family) -> int | None:
-    """The one window of all layers; models that mix windowed and full layers are refused."""
+    """Returns the one window of all layers. Models that mix windowed and full layers are refused."""
     window = raw.get("sliding_window")
     if family == "llama" or not window:
         return None

@@ -1,7 +1,7 @@
-"""Where a runner's model computes: the cores of a machine, or one GPU with a stream of its own. Independent of models.
+"""Where a runner's model computes: on the cores of a machine, or on one GPU with its own stream. Independent of models.
 
-What differs between the two is here, so that the runner has no branches: how a thread is made ready, how a step's
-arrays get there, when its work is done, what memory it took.
+Everything that differs between the two is here, so the runner has no branches: how a thread is prepared, how a step's
+arrays get there, when its work is done, how much memory it took.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 
 class CpuDevice:
-    """The cores of this machine; `num_threads` of them, 0 for all that the process may use."""
+    """The cores of this machine: `num_threads` of them, or with 0 all that the process may use."""
 
     compute_capability: tuple[int, int] | None = None
     name = "cpu"
@@ -39,54 +39,56 @@ class CpuDevice:
         self._thread = 0
 
     def enter(self) -> None:
-        """Make the calling thread ready to step: OpenMP keeps its thread count per calling thread."""
+        """Prepares the calling thread to step: OpenMP keeps its thread count per calling thread."""
         if self._thread != threading.get_ident():
             torch.set_num_threads(self.num_threads)
             self._thread = threading.get_ident()
 
     def use_threads(self, num_threads: int) -> None:
-        """Another number than at the beginning, as there; the calling thread is ready to step."""
+        """Changes the number of threads, with the same meaning. The calling thread is ready to step."""
         self.num_threads, self._thread = num_threads or usable_cores(), 0
         self.enter()
 
     def upload(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """The arrays as tensors, of the same memory."""
+        """Returns the arrays as tensors that share their memory."""
         return [torch.from_numpy(array) for array in arrays]
 
     def wait(self) -> None:
-        """Return when everything that was started has been done: on a CPU it is."""
+        """Returns when everything that was started is done. On a CPU it always is."""
 
     def record(self, work: Work) -> Work:
-        """`work` as it is: there is nothing to capture."""
+        """Returns `work` unchanged: there is nothing to capture."""
         return work
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """The growth of the process' resident peak (VmHWM, reset through /proc/self/clear_refs) over its residency
-        before. Where the kernel does not let the peak be reset the answer is an upper bound."""
+        """Returns how far the process' resident peak (VmHWM, reset through /proc/self/clear_refs) rises above what was
+        resident before. If the kernel does not allow the reset, the answer is an upper bound.
+        """
         self.release()
         before = _reset_peak_resident()
         work()
         return max(0, _status_bytes("VmHWM") - before)
 
     def release(self) -> None:
-        """Give memory that is free, but kept for the next time, back to the system."""
+        """Returns memory to the system that is free but kept for later use."""
         with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
     def used_bytes(self) -> int:
-        """Memory that this process and others have taken of the device; 0: not asked of a CPU."""
+        """Returns the device memory that this and other processes use; 0, because a CPU is not asked."""
         return 0
 
 
 class CudaDevice:
-    """The first GPU that the process sees (CUDA_VISIBLE_DEVICES chooses), a stream, and memory for graphs.
+    """The first GPU that the process sees (CUDA_VISIBLE_DEVICES chooses), with a stream and memory for graphs.
 
     Two runners of one process have one each, so that their steps overlap. Nothing here has run on a GPU yet.
     """
 
     def __init__(self, num_threads: int, urgent: bool = False) -> None:
-        """urgent: its kernels go before those of other streams, where both wait for room (what that brings is to be
-        measured). The calling thread is ready to step. Raises: ModelError."""
+        """urgent: its kernels precede those of other streams if both wait for room (the effect is not measured yet).
+        The calling thread is ready to step. Raises ModelError.
+        """
         if not torch.cuda.is_available():
             raise ModelError("device cuda was asked for, but torch sees no GPU")
         self.torch_device = torch.device("cuda", 0)
@@ -101,14 +103,16 @@ class CudaDevice:
         self._newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
 
     def enter(self) -> None:
-        """What the calling thread launches from now on goes to the runner's stream, sampling too."""
+        """Directs everything that the calling thread launches from now on to the runner's stream, sampling too."""
         torch.cuda.set_stream(self._stream)
 
     def use_threads(self, num_threads: int) -> None:
         self.num_threads = num_threads or usable_cores()
 
     def upload(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """Copies on the device, valid until the next upload; one transfer from pinned memory for all."""
+        """Copies arrays to the device in one transfer from pinned memory. The copies are valid until the next
+        upload.
+        """
         shapes = [(array.dtype, array.shape) for array in arrays]
         need = StepBuffer.bytes_of(shapes)
         if need > self._inputs.num_bytes:
@@ -121,15 +125,15 @@ class CudaDevice:
         return [place.device for place in places]
 
     def wait(self) -> None:
-        """Return when everything in the stream has been done: the completion event of the reader rule."""
+        """Returns when everything in the stream is done: the completion event of the reader rule."""
         self._done.record(self._stream)
         self._done.synchronize()
 
     def record(self, work: Work) -> Work:
-        """Capture `work` in a CUDA graph and return its replay. Graphs share a memory pool with those that are there.
+        """Captures `work` in a CUDA graph and returns its replay. All graphs share a memory pool.
 
-        Runs it once before, so that what is made at first use (Triton kernels, cuBLAS' workspace) is there. Errors:
-        whatever `work`, Triton or CUDA raise where it cannot be captured.
+        Runs `work` once before, so that everything made at first use (Triton kernels, cuBLAS' workspace) exists. Raises
+        whatever `work`, Triton or CUDA raise if it cannot be captured.
         """
         work()
         self.wait()
@@ -152,14 +156,18 @@ class CudaDevice:
         return replay
 
     def _abandon(self, pool: Any) -> None:
-        """After a failed capture: torch's `capture_end` raises before it stops to allocate from the pool, which would
-        hold whatever the stream asks for from now on, and be refused to every later capture."""
+        """Cleans up after a failed capture. torch's `capture_end` raises before it stops allocating from the pool.
+        Without this, the pool would keep everything that the stream allocates from then on, and every later capture
+        would fail.
+        """
         self._newest = lambda: None
         with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended in order
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """The growth of what torch's allocator has taken of the device: what others can no longer have."""
+        """Returns the growth of the memory that torch's allocator has taken from the device, and that others can no
+        longer use.
+        """
         self.release()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_reserved(self.torch_device)
@@ -168,11 +176,11 @@ class CudaDevice:
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
     def release(self) -> None:
-        """Give memory that torch's allocator keeps, but nothing uses, back to the device."""
+        """Returns memory to the device that torch's allocator keeps but nothing uses."""
         torch.cuda.empty_cache()
 
     def used_bytes(self) -> int:
-        """Memory that this process and others have taken of the device."""
+        """Returns the device memory that this and other processes use."""
         self.release()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
@@ -182,16 +190,17 @@ Device = CpuDevice | CudaDevice
 
 
 def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent: bool = False) -> Device:
-    """The device that settings ask for; auto: a GPU where torch sees one. urgent: see `CudaDevice`.
+    """Opens the device that settings ask for. auto: a GPU if torch sees one. urgent: see `CudaDevice`.
 
-    Raises: ModelError."""
+    Raises ModelError.
+    """
     if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()):
         return CudaDevice(num_threads, urgent)
     return CpuDevice(num_threads)
 
 
 def _status_bytes(field: str) -> int:
-    """A kB field of /proc/self/status, in bytes."""
+    """Returns a kB field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -199,7 +208,7 @@ def _status_bytes(field: str) -> int:
 
 
 def _reset_peak_resident() -> int:
-    """Reset VmHWM to what is resident, and return that in bytes."""
+    """Resets VmHWM to what is resident, and returns that in bytes."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:

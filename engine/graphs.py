@@ -1,9 +1,9 @@
-"""Decode steps in fixed shapes, so that a GPU can replay them: one CUDA graph per batch bucket, rows of padding.
+"""Decode steps in fixed shapes, which a GPU can replay: one CUDA graph per batch bucket, with padding rows.
 
-A launch from Python costs 5 to 20 us and a layer takes 8 to 10 of them, more than the step itself; a replay costs one.
-A row of padding has context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written).
-Nothing here has run on a GPU yet; on a CPU the same padded shapes are computed eagerly, and tests hold their bits
-against the steps without padding.
+A launch from Python costs 5 to 20 us and a layer needs 8 to 10 of them, more than the step itself; a replay costs one.
+A padding row has context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written). Nothing here
+has run on a GPU yet. On a CPU the same padded shapes are computed eagerly, and tests compare their bits with those of
+steps without padding.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from engine.step import StepInput
 from kernels.providers.base import AttentionBatch, AttentionProvider, HostBatch
 
 Forward = Callable[[torch.Tensor, StepMetadata], torch.Tensor]
-"""Token ids [B] and the step -> logits [B, vocab] of all rows."""
+"""A function from token ids [B] and the step to logits [B, vocab] of all rows."""
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, 8, then every 8 up to 64 and every 16 above, and `max_num_seqs` itself."""
+    """Returns the batch sizes to capture: 1, 2, 4, 8, then every 8 up to 64 and every 16 above, and `max_num_seqs`
+    itself.
+    """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
 
@@ -42,11 +44,13 @@ class Bucket:
 
 class DecodeGraphs:
     """Every bucket of a runner, captured over one binding of its arena. All take their inputs from the first rows of
-    the same six arrays, so that what lies in the block table past a row's blocks is always a block that exists."""
+    the same six arrays, so the part of the block table behind a row's blocks always names existing blocks.
+    """
 
     def __init__(self, device: Device, attention: AttentionProvider, max_blocks: int, logits: torch.Tensor) -> None:
         """max_blocks: width of the block table, for the longest sequence. logits: fp32 [most sequences, vocab], into
-        which every bucket writes."""
+        which every bucket writes.
+        """
         self._device = device
         self._attention = attention
         self._logits = logits
@@ -65,7 +69,9 @@ class DecodeGraphs:
         return [bucket.size for bucket in self._buckets]
 
     def capture(self, size: int, forward: Forward) -> None:
-        """Add a bucket; the largest first, so that smaller ones find its memory. Errors: see `Device.record`."""
+        """Adds a bucket. Add the largest first, so that smaller ones reuse its memory. For errors see
+        `Device.record`.
+        """
         tokens, positions, slots, lens, starts, table = (place.device for place in self._inputs)
         host = HostBatch(self._starts.host[: size + 1], self._lens.host[:size], self._table.host[:size])
         batch = AttentionBatch(starts[: size + 1], lens[:size], table[:size], host, decode_only=True, is_static=True)
@@ -81,7 +87,7 @@ class DecodeGraphs:
         self._buckets.insert(bisect_left(self.sizes, size), Bucket(size, batch, self._device.record(work)))
 
     def takes(self, batch: StepInput) -> bool:
-        """Whether a step is one token of each sequence, all rows' logits wanted, and not too many of them."""
+        """Returns whether a step has one token of each sequence, all rows' logits wanted, and not too many rows."""
         rows = len(batch.token_ids)
         return (
             rows == len(batch.context_lens) == len(batch.logits_rows)
@@ -91,7 +97,7 @@ class DecodeGraphs:
         )
 
     def run(self, batch: StepInput) -> torch.Tensor:
-        """Start a step that `takes` allows: fp32 logits [B, vocab], valid until the next step."""
+        """Starts a step that `takes` allows. Returns fp32 logits [B, vocab], valid until the next step."""
         rows = len(batch.token_ids)
         bucket = self._buckets[bisect_left(self.sizes, rows)]
         self._buffer.wait()
@@ -106,12 +112,12 @@ class DecodeGraphs:
     # --- inside
 
     def _pad(self, start: int, end: int) -> None:
-        """Make rows start..end - 1 padding."""
+        """Makes rows start..end - 1 padding."""
         for place, nothing in zip(self._inputs, (0, 0, -1, 0), strict=False):  # token, position, slot, context
             place.host[start:end] = nothing
 
     def _send(self, batch: AttentionBatch) -> None:
-        """Inputs to the device, then whatever the provider makes of them outside of the graph."""
+        """Sends the inputs to the device and runs the provider's preparations outside of the graph."""
         self._buffer.send(self._column_bytes + len(batch.host.context_lens) * self._row_bytes)
         batch.max_context_len = int(batch.host.context_lens.max())
         self._attention.prepare(batch)

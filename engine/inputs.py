@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 
 ALIGNMENT = 16
-"""Bytes; kernels load indices in words of up to 16."""
+"""Alignment in bytes. Kernels load indices in words of up to 16."""
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 Shape = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One array's two sides: fill `host`, send the buffer, use `device`."""
+    """The two sides of one array: fill `host`, send the buffer, use `device`."""
 
     host: npt.NDArray[Any]
     device: torch.Tensor
@@ -42,11 +42,11 @@ class StepBuffer:
 
     @staticmethod
     def bytes_of(shapes: Sequence[Shape]) -> int:
-        """What `place` takes for arrays of these dtypes and shapes."""
+        """Returns how many bytes `place` needs for arrays of these dtypes and shapes."""
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in shapes)
 
     def place(self, shapes: Sequence[Shape]) -> list[Place]:
-        """Room for arrays of these dtypes and shapes, one behind the other from the start. Errors: ValueError."""
+        """Places arrays of these dtypes and shapes one behind the other from the start. Raises ValueError."""
         if (need := self.bytes_of(shapes)) > self.num_bytes:
             raise ValueError(f"{need} bytes do not fit {self.num_bytes}")
         places, at = [], 0
@@ -59,12 +59,12 @@ class StepBuffer:
         return places
 
     def wait(self) -> None:
-        """Return when the last transfer has read the host's side, so that it may be filled again."""
+        """Returns when the last transfer has read the host's side, so that it may be filled again."""
         if self._sent is not None:
             self._sent.synchronize()
 
     def send(self, num_bytes: int) -> None:
-        """Start the transfer of the first `num_bytes` on the current stream."""
+        """Starts the transfer of the first `num_bytes` on the current stream."""
         if self._sent is not None:
             self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
             self._sent.record()

@@ -1,6 +1,6 @@
-"""Weights by name and shape, as models ask for them: from safetensors (memory-mapped) or random from the config alone.
+"""Weights by name and shape, as models ask for them: from safetensors (memory-mapped), or random from the config alone.
 
-A model pulls every tensor it needs; `finish` then refuses a checkpoint that holds others. Independent of models.
+A model takes every tensor that it needs. `finish` then refuses a checkpoint that has others. Independent of models.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 logger = logging.getLogger("engine")
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-"""Buffers that old checkpoints carry and nobody needs."""
+"""Buffers that old checkpoints contain and no model needs."""
 DUMMY_POOL = 1_048_573
-"""Random numbers that dummy weights are cut from; a prime, so that rows of any width differ."""
+"""Number of random values that dummy weights are cut from: a prime, so that rows of any width differ."""
 DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where weights go and what will be done with them."""
+    """Where weights go and how they will be used."""
 
     dtype: torch.dtype
-    """Of the computation."""
+    """Data type of the computation."""
     device: torch.device
     deterministic: bool
-    """Linear layers must not depend on the batch; on a CPU they never do."""
+    """Whether linear layers must not depend on the batch. On a CPU they never do."""
 
 
 class TensorSource(Protocol):
-    """Where tensors come from, on the device. `take` may return a view that lives only as long as the source."""
+    """A source of tensors, on the device. `take` may return a view that lives only as long as the source."""
 
     def has(self, name: str) -> bool: ...
 
@@ -116,7 +116,7 @@ class DummySource:
 
 
 class Weights:
-    """What a model's constructor pulls its parameters from, in the compute dtype, on the device, fused and packed."""
+    """What a model's constructor takes its parameters from: in the compute dtype, on the device, fused and packed."""
 
     def __init__(self, source: TensorSource, target: Target, progress: Progress | None, task: TaskID) -> None:
         self.device = target.device
@@ -130,31 +130,35 @@ class Weights:
         return self._source.has(name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """A parameter of our own memory (a mapped file may change or vanish)."""
+        """Returns a parameter in our own memory (a mapped file may change or vanish)."""
         dtype = self._target.dtype
         found = self._source.take(name, shape, dtype)
         return self._count(torch.empty(shape, dtype=dtype, device=self.device).copy_(found))
 
     def linear(self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False) -> PackedLinear:
-        """The projections `names` (each [out, size_in]) as one, outputs in order; optionally with their biases."""
+        """Returns the projections `names` (each [out, size_in]) as one, outputs in order; optionally with their
+        biases.
+        """
         parts = list(zip(names, outs, strict=True))
         weight = self._count(self._joined([(f"{name}.weight", (out, size_in)) for name, out in parts]))
         biases = self._count(self._joined([(f"{name}.bias", (out,)) for name, out in parts])) if bias else None
         return PackedLinear(weight, biases, deterministic=self._target.deterministic)
 
     def _joined(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
-        """Tensors one below the other, in memory of our own."""
+        """Joins tensors one below the other, in our own memory."""
         return torch.cat([self._source.take(name, shape, self._target.dtype) for name, shape in parts])
 
     def pack(self, weight: torch.Tensor) -> PackedLinear:
-        """A linear of a parameter that is in use elsewhere too; counted again where packing copies it."""
+        """Returns a linear layer of a parameter that is also used elsewhere. It is counted again if packing copies
+        it.
+        """
         packed = PackedLinear(weight, deterministic=self._target.deterministic)
         if packed.is_packed:
             self._count(weight)
         return packed
 
     def finish(self, allowed: Sequence[str] = ()) -> None:
-        """Refuse a checkpoint with tensors that nobody asked for: it is another model than the config says."""
+        """Refuses a checkpoint with unused tensors: it is another model than the config says."""
         extra = [name for name in self._source.unused() if name not in allowed]
         if extra:
             raise ModelError(f"the checkpoint has unexpected tensor {extra[0]} ({len(extra)} in all)")
@@ -172,9 +176,9 @@ class Weights:
 def open_weights(
     directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int
 ) -> Iterator[Weights]:
-    """The weights of a model directory, with a progress bar on a terminal and a log line elsewhere.
+    """Opens the weights of a model directory, with a progress bar on a terminal and a log line elsewhere.
 
-    Raises: ModelError naming the file or tensor, StartupError if a file is not the one that SHA256SUMS lists.
+    Raises ModelError, which names the file or tensor, or StartupError if a file is not the one that SHA256SUMS lists.
     """
     source: TensorSource
     files: list[WeightFile] = []

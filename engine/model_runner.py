@@ -48,35 +48,35 @@ Model = Opt | Decoder | TransformersModel
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """What a runner is made from; names and defaults are those of a worker's settings."""
+    """The settings of a runner. Names and defaults are those of a worker's settings."""
 
     model: str | Path
     """Hugging Face model directory."""
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
-    """auto: bfloat16, whose row results do not depend on the batch (docs/design.md, Numbers)."""
+    """auto: bfloat16, with which a row's result does not depend on the batch (docs/design.md, Numbers)."""
     load_format: LoadFormat = "auto"
     model_impl: ModelImpl = "auto"
     allow_variant_numerics: bool = False
-    """Run a model of transformers whose rows depend on their batch."""
+    """Run a model of transformers even if its rows depend on their batch."""
     block_size: int = 16
     max_model_len: int | None = None
-    """Longest sequence in tokens; None: the model's."""
+    """Longest sequence in tokens; None: the model's own limit."""
     num_threads: int = 0
     """0: one per core."""
     seed: int = 0
-    """Of dummy weights."""
+    """Seed of dummy weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: AttentionBackend = "auto"
     attention_library: str | None = None
     deterministic: bool = False
-    """On a CPU it always is."""
+    """Always true on a CPU."""
     enforce_eager: bool = False
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """fp8_e4m3: values as they are (scale 1), rounded and saturated; half the bytes."""
+    """fp8_e4m3: values are rounded and saturated without a scale; half the bytes."""
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> RunnerSettings:
-        """What a worker's flags say of its model."""
+        """Returns the part of a worker's settings that concerns its model."""
         return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
 
 
@@ -84,9 +84,9 @@ class ModelRunner:
     """One model, ready to step over the blocks of the arena it is bound to."""
 
     def __init__(self, settings: RunnerSettings, model: Model | None = None, *, urgent: bool = False) -> None:
-        """Load the weights, unless a `model` of the same settings is there already (see `sharing`).
+        """Loads the weights, unless a `model` of the same settings exists already (see `sharing`).
 
-        Raises: ModelError, one sentence naming file, tensor or setting.
+        Raises ModelError, one sentence that names the file, tensor or setting.
         """
         self.settings = settings
         self.config = ModelConfig.from_directory(settings.model, settings.model_impl)
@@ -99,25 +99,26 @@ class ModelRunner:
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
         self.weights_bytes = 0
-        """Of weights that this runner has loaded; 0 for one that shares another's."""
+        """Bytes of weights that this runner has loaded; 0 if it shares another's."""
         self.model = model or self._load()
         self.device.wait()  # another runner's stream may read the weights from now on
         self.attention_by_layer = self._attention_by_layer()
         self._numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
         self._bound: Binding | None = None
         self.peaks: dict[tuple[int, int, bool], int] = {}
-        """Bytes that `start_up.profile` has measured, by what it was asked."""
+        """Peak bytes that `start_up.profile` has measured, by its arguments."""
 
     @classmethod
     def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
-        """A runner over the same weights, with a stream, buffers, graphs and a binding of its own, for a thread.
+        """Returns a runner over the same weights for another thread, with its own stream, buffers, graphs and binding.
 
-        urgent: on a GPU its steps go before the other's where both wait for room."""
+        urgent: on a GPU its steps precede the other's if both wait for room.
+        """
         return cls(other.settings, other.model, urgent=urgent)
 
     @property
     def numerics(self) -> str:
-        """What the bits of K and V depend on beside model and layout (`engine.numerics`)."""
+        """What the bits of K and V depend on besides model and layout (`engine.numerics`)."""
         foreign = f" {self.model.numerics}" if isinstance(self.model, TransformersModel) else ""
         return self._numerics + foreign
 
@@ -126,13 +127,13 @@ class ModelRunner:
         return self.device.num_threads
 
     def use_threads(self, num_threads: int) -> None:
-        """As if it had been loaded with so many; before it is bound. The calling thread is ready to step."""
+        """Changes the number of threads, before the runner is bound. The calling thread is ready to step."""
         self.settings = replace(self.settings, num_threads=num_threads)
         self.device.use_threads(num_threads)
 
     @property
     def binding(self) -> Binding:
-        """The arena that is stepped over, and what belongs to it."""
+        """The arena that steps run over, and what belongs to it."""
         assert self._bound is not None, "bind an arena first"
         return self._bound
 
@@ -142,21 +143,25 @@ class ModelRunner:
         return self.binding.arena
 
     def bind(self, arena: Arena) -> None:
-        """Step over this arena from now on: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, rows
-        contiguous, 64-byte aligned rows preferred. The memory must outlive the runner's use of it. Graphs are gone."""
+        """Sets the arena of all following steps: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, with
+        contiguous, preferably 64-byte-aligned rows. The memory must outlive its use by the runner. Graphs are dropped.
+        """
         self._bound = Binding.of(arena, self.layout, self.device.torch_device)
         self._bound.fused = self._fuse(self._bound.caches)
 
     def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
-        """Blocks of private memory on the runner's device, every byte `fill` (0xff is NaN in every dtype)."""
+        """Returns blocks of private memory on the runner's device, with every byte `fill` (0xff is NaN in every
+        dtype).
+        """
         self.device.enter()  # filled in the stream that will use it
         shape = (num_blocks, self.layout.block_bytes)
         return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> torch.Tensor:
-        """Compute the batch's tokens, write their K and V, return fp32 logits [R, vocab] of the wanted rows, which are
-        valid until the next step. On a GPU they stay there; the call returns after the step's completion event."""
+        """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the wanted rows,
+        valid until the next step. On a GPU they stay there, and the call returns after the step's completion event.
+        """
         self.device.enter()
         bound = self.binding
         if bound.graphs is not None and bound.graphs.takes(batch):
@@ -169,18 +174,18 @@ class ModelRunner:
         return logits
 
     def settle(self, error: Exception) -> None:
-        """After a step, a copy or a draw failed with `error`: returns when nothing that was launched runs any more, so
-        that the blocks it writes to may be released.
+        """Call this after a step, a copy or a draw failed with `error`. It returns when nothing that was launched runs
+        any more, so that the blocks which it writes to may be released.
 
-        Raises where the device is of no more use: `error` if it is a CUDA error, since each later call would fail with
-        it too, or what the device says while it is waited for. Then blocks must be kept, and the process should end.
+        Raises if the device is no longer usable: `error` if it is a CUDA error, because each later call would fail with
+        it too, or the device's error while it is waited for. Then blocks must be kept, and the process should end.
         """
         if isinstance(error, torch.AcceleratorError):
             raise error
         self.device.wait()
 
     def copy_blocks(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
-        """Copy whole blocks inside the bound arena (copy-on-write), in one call; no block may be in both lists."""
+        """Copies whole blocks inside the bound arena (copy-on-write), in one call. No block may be in both lists."""
         arena = self.bound_arena
         if src_ids:
             self.device.enter()
@@ -188,13 +193,13 @@ class ModelRunner:
 
     @property
     def max_blocks(self) -> int:
-        """Columns of the block table of a sequence of full length."""
+        """Returns the columns of the block table of a sequence of full length."""
         [group] = self.layout.groups
         return group.max_blocks(self.max_model_len, self.layout.block_size)
 
     @contextlib.contextmanager
     def using(self, arena: Arena) -> Iterator[None]:
-        """Bind another arena for a while (scratch memory, the oracle's)."""
+        """Binds another arena (scratch memory, the oracle's) while the context is entered."""
         kept = self._bound
         self.bind(arena)
         try:
@@ -216,7 +221,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _choose_attention(self, spec: AttentionSpec | None = None) -> AttentionProvider:
-        """For all layers, or for those that attend as `spec` says."""
+        """Returns the provider for all layers, or for those that attend as `spec` says."""
         settings = self.settings
         try:
             return choose(settings.attention_backend, spec or self._attention_spec(), settings.attention_library)
@@ -224,7 +229,7 @@ class ModelRunner:
             raise ModelError(str(error)) from error
 
     def _attention_by_layer(self) -> tuple[AttentionProvider, ...]:
-        """One for each layer of a model of transformers; layers that attend alike share one."""
+        """Returns one provider for each layer of a model of transformers. Layers that attend alike share one."""
         if not isinstance(self.model, TransformersModel):
             return ()
         found: dict[object, AttentionProvider] = {}
@@ -253,7 +258,7 @@ class ModelRunner:
         return model
 
     def _fuse(self, caches: Sequence[LayerCache]) -> FusedDecoder | None:
-        """A pass over these in one call, where the model, its linears and its attention are ours on a CPU."""
+        """Returns a pass over these in one call, if the model, its linears and its attention are ours on a CPU."""
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None
@@ -263,7 +268,7 @@ class ModelRunner:
         return FusedDecoder(model, self.config, caches)
 
     def _eager(self, batch: StepInput, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Start a step of any shape; fp32 logits [R, vocab]."""
+        """Starts a step of any shape. Returns fp32 logits [R, vocab]."""
         wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
         host = HostBatch(batch.cu_seqlens_q, batch.context_lens, batch.block_tables[0])

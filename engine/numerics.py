@@ -1,5 +1,6 @@
-"""What the bits of K and V depend on beside model and layout, as one string: workers whose strings differ share no
-blocks (docs/design.md, Blocks and the arena: hash domain)."""
+"""What the bits of K and V depend on besides model and layout, as one string. Workers whose strings differ share no
+blocks (docs/design.md, Blocks and the arena: hash domain).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from kernels.providers.base import AttentionProvider
 
 
 def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, deterministic: bool) -> str:
-    """`name=value` pairs. deterministic: what was asked for; it holds only if the attention provider keeps it."""
+    """Returns `name=value` pairs. `deterministic` is what was asked for; it holds only if the attention provider keeps
+    it.
+    """
     said = {
         "dtype": dtype,
         "kv": kv_dtype,
@@ -36,7 +39,9 @@ def _on_cpu(dtype: DType) -> dict[str, str]:
 
 
 def _on_gpu(compute_capability: tuple[int, int], deterministic: bool) -> dict[str, str]:
-    """cuBLAS' algorithms go with torch's build of CUDA; other kernels are our own, as triton compiles them."""
+    """Returns the pairs of a GPU. cuBLAS' algorithms come with torch's build of CUDA; other kernels are our own, as
+    triton compiles them.
+    """
     import triton
 
     own = f"triton/{kernels.__version__}+triton-{triton.__version__}"

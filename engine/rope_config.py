@@ -1,4 +1,4 @@
-"""Rotary positions as a `config.json` gives them. Independent of tensors; `engine.models.rope` has the formulas."""
+"""Rotary positions as a `config.json` describes them. Independent of tensors; `engine.models.rope` has the formulas."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions; the fields beyond `theta` belong to the scaling named by `kind` (as in transformers)."""
+    """Rotary positions. The fields beyond `theta` belong to the scaling named by `kind` (as in transformers)."""
 
     theta: float = 10_000.0
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_len: int = 0
-    """Positions the model was trained on before scaling."""
+    """Number of positions that the model was trained on before scaling."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -31,8 +31,10 @@ class RopeConfig:
 
 
 def read_rope(raw: dict[str, Any], length: int) -> tuple[RopeConfig, int]:
-    """Rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`); and the longest
-    sequence. As in vLLM, linear, dynamic and yarn stretch `max_position_embeddings` (yarn: the original length)."""
+    """Returns the rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new ones (`rope_parameters`),
+    and the longest sequence. As in vLLM, linear, dynamic and yarn stretch `max_position_embeddings` (yarn: the original
+    length).
+    """
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ("default", "linear", "dynamic", "yarn", "llama3"):

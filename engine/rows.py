@@ -1,8 +1,8 @@
 """The arrays of decode steps, kept from one step to the next. No torch, no I/O.
 
-One row per sequence. A row of block numbers is copied again only when its table has changed (`BlockTable.stamp`), so a
-step costs a few array operations and three numbers per sequence. `engine.sequence.lay_out` says the same of any chunks;
-tests hold the two together.
+There is one row per sequence. A row of block numbers is copied again only when its table has changed
+(`BlockTable.stamp`), so a step costs a few array operations and three numbers per sequence. `engine.sequence.lay_out`
+does the same for chunks of any size; tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _START_ROWS, _START_COLUMNS = 8, 16
 
 
 class DecodeRows:
-    """Lays out steps of one token for each of some sequences, over one KV group."""
+    """Lays out steps of one token per sequence, over one KV group."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -27,9 +27,9 @@ class DecodeRows:
         self._make(_START_ROWS, _START_COLUMNS)
 
     def lay_out(self, sequences: Seq[Sequence]) -> Step:
-        """The step that computes each sequence's next position, with logits of every row.
+        """Returns the step that computes each sequence's next position, with logits of every row.
 
-        Errors: ValueError for one that has no block for it. The arrays are good until the next call.
+        Raises ValueError if a sequence has no block for it. The arrays are valid until the next call.
         """
         num, size = len(sequences), self._block_size
         self._update([sequence.table.stamp for sequence in sequences], sequences)
@@ -53,7 +53,7 @@ class DecodeRows:
         return Step(batch, generations)
 
     def _update(self, stamps: list[int], sequences: Seq[Sequence]) -> None:
-        """Copy the tables of rows that are new or have changed."""
+        """Copies the tables of rows that are new or have changed."""
         if stamps == self._stamps:
             return
         widths = [len(sequence.table) for sequence in sequences]

@@ -1,11 +1,9 @@
 """From logits to tokens: bias, minimum length, penalties, then the draw; log-probabilities; a beam search's candidates.
 
-Pure and vectorised over the batch.
-
-Logits stay on their device; ids and log-probabilities come back.
+All functions are pure and vectorised over the batch. Logits stay on their device; ids and log-probabilities come back.
 
 A row's result depends on its logits, parameters, tokens, seed, sample and position, never on the rest of the batch.
-Order and meaning as in vLLM: logit bias and min_tokens first, then repetition, frequency and presence penalties, then
+Order and meaning are vLLM's: logit bias and min_tokens first, then repetition, frequency and presence penalties, then
 temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`).
 """
 
@@ -28,7 +26,7 @@ from kernels.sampling import log_softmax_top, sample
 
 @dataclass(slots=True)
 class SampleRow:
-    """One row of logits: how its token is drawn and what came before."""
+    """One row of logits: how its token is drawn, and which tokens precede it."""
 
     params: SamplingParams
     stopping: StoppingParams
@@ -40,7 +38,7 @@ class SampleRow:
 
     @classmethod
     def of(cls, sequence: Sequence) -> SampleRow:
-        """The next token of a sequence."""
+        """Returns the row of a sequence's next token."""
         return cls(
             sequence.sampling,
             sequence.stopping,
@@ -52,14 +50,14 @@ class SampleRow:
 
 
 class Sampled(NamedTuple):
-    """The token drawn for one row; `logprob` where the row asked for it."""
+    """The token drawn for one row. `logprob` is set if the row asked for it."""
 
     token_id: int
     logprob: TokenLogprob | None
 
 
 class Columns:
-    """What a batch's draws have in common from step to step: parameters as arrays, and which rows ask for more."""
+    """What stays the same from step to step in a batch's draws: parameters as arrays, and which rows ask for more."""
 
     __slots__ = ("_floats", "_ints", "_samples", "adjusted", "asked", "counts")
 
@@ -77,17 +75,17 @@ class Columns:
         self.adjusted = [i for i, row in enumerate(rows) if _may_adjust(row)]
         """Rows whose logits may be changed before the draw."""
         self.asked = [i for i, p in enumerate(params) if p.logprobs is not None]
-        """Rows that want log-probabilities, and of how many tokens beside their own."""
+        """Rows that want log-probabilities, with the number of most likely tokens that each wants."""
         self.counts = [params[i].logprobs or 0 for i in self.asked]
 
     def draw(self, adjusted: torch.Tensor, positions: torch.Tensor) -> list[int]:
-        """One token per row of fp32 logits [B, vocab]; positions int64 [B]."""
+        """Draws one token per row of fp32 logits [B, vocab]. positions: int64 [B]."""
         (heat, top_p, min_p), (top_k, seeds) = self._floats, self._ints
         ids: list[int] = sample(adjusted, heat, top_k, top_p, min_p, seeds, self._samples, positions).tolist()
         return ids
 
     def logprobs(self, logits: torch.Tensor, ids: Seq[int]) -> list[TokenLogprob | None]:
-        """Of the tokens that were drawn, from the logits as they were; None for rows that did not ask."""
+        """Returns the log-probabilities of the drawn tokens, from unchanged logits; None for rows that did not ask."""
         found: list[TokenLogprob | None] = [None] * len(ids)
         if self.asked:
             values = _logprobs(logits[self.asked], [ids[row] for row in self.asked], self.counts)
@@ -98,7 +96,7 @@ class Columns:
 
 @torch.inference_mode()
 def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
-    """Draw one token per row of fp32 logits [B, vocab]; the logits are left as they are."""
+    """Draws one token per row of fp32 logits [B, vocab]. The logits are not changed."""
     columns = Columns(rows)
     adjusted = _adjust(logits, [(i, rows[i]) for i in columns.adjusted])
     ids = columns.draw(adjusted, torch.tensor([row.position for row in rows]))
@@ -106,7 +104,7 @@ def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
 
 
 class Sampler:
-    """Draws for the same sequences step after step: their parameters are laid out when the batch changes."""
+    """Draws for the same sequences step after step. Their parameters are laid out when the batch changes."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -114,7 +112,7 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
-        """`sample_rows` of `SampleRow.of` each sequence."""
+        """Does what `sample_rows` does with `SampleRow.of` each sequence."""
         if sequences != self._sequences:  # by identity
             self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
         columns = self._columns
@@ -128,15 +126,18 @@ class Sampler:
 
 @torch.inference_mode()
 def prompt_logprobs(logits: torch.Tensor, target_ids: Seq[int], k: int) -> list[TokenLogprob]:
-    """Log-probabilities of the prompt's own tokens: logits fp32 [P - 1, vocab] of positions 0..P-2, targets 1..P-1."""
+    """Returns log-probabilities of the prompt's own tokens: logits fp32 [P - 1, vocab] of positions 0..P-2, targets
+    1..P-1.
+    """
     return _logprobs(logits, target_ids, [k] * len(target_ids)) if len(target_ids) else []
 
 
 @torch.inference_mode()
 def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]) -> list[Candidates]:
-    """The most likely next tokens of beams: of each row of fp32 logits [B, vocab] its count, or the whole vocabulary.
+    """Returns the most likely next tokens of beams: for each row of fp32 logits [B, vocab] its count, or the whole
+    vocabulary.
 
-    Log-probabilities are those after bias, min_tokens and penalties, since beams are judged by them; temperature and
+    Log-probabilities are those after bias, min_tokens and penalties, because beams are ranked by them. Temperature and
     the filters do not apply.
     """
     if not len(rows):
@@ -148,7 +149,7 @@ def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]
 
 
 def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
-    """One entry per row, with that row's count of most likely tokens."""
+    """Returns one entry per row, with that row's count of most likely tokens."""
     top = log_softmax_top(logits, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), max(counts))
     chosen, ranks = top.chosen.tolist(), top.rank.tolist()
     ids, values = top.top_ids.tolist(), top.top.tolist()
@@ -162,12 +163,14 @@ def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> li
 
 
 def _may_adjust(row: SampleRow) -> bool:
-    """Whether `_adjust` may have something to do for a row, at this or a later position."""
+    """Returns whether `_adjust` may change a row, at this or a later position."""
     return bool(row.params.logit_bias) or row.stopping.min_tokens > 0 or row.params.has_penalties
 
 
 def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
-    """Logits [B, vocab] after bias, min_tokens and penalties of these rows; a copy only if one has any of these."""
+    """Returns logits [B, vocab] after bias, min_tokens and penalties of these rows; a copy only if one has any of
+    these.
+    """
     biases = [(i, row) for i, row in rows if row.params.logit_bias]
     short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens]
     penalised = [(i, row) for i, row in rows if row.params.has_penalties]
@@ -188,9 +191,9 @@ def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Ten
 
 
 def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Where (row, its tokens) lie in flattened logits [B, vocab]: int64, row after row.
+    """Returns the places of (row, its tokens) in flattened logits [B, vocab]: int64, row after row.
 
-    Errors: IndexError for a token outside the vocabulary, which would otherwise be another row's.
+    Raises IndexError for a token outside the vocabulary, whose place would be in another row.
     """
     lens = [len(ids) for _, ids in tokens]
     places = np.fromiter(chain.from_iterable(ids for _, ids in tokens), np.int64, sum(lens))

@@ -31,7 +31,7 @@ from engine.step import StepInput
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample: its tokens, its block table, how far it is."""
+    """One sample: its tokens, its block table and its progress."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -42,17 +42,17 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     """Prefix hashes of the leading full blocks, as far as they have been computed."""
     rekey: tuple[int, bytes] | None = None
-    """The first block that is not public, and what its hash has for a parent. None: that of the block before it."""
+    """The first block that is not public, and the parent that its hash uses. None: that of the block before it."""
     quota: CacheQuota | None = None
-    """Of the tenant; None: without a bound."""
+    """The tenant's limit of cached blocks; None: no limit."""
     num_computed: int = 0
     num_sealed: int = 0
     tail_sealed: bool = False
-    """The last block of the table is sealed and partial: appending copies it first (copy-on-write)."""
+    """Whether the last block of the table is sealed and partial. Then appending copies it first (copy-on-write)."""
     copy_from: BlockRef | None = None
-    """The sealed block whose content the last block of the table has yet to be given."""
+    """The sealed block whose content must still be copied into the last block of the table."""
     num_cached: int = 0
-    """Positions found under their prefix hash at admission."""
+    """Number of positions found under their prefix hash at admission."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -64,7 +64,7 @@ class Sequence:
         return self.prompt_ids + self.output_ids
 
     def tokens_between(self, start: int, end: int) -> list[int]:
-        """Tokens at positions start..end-1 without building the whole list."""
+        """Returns the tokens at positions start..end-1 without building the whole list."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
             return self.prompt_ids[start:end]
@@ -73,7 +73,9 @@ class Sequence:
         return self.prompt_ids[start:] + self.output_ids[: end - num_prompt]
 
     def fork(self, sample_index: int) -> Sequence:
-        """Another sample or beam with the same past, in the same blocks; the caller counts them as used once more."""
+        """Returns another sample or beam with the same past, in the same blocks. The caller counts the blocks as used
+        once more.
+        """
         return Sequence(
             self.prompt_ids,
             self.output_ids.copy(),
@@ -91,11 +93,11 @@ class Sequence:
         )
 
     def num_full_blocks(self, block_size: int) -> int:
-        """Blocks whose every slot has its KV."""
+        """Number of blocks whose every slot has its KV."""
         return self.num_computed // block_size
 
     def extend_hashes(self, num_blocks: int, block_size: int, next_hash: Callable[[bytes, Seq[int]], bytes]) -> None:
-        """Make `hashes` cover `num_blocks` blocks; `hashes` must already hold the chain's start at index -1."""
+        """Makes `hashes` cover `num_blocks` blocks. It must already have the chain's start at index -1."""
         while len(self.hashes) <= num_blocks:
             block = len(self.hashes) - 1
             ids = self.tokens_between(block * block_size, (block + 1) * block_size)
@@ -103,11 +105,11 @@ class Sequence:
             self.hashes.append(next_hash(parent, ids))
 
     def block_hash(self, block: int) -> bytes:
-        """The hash of a full block; `hashes[0]` is the start of the chain (domain and salt)."""
+        """Returns the hash of a full block. `hashes[0]` is the start of the chain (domain and salt)."""
         return self.hashes[block + 1]
 
     def quota_of(self, block: int) -> CacheQuota | None:
-        """Public blocks count for no tenant."""
+        """Returns the quota of a block. Public blocks count for no tenant."""
         return None if self.rekey is not None and block < self.rekey[0] else self.quota
 
     def sources(self) -> PromptSources:
@@ -116,7 +118,7 @@ class Sequence:
         return PromptSources(cached=cached, computed=len(self.prompt_ids) - cached)
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Whether the newest token ended the sequence."""
+        """Returns whether, and why, the newest token ended the sequence."""
         num_outputs, stopping = len(self.output_ids), self.stopping
         if num_outputs == 0:
             return None
@@ -129,14 +131,14 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`num_tokens` next positions of a sequence to compute in a step."""
+    """The `num_tokens` next positions of a sequence, to be computed in a step."""
 
     sequence: Sequence
     num_tokens: int
 
     @property
     def end(self) -> int:
-        """Positions that have their KV after the step."""
+        """Number of positions that have their KV after the step."""
         return self.sequence.num_computed + self.num_tokens
 
     @property
@@ -147,21 +149,21 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass, and the lives of the blocks that it reads (for the reader rule)."""
+    """One forward pass, and the generations of the blocks that it reads (for the reader rule)."""
 
     batch: StepInput
     generations: npt.NDArray[np.uint64]  # [B, max_blocks], beside batch.block_tables[0]
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
-        """[B, max_blocks]; rows are padded with their first block, so that all of it may be checked."""
+        """[B, max_blocks]. Rows are padded with their first block, so that all of the table may be checked."""
         return self.batch.block_tables[0]
 
 
 def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
-    """The arrays of a step over one KV group.
+    """Returns the arrays of a step over one KV group.
 
-    Logits are wanted of the last row of a chunk that completes its sequence, and of every row where prompt
+    Logits are wanted for the last row of a chunk that completes its sequence, and for every row if prompt
     log-probabilities are asked for.
     """
     q_lens = np.array([c.num_tokens for c in chunks], np.int32)
@@ -189,7 +191,7 @@ def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
 def _tables(
     chunks: Seq[Chunk], num_blocks: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-    """Block numbers and generations [B, most blocks], each row padded with its first block."""
+    """Returns block numbers and generations [B, most blocks], with each row padded with its first block."""
     block_table = np.zeros((len(chunks), int(num_blocks.max())), np.int32)
     generations = np.zeros(block_table.shape, np.uint64)
     for row, chunk in enumerate(chunks):

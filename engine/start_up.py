@@ -1,6 +1,6 @@
-"""What a runner does before it serves: warms up, measures its peak of memory, captures CUDA graphs.
+"""What a runner does before it serves: it warms up, measures its peak of memory, captures CUDA graphs.
 
-Functions over a `ModelRunner`; none of them is needed for a step.
+These are functions over a `ModelRunner`. A step needs none of them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from kernels.sampling import log_softmax_top, sample
 logger = logging.getLogger("engine")
 
 PROFILE_MAX_KEYS = 1 << 21
-"""Key positions that one profiling pass reads at most over all its sequences, to bound its time."""
+"""The most key positions that one profiling pass reads over all its sequences, to limit its time."""
 PROFILE_LAYERS_CPU = 2
-"""Layers that a profiling pass runs on a CPU, where nothing of a layer but its output stays: the second begins with
-what the first leaves, as all later ones do."""
+"""Number of layers that a profiling pass runs on a CPU, where nothing of a layer stays but its output: the second layer
+begins with what the first leaves, as all later ones do.
+"""
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run what requests may need on scratch memory, so that none of them pays for set-up: a prefill and a decode
-    step; where kernels are compiled at their first launch also every other variant of one."""
+    """Runs what requests may need on scratch memory, so that none of them waits for set-up: a prefill and a decode step
+    and, if kernels are compiled at their first launch, every other variant of one.
+    """
     _scratch_step(runner, min(16, runner.max_model_len), 1, min(16, runner.max_model_len))
     logits = _scratch_step(runner, 1, 1, 1)
     if on_triton(logits):
@@ -41,12 +43,12 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
-    """Peak bytes of activations over the largest steps: prompt chunks of `max_num_batched_tokens` (one, or as many
-    longest prompts as that is), and `max_num_seqs` decodes with every filter of sampling, both at the longest
-    context and with logits of every row. With `graphs` also what `capture(max_num_seqs)` will take.
+    """Returns the peak bytes of activations over the largest steps: prompt chunks of `max_num_batched_tokens` (one, or
+    as many longest prompts as that is), and `max_num_seqs` decodes with every filter of sampling, both at the longest
+    context and with logits of every row. With `graphs` it includes what `capture(max_num_seqs)` will take.
 
-    All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most
-    2 Mi keys; on a CPU a pass ends after two layers, so that a start does not wait for it. Measured once.
+    All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most 2 Mi
+    keys. On a CPU a pass ends after two layers, so that a start does not wait for it. Measured once.
     """
     asked = (max_num_batched_tokens, max_num_seqs, graphs)
     if (known := runner.peaks.get(asked)) is not None:
@@ -76,9 +78,10 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
 
 @torch.inference_mode()
 def capture(runner: ModelRunner, max_num_seqs: int) -> None:
-    """Record decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, so that they are
-    replayed from now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot. The first
-    that fails to be captured is the last that is tried; it is logged, counted and computed eagerly."""
+    """Captures decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, which are replayed from
+    now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot be captured. The first bucket
+    that fails is the last that is tried: it is logged and counted, and its steps are computed eagerly.
+    """
     if not _can_capture(runner):
         return
     runner.device.enter()
@@ -103,15 +106,16 @@ def _can_capture(runner: ModelRunner) -> bool:
 
 
 def new_graphs(runner: ModelRunner, max_num_seqs: int) -> DecodeGraphs:
-    """Without a bucket yet."""
+    """Returns graphs without a bucket."""
     logits = torch.empty((max_num_seqs, runner.config.vocab_size), device=runner.device.torch_device)
     return DecodeGraphs(runner.device, runner.attention, runner.max_blocks, logits)
 
 
 def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches: Sequence[LayerCache]) -> bool:
-    """Whether one bucket could be captured; if not, that is logged and counted, and no other should be tried.
+    """Returns whether one bucket could be captured. If not, that is logged and counted, and no other should be tried.
 
-    Errors: what the device says where it is of no more use."""
+    Raises the device's error if it is no longer usable.
+    """
     try:
         graphs.capture(size, lambda tokens, step: runner.model.forward(tokens, step, caches, None))
     except Exception as error:  # torch's, CUDA's, Triton's
@@ -123,7 +127,9 @@ def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches:
 
 @torch.inference_mode()
 def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
-    """What `capture` will take, from its largest two buckets: the first, and the second for each of the rest."""
+    """Estimates what `capture` will take from its largest two buckets: the first, plus the second for each of the
+    rest.
+    """
     if not _can_capture(runner):
         return 0
     sizes = bucket_sizes(max_num_seqs)[::-1]
@@ -139,7 +145,7 @@ def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
 
 
 def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
-    """Variants beside those of a whole prompt and a short decode; `logits` fp32 [1, vocab] of any step."""
+    """Runs the variants other than a whole prompt and a short decode. `logits`: fp32 [1, vocab] of any step."""
     chunk = min(2, runner.max_model_len)
     _scratch_step(runner, chunk, 2, chunk)  # short chunks take other tiles than long ones
     for bits in range(runner.max_blocks.bit_length() + 1):  # wide tables are read in splits, in powers of two
@@ -151,7 +157,7 @@ def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _shallow(runner: ModelRunner) -> Iterator[None]:
-    """On a CPU only the first layers of the model for a while."""
+    """On a CPU, runs only the first layers of the model while the context is entered."""
     model = runner.model
     if runner.device.compute_capability is None:
         runner.model = model.shallow(PROFILE_LAYERS_CPU)
@@ -164,8 +170,9 @@ def _shallow(runner: ModelRunner) -> Iterator[None]:
 def _scratch_step(
     runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None
 ) -> torch.Tensor:
-    """The last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block. width:
-    columns of the block table; None: as many as the context takes."""
+    """Computes the last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block.
+    width: columns of the block table; None: as many as the context takes.
+    """
     num_tokens, block_size = chunk * num_seqs, runner.layout.block_size
     positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)
     batch = StepInput(

@@ -1,6 +1,6 @@
 """Tiny random checkpoints in Hugging Face's format, made in a second without transformers.
 
-For tests, and for `looseleaf serve` where no model is given: the text they write is gibberish, everything else is real.
+They are for tests, and for `looseleaf serve` without a model: the text is gibberish, everything else is real.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def make_checkpoint(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write config, weights, tokenizer and chat template of a random model; returns the directory.
+    """Writes config, weights, tokenizer and chat template of a random model. Returns the directory.
 
     `overrides` are keys of config.json. Matrices and biases are normal with `std`, norm weights around 1, so that a
-    forgotten bias or norm shows. Same arguments, same weights.
+    forgotten bias or norm is noticed. The same arguments give the same weights.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def make_checkpoint(
 
 
 def hf_config(family: Family) -> dict[str, Any]:
-    """config.json of a family's tiny model: 3 layers, hidden 64, 4 heads over 2 KV heads of 16."""
+    """Returns the config.json of a family's tiny model: 3 layers, hidden 64, 4 heads over 2 KV heads of 16."""
     common = {
         "architectures": [name for name, known in ARCHITECTURES.items() if known == family],
         "model_type": family,
@@ -119,7 +119,7 @@ def hf_config(family: Family) -> dict[str, Any]:
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a checkpoint's tensors, as transformers saves them."""
+    """Returns names and shapes of a checkpoint's tensors, as transformers saves them."""
     yield from _opt_shapes(config) if config.family == "opt" else _llama_shapes(config)
 
 
@@ -174,7 +174,9 @@ def _linear_shapes(name: str, out: int, size_in: int, bias: bool) -> Iterator[tu
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE tokenizer of 512 tokens trained on `TEXT`, with a chat template; adds <s> in front of text."""
+    """Writes a byte-level BPE tokenizer of 512 tokens trained on `TEXT`, with a chat template. It adds <s> in front of
+    text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

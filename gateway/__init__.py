@@ -1,1 +1,1 @@
-"""What clients talk to: gRPC and OpenAI HTTP, tokenizing, limits, routing, streams, metrics. No torch."""
+"""The service that clients talk to: gRPC and OpenAI HTTP, tokenizing, limits, routing, streams, metrics. No torch."""

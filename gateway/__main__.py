@@ -1,4 +1,4 @@
-"""Starts a gateway: `python -m gateway --model DIR --redis-url URL`. Builds every object it needs."""
+"""Starts a gateway: `python -m gateway --model DIR --redis-url URL`. Builds every object that it needs."""
 
 from __future__ import annotations
 

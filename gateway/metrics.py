@@ -1,8 +1,8 @@
-"""Prometheus metrics: each under its own looseleaf_ name and, where one exists, under vLLM's too.
+"""Prometheus metrics: each under its own looseleaf_ name and, if vLLM has it, under vLLM's too.
 
-Every value is counted once; the second name is made when /metrics is read. Tokens are the hot path (`token_tally`).
-Definitions: time to first token is from arrival here to the first token's text leaving; inter-token latency is the time
-between messages to the client over the tokens in it.
+Every value is counted once; the second name is added when /metrics is read. Tokens are the hot path (`token_tally`).
+Definitions: time to first token is from arrival here to the moment the first token's text leaves; inter-token latency
+is the time between messages to the client divided by the tokens in them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VLLM_NAMES = {
 
 
 class _Aliased(Collector):
-    """Every metric of a registry, and those that vLLM has under its name once more."""
+    """Every metric of a registry. Metrics that vLLM also has appear a second time under vLLM's name."""
 
     def __init__(self, inner: CollectorRegistry, names: Mapping[str, str]) -> None:
         self._inner = inner
@@ -57,7 +57,7 @@ class _Aliased(Collector):
 
 
 def _renamed(metric: Metric, name: str) -> Metric:
-    """A copy under `name`, without the creation times that prometheus_client adds to every series."""
+    """Returns a copy under `name`, without the creation times that prometheus_client adds to every series."""
     copy = Metric(name, metric.documentation, metric.type)
     cut = len(metric.name)
     for sample in metric.samples:
@@ -68,7 +68,7 @@ def _renamed(metric: Metric, name: str) -> Metric:
 
 
 class Metrics:
-    """What the gateway counts. All methods are cheap and run in the event loop."""
+    """The gateway's counters. All methods are cheap and run in the event loop."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -146,7 +146,7 @@ class Metrics:
         )
 
     def first_token(self, latency_s: float, summary: Summary) -> None:
-        """The first token leaves; `summary` has the prompt's sources."""
+        """Notes that the first token leaves. `summary` has the prompt's sources."""
         self._ttft.observe(latency_s)
         self._prompt.inc(summary.prompt_tokens)
         self._queries.inc(summary.prompt_tokens)
@@ -154,11 +154,11 @@ class Metrics:
         self._tally.num_tokens += 1
 
     def tokens(self, count: int) -> None:
-        """`count` tokens leave that followed none: of another sample's first message, or of a beam search."""
+        """Counts `count` tokens that follow none: those of another sample's first message, or of a beam search."""
         self._tally.num_tokens += count
 
     def dispatched(self, role: str, worker: str) -> None:
-        """A request was sent to this worker."""
+        """Notes that a request was sent to this worker."""
         self._dispatched.labels(self._model, role, worker).inc()
 
     def handed_over(self, num_tokens: int) -> None:
@@ -166,21 +166,23 @@ class Metrics:
         self._handed_tokens.inc(num_tokens)
 
     def retried(self, reason: str) -> None:
-        """`reason` is one of the gateway's own words, so labels stay few."""
+        """Counts a retry. `reason` is one of the gateway's own words, so there are few labels."""
         self._retries.labels(self._model, reason).inc()
         if reason == "given_back":
             self._given_back.inc()
 
     def failed(self, code: str) -> None:
-        """A request was refused or failed with this gRPC code."""
+        """Counts a request that was refused or failed with this gRPC code."""
         self._refused.labels(self._model, code).inc()
 
     def refused(self, reason: str) -> None:
-        """A request was not let in; `reason` is one of `admission.Reason`. Tenants are no labels: anybody may read."""
+        """Counts a request that was not admitted. `reason` is one of `admission.Reason`. Tenants are not labels,
+        because anybody may read the metrics.
+        """
         self._not_let_in.labels(self._model, reason).inc()
 
     def ended(self, outcome: str, latency_s: float, summary: Summary) -> None:
-        """A request that was admitted is over: stop, length, abort or error."""
+        """Notes that an admitted request has ended: stop, length, abort or error."""
         self._ended.labels(self._model, outcome).inc()
         self._e2e.observe(latency_s)
         self._attempts.observe(summary.attempts)
@@ -196,20 +198,20 @@ class Metrics:
     def watch_queues(
         self, running: Callable[[], float], waiting: Callable[[], float], wait_s: Callable[[], float]
     ) -> None:
-        """Where the queue's lengths and the predicted wait are, read with every scrape."""
+        """Sets where the queue lengths and the predicted wait are read at every scrape."""
         self._wait.set_function(wait_s)
         self._running.set_function(running)
         self._waiting.set_function(waiting)
 
     def set_blocks(self, counts: Mapping[str, int]) -> None:
-        """Blocks by state: free, reserved, sealed, cached, quarantine."""
+        """Sets the numbers of blocks by state: free, reserved, sealed, cached, quarantine."""
         for state, count in counts.items():
             self._blocks.labels(self._model, state).set(count)
         used = counts.get("reserved", 0) + counts.get("sealed", 0) + counts.get("quarantine", 0)
         self._kv_usage.set(used / max(1, sum(counts.values())))
 
     def set_workers(self, loads: Iterable[tuple[str, str, int, int]]) -> None:
-        """(worker, role, running, waiting) of every worker there is; the others' series go."""
+        """Sets (worker, role, running, waiting) of all workers. Series of others are removed."""
         self._batch.clear()
         self._queued.clear()
         for worker, role, running, waiting in loads:
@@ -217,14 +219,14 @@ class Metrics:
             self._queued.labels(self._model, worker, role).set(waiting)
 
     def set_fallbacks(self, by_service: Mapping[str, Mapping[str, int]]) -> None:
-        """Counts by name, of the gateway and of every worker process there is; the others' series go."""
+        """Sets counts by name, of the gateway and of all worker processes. Series of others are removed."""
         self._fallbacks.clear()
         for service, counts in by_service.items():
             for name, count in counts.items():
                 self._fallbacks.labels(self._model, service, name).set(count)
 
     def render(self) -> bytes:
-        """The text of /metrics."""
+        """Returns the text of /metrics."""
         return bytes(generate_latest(self._outer))
 
     def _gauge(self, name: str, text: str) -> Gauge:

@@ -1,4 +1,4 @@
-"""The gateway's flags and variables. Independent of what they do."""
+"""The gateway's flags and variables, independent of what they do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from common.settings import ServerSettings, settings_config
 
 
 class GatewaySettings(ServerSettings):
-    """`python -m gateway --flags`, or LOOSELEAF_GATEWAY_* variables. Names as in vLLM where they mean the same."""
+    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. Names are vLLM's where they mean the
+    same.
+    """
 
     model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")
 

@@ -1,7 +1,7 @@
 """Counts streamed tokens and the times between them, for /metrics.
 
-At a small part of the price of prometheus_client's own counters and histograms, which take locks: these are written and
-read in the event loop only.
+This costs a small part of prometheus_client's own counters and histograms, which take locks. These are written and read
+only in the event loop.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LABELS = ["model_name"]
 
 
 class TokenTally(Collector):
-    """Tokens produced, and a histogram of the seconds between them."""
+    """Number of tokens produced, and a histogram of the seconds between them."""
 
     def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:
-        """`bounds_s`: upper bounds of the histogram's buckets, rising."""
+        """`bounds_s` are the upper bounds of the histogram's buckets, in ascending order."""
         self.num_tokens = 0
         self._model = [model_name]
         self._bounds_s = bounds_s
@@ -29,7 +29,9 @@ class TokenTally(Collector):
         self._sum_s = 0.0
 
     def add(self, count: int, since_s: float) -> None:
-        """`count` tokens leave in one message, `since_s` after the sample's last one: each counts as a part of it."""
+        """Adds `count` tokens that leave in one message, `since_s` after the sample's last one. Each counts as an equal
+        part of it.
+        """
         if count:
             self.num_tokens += count
             self._buckets[bisect_left(self._bounds_s, since_s / count)] += count

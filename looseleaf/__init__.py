@@ -1,4 +1,4 @@
-"""What a user imports: `Client`, `AsyncClient`, `LLM`, their results and errors. Loads nothing until asked."""
+"""The user's imports: `Client`, `AsyncClient`, `LLM`, their results and errors. Everything loads on first use."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Runs one command and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(module: str, argv: Sequence[str]) -> int:
-    """Expected failures become one sentence."""
+    """Turns expected failures into one sentence."""
     from common.errors import LooseleafError, StartupError
 
     try:

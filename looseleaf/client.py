@@ -46,8 +46,8 @@ class _Base:
         timeout: float = 600.0,
         tls_ca: str | Path | None = None,
     ) -> None:
-        """`address` is the gateway's host:port; `timeout` bounds every call, in seconds. `tls_ca`, a PEM file: the
-        gateway speaks TLS, with a certificate of this CA.
+        """`address` is the gateway's host:port. `timeout` limits every call, in seconds. `tls_ca`, a PEM file, says
+        that the gateway speaks TLS with a certificate of this CA.
         """
         self.address = address
         self._timeout = timeout
@@ -65,7 +65,7 @@ class _Base:
 
 
 class Client(_Base):
-    """A blocking client; one connection, safe to use from several threads."""
+    """A blocking client with one connection. It is safe to use from several threads."""
 
     def __init__(
         self,
@@ -93,7 +93,9 @@ class Client(_Base):
     def generate(
         self, prompt: Prompt, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Completion | Iterator[Delta]:
-        """Continue a prompt (text, token ids, or turns of a chat): a Completion, or with `stream` its deltas."""
+        """Continues a prompt (text, token ids, or turns of a chat). Returns a Completion, or with `stream` its
+        deltas.
+        """
         deltas = self._deltas(build_request(prompt, options), options)
         return deltas if stream else join(deltas)
 
@@ -108,25 +110,25 @@ class Client(_Base):
     def chat(
         self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Completion | Iterator[Delta]:
-        """The assistant's next turn after `messages`; a string is one turn of the user."""
+        """Returns the assistant's next turn after `messages`. A string is one turn of the user."""
         deltas = self._deltas(build_request(turns_of(messages), options), options)
         return deltas if stream else join(deltas)
 
     def tokenize(self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """Token ids of a text, or of turns put through the chat template."""
+        """Returns the token ids of a text, or of turns put through the chat template."""
         reply = self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
         return tuple(reply.token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Returns the text of token ids, without special tokens."""
         return str(self._unary(self._stub.Detokenize, pb.DetokenizeRequest(token_ids=token_ids)).text)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """The models that the gateway serves."""
+        """Returns the models that the gateway serves."""
         return tuple(map(model_from_pb, self._unary(self._stub.ListModels, pb.ListModelsRequest()).models))
 
     def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
+        """Closes the connection. Running calls are cancelled."""
         self._channel.close()
 
     def _unary(self, method: Any, request: Any) -> Any:
@@ -155,7 +157,7 @@ class Client(_Base):
 
 
 class AsyncClient(_Base):
-    """The same for asyncio: `await client.generate(...)`, `async for delta in client.stream(...)`."""
+    """The same client for asyncio: `await client.generate(...)`, `async for delta in client.stream(...)`."""
 
     def __init__(
         self,
@@ -173,15 +175,15 @@ class AsyncClient(_Base):
         self._stub = cast(Any, pb_grpc.InferenceServiceStub)(self._channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """Continue a prompt (text, token ids, or turns of a chat)."""
+        """Continues a prompt (text, token ids, or turns of a chat)."""
         return join([delta async for delta in self.stream(prompt, **options)])
 
     async def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
-        """The assistant's next turn after `messages`; a string is one turn of the user."""
+        """Returns the assistant's next turn after `messages`. A string is one turn of the user."""
         return await self.generate(turns_of(messages), **options)
 
     async def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncIterator[Delta]:
-        """The deltas of a continuation as they come."""
+        """Yields the deltas of a continuation as they arrive."""
         call = self._stub.Generate(build_request(prompt, options), **self._call(options))
         try:
             async for message in call:
@@ -194,21 +196,21 @@ class AsyncClient(_Base):
     async def tokenize(
         self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None
     ) -> tuple[int, ...]:
-        """Token ids of a text, or of turns put through the chat template."""
+        """Returns the token ids of a text, or of turns put through the chat template."""
         reply = await self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
         return tuple(reply.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Returns the text of token ids, without special tokens."""
         return str((await self._unary(self._stub.Detokenize, pb.DetokenizeRequest(token_ids=token_ids))).text)
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """The models that the gateway serves."""
+        """Returns the models that the gateway serves."""
         reply = await self._unary(self._stub.ListModels, pb.ListModelsRequest())
         return tuple(map(model_from_pb, reply.models))
 
     async def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
+        """Closes the connection. Running calls are cancelled."""
         await self._channel.close()
 
     async def _unary(self, method: Any, request: Any) -> Any:
@@ -227,7 +229,7 @@ class AsyncClient(_Base):
 
 
 def turns_of(messages: str | Sequence[Message]) -> Sequence[Message]:
-    """Turns of a chat; a string is one turn of the user."""
+    """Returns turns of a chat. A string is one turn of the user."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 

@@ -27,17 +27,19 @@ from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.supervisor import Supervisor
 
 _MAX_IN_FLIGHT = 64
-"""Sequences sent at once; below the gateway's queue limit, above what one step takes on a small machine."""
+"""Sequences sent at once: fewer than the gateway's queue limit, more than one step takes on a small machine."""
 _PATIENCE_S = 600.0
 
 
 class LLM:
-    """Starts the services at construction and ends them with `close`, the `with` block, or the interpreter."""
+    """A served model. Its services start with the constructor and end with `close`, the `with` block, or the
+    interpreter.
+    """
 
     def __init__(self, model: str | None = None, *, verbose: bool = False, **settings: Any) -> None:
-        """Serve `model` (a Hugging Face directory; default as in `looseleaf serve`).
+        """Serves `model` (a Hugging Face directory; default as in `looseleaf serve`).
 
-        `settings` are the flags of `looseleaf serve` with underscores; ports default to any free ones, `spare` to none.
+        `settings` are the flags of `looseleaf serve` with underscores. Ports default to any free ones, `spare` to none.
         `verbose` forwards the services' logs to stderr. Raises StartupError in one sentence, TypeError for an unknown
         setting.
         """
@@ -54,15 +56,15 @@ class LLM:
         )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """One completion per prompt, in their order; with `n` or `beam_width` each has several `samples`.
+        """Returns one completion per prompt, in the same order. With `n` or `beam_width` each has several `samples`.
 
-        One text, list of token ids or chat is one prompt.
+        A single text, list of token ids or chat counts as one prompt.
         """
         check_names(cast(dict[str, object], options))
         return self._all([cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts), options)
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
-        """The assistant's next turn."""
+        """Returns the assistant's next turn."""
         return self.client.chat(messages, **options)
 
     def _all(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[Completion]:
@@ -75,7 +77,7 @@ class LLM:
             return list(pool.map(lambda prompt: self._patiently(prompt, options), prompts))
 
     def _patiently(self, prompt: Prompt, options: GenerateOptions) -> Completion:
-        """A prompt of a batch can wait: while the gateway says that it is to come again, it does."""
+        """Runs one prompt of a batch. It can wait, so it retries for as long as the gateway asks it to come again."""
         until = time.monotonic() + options.get("timeout", _PATIENCE_S)
         while True:
             try:
@@ -87,16 +89,18 @@ class LLM:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process of each service, by name."""
+        """Returns the process id of each service, by name."""
         return self._launcher.pids
 
     def requests_by_worker(self) -> dict[str, int]:
-        """How many requests the gateway has sent to each worker, by the worker's name ("prefill", "decode-1", ...)."""
+        """Returns how many requests the gateway has sent to each worker, by the worker's name ("prefill", "decode-1",
+        ...).
+        """
         samples = metrics_page.read(self.addresses.http)
         return {s.labels["worker"]: int(s.value) for s in samples if s.name == "looseleaf_worker_requests_total"}
 
     def close(self) -> None:
-        """End the services; a second call does nothing."""
+        """Ends the services. A second call does nothing."""
         atexit.unregister(self.close)
         self.client.close()
         self._supervisor.end()
@@ -112,7 +116,7 @@ class LLM:
 
 
 def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
-    """Settings of a launch on free ports. Raises TypeError for unknown names, StartupError for bad values."""
+    """Returns settings of a launch on free ports. Raises TypeError for unknown names, StartupError for bad values."""
     unknown = sorted(set(given) - set(ServeSettings.model_fields))
     if unknown:
         raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(ServeSettings.model_fields))}")
@@ -124,9 +128,9 @@ def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
 
 
 def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt rather than several."""
+    """Returns whether this is one prompt rather than several."""
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
 
 
 def _drop(line: str) -> None:
-    """Drop what the services log; the last lines are kept for `ChildDied`."""
+    """Discards the services' logs. The last lines are kept for `ChildDied`."""

@@ -1,4 +1,4 @@
-"""A gateway's /metrics, read."""
+"""Reads a gateway's /metrics."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TIMEOUT_S = 30.0
 
 
 def read(http_address: str) -> list[Sample]:
-    """All samples of the gateway at `host:port`, now. Errors: OSError."""
+    """Returns the current samples of the gateway at `host:port`. Raises OSError."""
     with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=TIMEOUT_S) as reply:
         text = reply.read().decode()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def total(samples: Sequence[Sample], name: str, **labels: str) -> float:
-    """The sum of the samples of this name with these labels."""
+    """Returns the sum of the samples with this name and these labels."""
     wanted = labels.items()
     return sum(sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items())

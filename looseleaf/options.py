@@ -1,7 +1,7 @@
-"""What a caller may ask of one generation, and how that becomes a GenerateRequest. Does no I/O.
+"""What a caller may ask of one generation, and its conversion to a GenerateRequest. No I/O.
 
-Values are not checked here: limits are the gateway's, and its refusal names the field. Names are: a misspelt one is a
-TypeError before anything is sent.
+Values are not checked here: the limits are the gateway's, and its refusal names the field. Names are checked: a
+misspelt one raises TypeError before anything is sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_str_in_outp
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` and `chat`; an absent one takes the model's or the gateway's default."""
+    """Options of `generate` and `chat`. An absent one takes the model's or the gateway's default."""
 
     temperature: float
     top_k: int
@@ -48,14 +48,16 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     seed: int
     logprobs: int
-    """Log-probabilities of each token and of this many most likely ones."""
+    """Return the log-probability of each token, and of this many most likely ones."""
     prompt_logprobs: int
     n: int
-    """Samples of the prompt, which is computed once; of a beam search how many of the best beams are returned."""
+    """Number of samples of the prompt, which is computed once; in a beam search how many of the best beams are
+    returned.
+    """
     beam_width: int
     """Search for the most likely continuation with this many beams, instead of drawing tokens."""
     length_penalty: float
-    """Power of a beam's length by which the sum of its log-probabilities is divided; 1 by default."""
+    """The sum of a beam's log-probabilities is divided by its length to this power. 1 by default."""
     early_stopping: bool | Literal["never"]
     """When a beam search ends, as in transformers."""
     max_tokens: int
@@ -67,15 +69,15 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     request_id: str
     cache_salt: str
-    """Share cached prefixes only with requests of the same salt."""
+    """Share cached prefixes only with requests that have the same salt."""
     priority: int
-    """Lower first."""
+    """Lower numbers go first."""
     timeout: float
-    """Seconds until the request is given up; default: the client's."""
+    """Seconds until the request is given up. Default: the client's."""
 
 
 def check_names(options: Mapping[str, object]) -> None:
-    """Raise TypeError for an option that does not exist, naming the closest one that does."""
+    """Raises TypeError for an option that does not exist, and names the closest one that does."""
     known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:
@@ -85,7 +87,9 @@ def check_names(options: Mapping[str, object]) -> None:
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message for `prompt` and `options`. Raises TypeError for unknown options and values of a wrong type."""
+    """Returns the message for `prompt` and `options`. Raises TypeError for unknown options and values of a wrong
+    type.
+    """
     check_names(cast(Mapping[str, object], options))
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
@@ -107,7 +111,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
 
 
 def _set(message: object, name: str, values: Mapping[str, object], option: str | None = None) -> None:
-    """Fill the field `name` with what was given for `option` (default: of the same name)."""
+    """Fills the field `name` with the value of `option` (default: the option of the same name)."""
     option = option or name
     value = values.get(option)
     if value is None:
@@ -138,7 +142,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 
 
 def chat_to_pb(messages: Sequence[Message]) -> pb.Chat:
-    """Turns as a message. Raises TypeError where one has other keys than role and content."""
+    """Converts turns to a message. Raises TypeError if one has other keys than role and content."""
     turns = []
     for index, message in enumerate(messages):
         if set(message) != {"role", "content"}:

@@ -1,4 +1,4 @@
-"""What a client gets back: small frozen dataclasses, made from protobuf here and nowhere else in this package."""
+"""What a client receives: small frozen dataclasses, created from protobuf here and nowhere else in this package."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    """Of all samples."""
+    """Output tokens of all samples."""
     cached_tokens: int
     """Prompt tokens whose KV was found under its prefix hash."""
     computed_tokens: int
     transferred_tokens: int
-    """Prompt tokens whose KV was copied from another host; not yet: always 0."""
+    """Prompt tokens whose KV was copied from another host. Always 0 for now."""
     handed_over_tokens: int
     """Token positions whose KV went from prefill to decode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One message of a stream: news of one sample. A sample's last delta has its `finish_reason`, the request's last
-    one `usage` and `timings`."""
+    """One message of a stream, about one sample. A sample's last delta has its `finish_reason`, the request's last one
+    `usage` and `timings`.
+    """
 
     text: str
     """New text; never part of a character."""
     token_ids: tuple[int, ...]
-    """New tokens; their text may come with a later delta."""
+    """New tokens. Their text may follow in a later delta."""
     index: int = 0
-    """Which of the request's samples or beams."""
+    """Number of the sample or beam within the request."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
@@ -46,13 +47,13 @@ class Delta:
     usage: Usage | None = None
     timings: Timings | None = None
     beam_score: float | None = None
-    """Score of a beam, which comes as one delta; None: no beam search."""
+    """Score of a beam, which arrives as one delta; None if this is not a beam search."""
     request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of the continuations of a prompt: of `n`, or of a beam search, whose best comes first."""
+    """One continuation of a prompt: one of `n` samples, or a beam, the best of which is first."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -61,12 +62,14 @@ class Sample:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token; empty unless `logprobs` was asked for."""
     beam_score: float | None = None
-    """Sum of the beam's log-probabilities / length ** length_penalty; None: no beam search."""
+    """Sum of the beam's log-probabilities / length ** length_penalty; None if this is not a beam search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt. `text`, `token_ids` and the like are the first sample's: with `n` = 1 all there is."""
+    """The result of one prompt. `text`, `token_ids` and the like belong to the first sample, the only one if `n` is
+    1.
+    """
 
     samples: tuple[Sample, ...]
     """At least one, in the order of their index."""
@@ -112,7 +115,7 @@ class ModelInfo:
 
 
 def delta_from_pb(message: pb.GenerateResponse) -> Delta:
-    """One streamed message."""
+    """Converts one streamed message."""
     return Delta(
         text=message.text_delta,
         token_ids=tuple(message.token_ids),
@@ -150,7 +153,9 @@ def _usage(message: pb.Usage) -> Usage:
 
 
 def join(deltas: Iterable[Delta]) -> Completion:
-    """The completion that a whole stream amounts to. Raises Internal if the stream ended before every sample had."""
+    """Returns the completion that a whole stream adds up to. Raises Internal if the stream ended before every sample
+    had.
+    """
     everything = tuple(deltas)
     parts: dict[int, list[Delta]] = {}
     for delta in everything:
@@ -167,7 +172,7 @@ def join(deltas: Iterable[Delta]) -> Completion:
 
 
 def _sample(parts: list[Delta]) -> Sample:
-    """All deltas of one sample, in order. Raises Internal."""
+    """Joins all deltas of one sample, in order. Raises Internal."""
     last = parts[-1]
     if last.finish_reason is None:
         raise Internal(f"the stream ended without a finish reason of sample {last.index}")

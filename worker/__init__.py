@@ -1,1 +1,3 @@
-"""What a prefill worker and a decode worker share: the step thread, turns between processes, the life of a role."""
+"""What a prefill worker and a decode worker share: the step thread, turns between processes, the lifecycle of a
+role.
+"""

@@ -1,4 +1,4 @@
-"""Threads and processes that share the cores by turns: one steps at a time."""
+"""Fair locks for threads and processes that share the cores by turns: one steps at a time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from common.telemetry import Fallbacks
 logger = logging.getLogger("turns")
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
-"""Bytes of the file that are locked. The process with the second waits for the first, so that the one which has just
-stepped does not get it again."""
+"""Bytes of the file that are locked. The process that holds the second one waits for the first, so that the process
+that has just stepped does not get it again.
+"""
 _COUNT_BYTES = 8
 
 
 class FairLock:
-    """A fair lock: `with lock:` waits for all that asked before. A `threading.Lock` is not fair: the thread that
-    has just released it usually gets it again.
+    """A fair lock: `with lock:` waits for all threads that asked before. A `threading.Lock` is not fair: the thread
+    that has just released it usually gets it again.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class FairLock:
 
     @property
     def num_waiting(self) -> int:
-        """Threads that have asked and wait."""
+        """Number of threads that wait."""
         with self._changed:
             return max(0, self._asked - self._served - 1)
 
@@ -53,21 +54,24 @@ class FairLock:
 class FairFileLock:
     """A fair lock between processes on the same cores, for one thread of each: locks on two bytes of a file.
 
-    Waiters go before the process that has just stepped. The kernel takes the lock from a dead process. A frozen one, or
-    one whose step is long, is waited for `patience_s` and then ignored until a turn is given back: nothing but speed
-    depends on turns.
+    Waiters precede the process that has just stepped. The kernel takes the lock from a dead process. A frozen one, or
+    one whose step is long, is waited for `patience_s` and then ignored until a turn is given back: only speed depends
+    on turns.
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:
-        """`path` is made if it is not there. OSError: it cannot be. The file must not be opened again in this process:
-        closing it would end our locks."""
+        """`path` is created if it does not exist. Raises OSError if that fails. The file must not be opened again in
+        this process: closing it would release our locks.
+        """
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._patience_s = patience_s
         self._has_turn = False
         self._passed_by_at: int | None = None
-        """Turns given back by all when this one last stepped out of turn; None: it has had its turn since."""
+        """Number of turns given back by all processes when this one last stepped out of turn; None if it has had its
+        turn since.
+        """
         self.fallbacks = Fallbacks(logger)
-        """Steps that were taken out of turn, as "turn"."""
+        """Number of steps taken out of turn, as "turn"."""
 
     def __enter__(self) -> None:
         stuck = self._passed_by_at == self._num_given_back()
@@ -88,7 +92,9 @@ class FairFileLock:
             self._unlock(_TURN)
 
     def _num_given_back(self) -> int:
-        """Turns that any process has given back: the file's content, which only the process with the turn writes."""
+        """Returns the number of turns that any process has given back: the content of the file, which only the process
+        with the turn writes.
+        """
         return int.from_bytes(os.pread(self._fd, _COUNT_BYTES, 0), "little")
 
     def _lock(self, byte: int, deadline: float) -> bool:

@@ -1,6 +1,6 @@
-"""What a worker sends on a stream to a gateway: items as they come, and a heartbeat where there are none.
+"""What a worker sends on a stream to a gateway: items as they arrive, and heartbeats between them.
 
-The gateway's side is `gateway.fleet.liveness`: a process that is frozen keeps its connections, but its heartbeats stop.
+The gateway's side is `gateway.fleet.liveness`. A frozen process keeps its connections, but its heartbeats stop.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 class Outgoing(Generic[T]):
-    """Items for one reader. Used in one event loop, within `with`; no timer runs for each item."""
+    """Items for one reader. Used in one event loop, within `with`. There is no timer per item."""
 
     def __init__(self, every_s: float = HEARTBEAT_S) -> None:
-        """`every_s`: the reader hears something at least so often."""
+        """The reader receives something at least every `every_s`."""
         self._tick_s = every_s / 2
         self._items: list[T] = []
         self._is_over = False
         self._is_quiet = False
         """Whether nothing was read between two ticks."""
         self._num_read = self._num_seen = 0
-        """Reads, and how many of them the last tick has seen."""
+        """Number of reads, and their number at the last tick."""
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -41,13 +41,14 @@ class Outgoing(Generic[T]):
         self._wake()
 
     def end(self) -> None:
-        """After what is there nothing will come."""
+        """Ends the stream after the items that are there."""
         self._is_over = True
         self._wake()
 
     async def get(self) -> list[T] | None:
-        """All items that are there. An empty list: nothing has come for half of `every_s` at least, so it is time for a
-        heartbeat. None: the end."""
+        """Returns all items that are there. An empty list means that nothing has arrived for at least half of
+        `every_s`, so it is time for a heartbeat. None means the end.
+        """
         while not (self._items or self._is_over or self._is_quiet):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

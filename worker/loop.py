@@ -1,4 +1,4 @@
-"""What a step may run into, and what becomes of it: the one ladder of exceptions of both roles, and the reader rule.
+"""The errors that a step may meet and their consequences: one ladder of exceptions for both roles, and the reader rule.
 
 Runs in the step thread. Independent of what a step computes.
 """
@@ -16,22 +16,22 @@ from engine.model_runner import ModelRunner
 from engine.sequence import Step
 
 RETRY_ALLOC_S = 0.005
-"""Pause before blocks that were unavailable are asked for again."""
+"""Pause before unavailable blocks are asked for again."""
 T = TypeVar("T")
 
 
 class Role(Protocol):
-    """What a prefill worker and a decode worker have in common for the loop."""
+    """The part of a prefill worker or a decode worker that the loop uses."""
 
     def work(self) -> bool:
-        """One step. Whether anything ran. Errors: LedgerError, ArenaError."""
+        """Runs one step. Returns whether anything ran. Raises LedgerError or ArenaError."""
 
     def start_over(self, reason: str) -> None:
-        """Send everything away, because none of the blocks is ours any more, and register anew."""
+        """Sends everything away, because none of the blocks is ours any more, and registers anew."""
 
 
 def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool:
-    """One step of `role`, and whether anything ran."""
+    """Runs one step of `role`. Returns whether anything ran."""
     try:
         if attached.is_fenced:
             raise Fenced("while idle, or between two steps")
@@ -47,8 +47,8 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
 
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
-    """Computes. An error of the step's own costs only what it computed (`fail`). One of the device ends the thread, and
-    the blocks stay ours until our lease and our process are over. Errors: LedgerError, ArenaError.
+    """Computes. An error of the step itself costs only what it computed (`fail`). An error of the device ends the
+    thread; the blocks stay ours until our lease has ended and our process is gone. Raises LedgerError or ArenaError.
     """
     try:
         run()
@@ -61,8 +61,8 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
 
 
 def stale_owners(arena: Arena, owners: Iterable[T], step: Step) -> set[T]:
-    """The reader rule (docs/design.md, Ledger): of the `owners` of the step's rows, one for each, those that have a
-    block whose generation in the header is no longer the one in the block table.
+    """Applies the reader rule (docs/design.md, Ledger). `owners` has one entry per row of the step. Returns those that
+    have a block whose generation in the header differs from the one in the block table.
     """
     if arena.check(step.block_table, step.generations):
         return set()

@@ -1,7 +1,7 @@
-"""What every role of a worker does with the block store and the registry: say its needs, attach, be found, leave.
+"""How every role of a worker deals with the block store and the registry: state needs, attach, publish, leave.
 
-Knows of a model only what `Model` says. A process that hosts two roles attaches them both: each role is a holder of its
-own, with its own lease, floor and record.
+Of a model it knows only what `Model` says. A process that runs two roles attaches both: each role is a holder with its
+own lease, floor and record.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Model(Protocol):
     weights_bytes: int
     max_model_len: int
     model_fingerprint: str
-    """Hex."""
+    """Fingerprint in hex."""
 
     @property
     def numerics(self) -> str: ...
 
 
 def load_model(settings: WorkerSettings) -> ModelRunner:
-    """The model of a worker's process. What its kernels do another way than they should is counted for /metrics.
+    """Loads the model of a worker's process. Fallbacks of its kernels are counted for /metrics.
 
     A worker without a GPU that is asked for triton's attention under TRITON_INTERPRET=1 rehearses: it computes with all
     of the GPU's kernels.
@@ -52,18 +52,18 @@ def load_model(settings: WorkerSettings) -> ModelRunner:
 
 
 def longest_group(model: Model) -> int:
-    """Blocks of one sequence of full length, over all KV groups."""
+    """Returns the number of blocks of one sequence of full length, over all KV groups."""
     layout = model.layout
     return sum(group.max_blocks(model.max_model_len, layout.block_size) for group in layout.groups)
 
 
 def domain_of(model: Model) -> bytes:
-    """What every prefix hash starts from: model, KV group 0, layout and numerics."""
+    """Returns the start of every prefix hash: model, KV group 0, layout and numerics."""
     return hash_domain(bytes.fromhex(model.model_fingerprint), 0, model.layout.fingerprint, model.numerics)
 
 
 def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSettings) -> WorkerRecord:
-    """The registry's entry of a role, but for its address, load and epoch."""
+    """Returns the registry's entry of a role, without its address, load and epoch."""
     domain = domain_of(model).hex()
     return WorkerRecord(
         needs.worker_id,
@@ -91,7 +91,7 @@ class WorkerRole:
         load: Callable[[], WorkerLoad],
         turns: AnyFairLock | None,
     ) -> None:
-        """`turns`: those of the roles of a process that step one at a time; None: in its own time."""
+        """`turns` is shared by the roles of a process that step one at a time. None: the role steps independently."""
         self.thread = StepThread(step, turns)
         self.weights_bytes = attached.weights_bytes
         self._attached = attached
@@ -112,5 +112,5 @@ class WorkerRole:
 
     def close(self, timeout_s: float) -> None:
         if self.thread.stop(timeout_s):
-            # Otherwise the lease runs out, and its blocks wait for the writer slot's lock.
+            # Otherwise the lease runs out, and the blocks wait for the writer slot's lock.
             self._attached.close()

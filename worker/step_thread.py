@@ -1,5 +1,5 @@
-"""The one thread that owns a worker's model, and its inbox. The event loop never computes; this thread never does I/O
-but with the ledger.
+"""The one thread that owns a worker's model, and its inbox. The event loop never computes, and this thread does no I/O
+except with the ledger.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ logger = logging.getLogger("step")
 
 
 class StepThread:
-    """Runs posted commands and steps, in turn, in one thread.
+    """Runs posted commands and steps, alternately, in one thread.
 
-    `step()` returns how long the thread may sleep before the next one: 0 to go on at once, None to wait for a command.
+    `step()` returns how long the thread may sleep before the next one: 0 to continue at once, None to wait for a
+    command.
     """
 
     def __init__(self, step: Callable[[], float | None], turns: AnyFairLock | None = None) -> None:
-        """With `turns`, shared with other threads or processes, one of them steps at a time; commands do not wait."""
+        """With `turns`, shared with other threads or processes, one of them steps at a time. Commands do not wait."""
         self._step = step
         self._turns = turns or nullcontext()
         self._on_failure: Callable[[], object] = lambda: None
@@ -37,12 +38,13 @@ class StepThread:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Run `command` in the step thread before its next step. From any thread."""
+        """Runs `command` in the step thread before its next step. May be called from any thread."""
         self._inbox.put(command)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after the step that runs. False: something may still write into blocks, because the thread
-        still runs, or an exception ended it and left a device to what it was told."""
+        """Ends the thread after the current step. Returns False if something may still write into blocks: the thread
+        still runs, or an exception ended it and left work queued on a device.
+        """
         self._inbox.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and not self._has_failed
@@ -59,7 +61,7 @@ class StepThread:
             self._on_failure()  # the service must learn that its model thread is gone
 
     def _drain(self, wait: float | None) -> bool:
-        """Run all commands that are there, waiting up to `wait` seconds for the first. False: stop."""
+        """Runs all waiting commands; waits up to `wait` seconds for the first. Returns False to stop."""
         try:
             command = self._inbox.get(timeout=wait) if wait != 0.0 else self._inbox.get_nowait()
             while command is not None:

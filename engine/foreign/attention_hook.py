@@ -1,8 +1,8 @@
-"""transformers' attention interface, answered by our attention over blocks; and what its layers ask for.
+"""Answers transformers' attention interface with our attention over blocks, and records what its layers ask for.
 
-A thread says what answers while it runs a model (`answered_by`): keyword arguments reach the attention of most
-families, but not of all (Nemotron, StableLM). At start a `Recorder` answers with zeros and writes down what each layer
-asks for.
+A thread sets the answer while it runs a model (`answered_by`), because keyword arguments do not reach the attention of
+all families (not of Nemotron and StableLM). At start a `Recorder` answers with zeros and records what each layer asks
+for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HARMLESS = {
     "attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "max_length_k", "max_length_q",
     "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-"""Arguments that change nothing of a causal pass without a cache of transformers' own."""
+"""Arguments that change nothing in a causal pass without transformers' own cache."""
 
 
 _RUNNING = threading.local()
@@ -46,7 +46,7 @@ class LayerFacts:
 
 
 class Call(Protocol):
-    """What answers a layer's attention: a `Pass` or a `Recorder`."""
+    """The answer to a layer's attention: a `Pass` or a `Recorder`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
         """q [T, H, D], k [T, KVH, D], v [T, KVH, DV] -> [T, H, DV]."""
@@ -56,7 +56,7 @@ class Call(Protocol):
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **asked: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [1, H, T, D], key [1, KVH, T, D] -> [1, T, H, DV]."""
+    """Called by transformers: query [1, H, T, D], key [1, KVH, T, D] -> [1, T, H, DV]."""
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} makes a mask of its own")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -66,7 +66,7 @@ def attend(
 
 @contextlib.contextmanager
 def answered_by(call: Call) -> Iterator[None]:
-    """In this thread, for a while."""
+    """Sets the answer for this thread while the context is entered."""
     _RUNNING.call = call
     try:
         yield
@@ -75,11 +75,11 @@ def answered_by(call: Call) -> Iterator[None]:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Our attention is causal by itself; windows come with the layer."""
+    """Returns no mask: our attention is causal, and windows come with the layer."""
 
 
 def register() -> None:
-    """Makes "looseleaf" an attention implementation of transformers, in this process; done twice it is as done once."""
+    """Registers "looseleaf" as an attention implementation of transformers in this process. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]
@@ -87,13 +87,13 @@ def register() -> None:
 
 
 class Recorder:
-    """Writes down what every layer asks for, and answers with zeros."""
+    """Records what every layer asks for, and answers with zeros."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerFacts] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """As `Call.attend`. Raises UnsupportedModel for arguments that it does not know."""
+        """See `Call.attend`. Raises UnsupportedModel for arguments that it does not know."""
         if layer in self.layers:
             raise UnsupportedModel(f"layer {layer} attends twice")
         scale, window, softcap = (
@@ -118,13 +118,13 @@ class Recorder:
 
 @dataclass(slots=True)
 class Pass:
-    """One step: K and V go to blocks, and attention reads them from there."""
+    """One step: K and V are written to blocks, and attention reads them from there."""
 
     step: StepMetadata
     caches: Sequence[LayerCache]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """As `Call.attend`."""
+        """See `Call.attend`."""
         step, cache = self.step, self.caches[layer]
         wide, value_dim = cache.keys.shape[3], v.shape[2]
         q, k, v = _padded(q, wide), _padded(k, wide), _padded(v, wide)
@@ -135,7 +135,7 @@ class Pass:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Zeros up to `width`, which change no score and no sum; the last dimension contiguous."""
+    """Pads with zeros up to `width`, which change no score and no sum. The last dimension is contiguous."""
     if x.shape[2] < width:
         return F.pad(x, (0, width - x.shape[2]))
     return x if x.stride(2) == 1 else x.contiguous()

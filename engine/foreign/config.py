@@ -1,6 +1,6 @@
-"""What a model that only transformers knows is: its sizes, and whether our blocks can hold what it remembers.
+"""The sizes of a model that only transformers defines, and whether our blocks can hold what it remembers.
 
-transformers' own configuration classes read `config.json`, with their defaults and names; the model is not built here.
+transformers' own configuration classes read `config.json`, with their defaults and names. The model is not built here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from engine.errors import ModelError, UnsupportedModel
 
 KINDS = ("full_attention", "sliding_attention")
-"""Layers whose memory is keys and values by position."""
+"""Layers that remember keys and values by position."""
 STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
-"""Kinds of rotary positions that rotate a position alike in every step, or are made to (`model.steady_rope`)."""
+"""Kinds of rotary positions that rotate a position the same way in every step, or are made to (`model.steady_rope`)."""
 
 
 def read(directory: Path) -> Any:
-    """transformers' configuration of a decoder-only language model. Raises ModelError and UnsupportedModel."""
+    """Returns transformers' configuration of a decoder-only language model. Raises ModelError and UnsupportedModel."""
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
             "this architecture is run by transformers, which is not installed: pip install 'looseleaf[transformers]'"
@@ -39,12 +39,12 @@ def read(directory: Path) -> Any:
 
 
 def text_of(config: Any) -> Any:
-    """The language model's part of a configuration."""
+    """Returns the language model's part of a configuration."""
     return config.get_text_config(decoder=True)
 
 
 def head_sizes(config: Any) -> tuple[int, int, int]:
-    """(query heads, KV heads, the larger of a key's and a value's width) as they are cached."""
+    """Returns (query heads, KV heads, the larger of a key's and a value's width) as they are cached."""
     text = text_of(config)
     heads = int(text.num_attention_heads)
     if getattr(text, "kv_lora_rank", None):  # multi-head latent attention, cached as the heads that it unfolds to
@@ -54,7 +54,7 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def longest(config: Any) -> int:
-    """Positions that the model has. Raises ModelError."""
+    """Returns how many positions the model has. Raises ModelError."""
     text = text_of(config)
     length = getattr(text, "max_position_embeddings", None)
     if not length:
@@ -63,7 +63,7 @@ def longest(config: Any) -> int:
 
 
 def rope_kinds(config: Any) -> set[str]:
-    """The kinds of rotary positions that layers use; empty: none."""
+    """Returns the kinds of rotary positions that layers use; empty if none."""
     rope = getattr(text_of(config), "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return {str(parameters["rope_type"]) for parameters in each if parameters.get("rope_type")}

@@ -1,7 +1,7 @@
 """A model that transformers defines, run over our blocks with our linear layers. No code of a checkpoint is executed.
 
-A forward pass is transformers' own, over one packed row of tokens and without a cache; `attention_hook` answers its
-attention and `packed_weight` its products. Positions, norms, activations and routers are as transformers writes them.
+A forward pass is transformers' own, over one packed row of tokens and without a cache. `attention_hook` computes its
+attention, `packed_weight` its products. Positions, norms, activations and routers are transformers' own.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ RECORDED_TOKENS = 2
 
 
 class TransformersModel:
-    """token ids [T] -> logits of the wanted rows [R, vocab]; as `Decoder`."""
+    """token ids [T] -> logits of the wanted rows [R, vocab], like `Decoder`."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
     ) -> None:
-        """Raises ModelError, and UnsupportedModel for what would not give the right numbers."""
+        """Raises ModelError, and UnsupportedModel for anything that would give wrong numbers."""
         import transformers
 
         self.is_variant = False
-        """Rows depend on what is computed beside them."""
+        """Whether rows depend on what is computed beside them."""
         self._version = transformers.__version__
         attention_hook.register()
         found = foreign_config.read(directory)
@@ -55,17 +55,17 @@ class TransformersModel:
 
     @property
     def numerics(self) -> str:
-        """What the bits depend on beside the runner's: `name=value` pairs."""
+        """What the bits depend on besides the runner's own numerics: `name=value` pairs."""
         return f"model=transformers/{self._version}{'+variant' if self.is_variant else ''}"
 
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
         return self._run(token_ids, step.positions, rows, Pass(step, caches))
 
     def shallow(self, num_layers: int) -> Self:
-        """As `Decoder.shallow`."""
+        """See `Decoder.shallow`."""
         other = copy.copy(self)
         path = self._layers_at.split(".")
         other._model = copy.copy(self._model)
@@ -90,7 +90,7 @@ class TransformersModel:
         return logits
 
     def _recorded(self, config: ModelConfig, device: torch.device) -> tuple[LayerFacts, ...]:
-        """What each layer asks for, by a pass over two tokens that attends to nothing."""
+        """Records what each layer asks for, by a pass over two tokens without attention."""
         recorder = Recorder()
         tokens = torch.arange(RECORDED_TOKENS, device=device)
         try:
@@ -116,7 +116,7 @@ class TransformersModel:
 
 
 def num_parameters(directory: Path) -> int:
-    """Of the model that a configuration describes; nothing is allocated."""
+    """Counts the parameters of the model that a configuration describes, without allocating any."""
     import transformers
 
     with torch.device("meta"):
@@ -133,7 +133,7 @@ def _width(layer: LayerFacts) -> int:
 
 
 def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat, seed: int) -> Any:
-    """transformers' model with its weights, in the compute dtype, on the device."""
+    """Builds transformers' model with its weights, in the compute dtype, on the device."""
     import transformers
 
     how: dict[str, Any] = {"attn_implementation": attention_hook.NAME, "dtype": target.dtype}
@@ -163,7 +163,9 @@ def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat
 
 
 def _refuse_gaps(said: dict[str, Any]) -> None:
-    """Tensors that are missing, too many or of another shape: the checkpoint is another model than its config says."""
+    """Refuses tensors that are missing, unknown or of another shape: the checkpoint is another model than its config
+    says.
+    """
     for what, text in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has unexpected tensor")):
         if names := sorted(said.get(what) or ()):
             raise ModelError(f"the checkpoint {text} {names[0]} ({len(names)} in all)")
@@ -172,8 +174,8 @@ def _refuse_gaps(said: dict[str, Any]) -> None:
 
 
 def steady_rope(model: nn.Module, max_len: int) -> None:
-    """Makes long RoPE pick its table once, by the longest sequence, as vLLM does. transformers picks it by the longest
-    position of a pass, so that a key would depend on the tokens that it is computed beside.
+    """Makes long RoPE choose its table once, by the longest sequence, as vLLM does. transformers chooses it by the
+    longest position of a pass, so that a key would depend on the tokens computed beside it.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -185,7 +187,7 @@ def steady_rope(model: nn.Module, max_len: int) -> None:
 
 
 def _layers_of(model: nn.Module, num_layers: int) -> str:
-    """Where the list of layers is."""
+    """Returns the path of the list of layers."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return name

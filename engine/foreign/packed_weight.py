@@ -1,8 +1,8 @@
-"""A model's matrices as tensors that do their products with `PackedLinear`, wherever the model's code multiplies.
+"""A model's matrices as tensors whose products are computed by `PackedLinear`, wherever the model's code multiplies.
 
-A model definition of transformers multiplies in many ways: `nn.Linear`, `Conv1D`, an expert cut out of a stack of
+Model definitions of transformers multiply in many ways: `nn.Linear`, `Conv1D`, an expert cut out of a stack of
 matrices, a router's bare parameter. torch asks a tensor subclass first (`__torch_function__`), so all of them arrive
-here, and no other operation pays for it. A product of torch's own would let a row's bits depend on its batch.
+here, at no cost for other operations. With torch's own product a row's bits could depend on its batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _PROPERTIES = {
 
 
 class _Matrices:
-    """The numbers behind a weight and its views: raw until they are used, then packed in the way they are used."""
+    """The numbers behind a weight and its views: raw until they are used, then packed for the way in which they are
+    used.
+    """
 
     def __init__(self, raw: Tensor, name: str, deterministic: bool) -> None:
         self.name = name
@@ -36,10 +38,12 @@ class _Matrices:
         self.deterministic = deterministic
         self.packed: dict[tuple[torch.dtype, bool], list[PackedLinear]] = {}
         self.is_plain = False
-        """Used otherwise than as a matrix: the raw numbers stay."""
+        """Set if the weight is also used otherwise than as a matrix. Then the raw numbers stay."""
 
     def product(self, dtype: torch.dtype, outputs_first: bool, index: int) -> PackedLinear:
-        """Of matrix `index`; all of the stack are packed the first time, so that no request waits for it later."""
+        """Returns the product of matrix `index`. The first call packs the whole stack, so that no request waits for it
+        later.
+        """
         key = (dtype, outputs_first)
         if key not in self.packed:
             if self.raw is None:
@@ -58,21 +62,21 @@ class _Matrices:
         return self.raw
 
     def settle(self) -> None:
-        """No other uses come: lets the raw numbers go where nothing needs them."""
+        """Frees the raw numbers where nothing needs them. No other uses may follow."""
         if not self.is_plain:
             self.raw = None
 
 
 class PackedWeight(Tensor):
-    """A parameter [out, in], [in, out] or a stack of them: a product with it is a `PackedLinear`'s. Anything else than
-    a product (a bias in two dimensions, a table) works on the plain numbers.
+    """A parameter [out, in], [in, out] or a stack of these, whose products a `PackedLinear` computes. Other operations
+    (a bias in two dimensions, a table) use the plain numbers.
     """
 
     matrices: _Matrices
     index: int | None
-    """Of a matrix of a stack; None: all of it."""
+    """Index of the matrix within a stack; None for all of it."""
     outputs_first: bool
-    """Not transposed by the model's code."""
+    """Whether the model's code has not transposed it."""
 
     @staticmethod
     def __new__(
@@ -85,7 +89,7 @@ class PackedWeight(Tensor):
 
     @classmethod
     def of(cls, raw: Tensor, name: str, deterministic: bool) -> Self:
-        """Over `raw`, whose memory the weight takes over."""
+        """Wraps `raw`, whose memory the weight takes over."""
         return cls(_Matrices(raw, name, deterministic), raw.shape, raw.dtype, raw.device)
 
     def _like(self, shape: Sequence[int], **changes: Any) -> PackedWeight:
@@ -93,7 +97,7 @@ class PackedWeight(Tensor):
         return PackedWeight(self.matrices, shape, found["dtype"], self.device, found["index"], found["outputs_first"])
 
     def times(self, x: Tensor, outputs_first: bool) -> Tensor:
-        """x [..., in] -> [..., out]; `outputs_first`: the operation takes a weight [out, in]."""
+        """x [..., in] -> [..., out]. With `outputs_first` the operation takes a weight [out, in]."""
         index = self.index or 0
         return self.matrices.product(self.dtype, outputs_first == self.outputs_first, index)(x)
 
@@ -116,7 +120,7 @@ class PackedWeight(Tensor):
 
 
 def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a product or a view of a weight gives; None: `func` is neither."""
+    """Returns the result of a product or a view of a weight, or None if `func` is neither."""
     if func is F.linear:
         x, weight, bias = _linear_arguments(*args, **kwargs)
         if _is_matrix(weight) and not isinstance(x, PackedWeight):
@@ -164,7 +168,7 @@ def _cast(
 
 
 def _plain(value: Any) -> Any:
-    """The numbers themselves."""
+    """Returns the plain numbers."""
     if isinstance(value, PackedWeight):
         raw = value.matrices.plain()
         raw = raw if value.index is None else raw[value.index]
@@ -175,7 +179,7 @@ def _plain(value: Any) -> Any:
 
 
 def pack(model: nn.Module, deterministic: bool) -> list[_Matrices]:
-    """Replaces the matrices of every module but embeddings; returns what to `settle` once every use was seen."""
+    """Replaces the matrices of every module except embeddings. Returns what to `settle` once every use was seen."""
     found = []
     for prefix, module, name, parameter in _matrices_of(model):
         weight = PackedWeight.of(parameter.detach(), f"{prefix}.{name}", deterministic)

@@ -1,6 +1,6 @@
-"""Whether a row of a model's results depends on what is computed beside it: tried at start, bit by bit.
+"""Checks at start, bit by bit, whether a row of a model's results depends on what is computed beside it.
 
-A trial finds models that break the promise; it proves nothing of those that pass (docs/design.md, Numbers).
+The check finds models that break the promise. It proves nothing about those that pass (docs/design.md, Numbers).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BATCH = 3
 
 
 def check_rows(runner: ModelRunner) -> None:
-    """Tries a model of transformers where rows must be steady, before it serves.
+    """Checks a model of transformers whose rows must be independent, before it serves.
 
-    Raises UnsupportedModel for one that is not, unless `allow_variant_numerics`: then its numerics say so.
+    Raises UnsupportedModel if they are not, unless `allow_variant_numerics`: then its numerics say so.
     """
     model, settings = runner.model, runner.settings
     on_gpu = runner.device.compute_capability is not None
@@ -41,8 +41,8 @@ def check_rows(runner: ModelRunner) -> None:
 
 
 def variation(runner: ModelRunner) -> float:
-    """The largest difference of a logit between tokens one by one, in chunks of CHUNK, and as BATCH sequences at once;
-    0: the bits are the same.
+    """Returns the largest difference of a logit between tokens computed one by one, in chunks of CHUNK, and as BATCH
+    sequences at once. 0 means that the bits are the same.
     """
     size = runner.layout.block_size
     blocks = -(-NUM_TOKENS // size)
@@ -67,7 +67,7 @@ def _steps(
     blocks: int,
     block_size: int,  # type: ignore[type-arg]
 ) -> Iterator[StepInput]:
-    """The same tokens for every sequence, `chunk` at a time; sequence i has the blocks from i * blocks on."""
+    """Runs the same tokens for every sequence, `chunk` at a time. Sequence i has the blocks from i * blocks on."""
     table = np.array([[s * blocks + b for b in range(blocks)] for s in sequences], dtype=np.int32)
     for start in range(0, len(tokens), chunk):
         positions = np.arange(start, min(start + chunk, len(tokens)), dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Elementwise functions whose results depend on the element alone, on a CPU.
+"""Elementwise functions on a CPU whose results depend only on the element.
 
-torch computes `exp` and its like in vectors, and what is left over at the end of a thread's share one by one, with
-another library. So a row's last bits would depend on how many rows stand before it, and on the number of threads. Here
-such functions see pieces that are whole vectors and that one thread computes.
+torch computes `exp` and similar functions in vectors, and the elements left over at the end of a thread's share one by
+one, with another library. So a row's last bits would depend on the number of rows before it and on the number of
+threads. Here such functions get pieces that consist of whole vectors and that one thread computes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 PIECE = 16_384
-"""Elements; below the 32,768 from which on torch takes a second thread."""
+"""In elements; below the 32,768 from which torch uses a second thread."""
 VECTORS = 64
 """Elements of two vectors of bf16 in AVX-512, the most that torch takes at once."""
 ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
@@ -31,7 +31,7 @@ ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Steady(TorchFunctionMode):
-    """While it is entered, ELEMENTWISE functions of tensors on a CPU are computed steadily, by the calling thread."""
+    """A mode in which the ELEMENTWISE functions of CPU tensors are computed steadily, by the calling thread."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,7 +46,7 @@ class Steady(TorchFunctionMode):
 
 
 def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` of every element of `x`, any shape; a new tensor."""
+    """Applies `function` to every element of `x`, of any shape. Returns a new tensor."""
     flat = x.reshape(-1)
     if len(flat) <= PIECE and len(flat) % VECTORS == 0 and flat.is_contiguous():
         return function(flat).view(x.shape)

@@ -1,4 +1,4 @@
-"""The attention part of a layer over blocks: rotate, write K and V to their slots, attend. Shared by all models."""
+"""The attention part of a layer over blocks: rotate, write K and V to their slots, attend. All models share it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from kernels.write_blocks import write_blocks
 
 @dataclass(slots=True)
 class StepMetadata:
-    """What layers need to know of a step: T tokens of B sequences, and who computes their attention. One KV group."""
+    """What layers need to know about a step of T tokens of B sequences, and the providers of their attention. One KV
+    group.
+    """
 
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
     batch: AttentionBatch
     attention: AttentionProvider
     by_layer: Sequence[AttentionProvider] = ()
-    """One for each layer where layers attend in different ways."""
+    """One provider for each layer if layers attend in different ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,14 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Sizes of a layer's attention; no parameters."""
+    """The sizes of a layer's attention; no parameters."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the fused projection [T, (H + 2 KVH) * D] as q [T, H, D], k and v [T, KVH, D]."""
+        """Returns views of the fused projection [T, (H + 2 KVH) * D] as q [T, H, D], k and v [T, KVH, D]."""
         heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         keys_at, values_at = self.num_heads, self.num_heads + self.num_kv_heads
         return heads[:, :keys_at], heads[:, keys_at:values_at], heads[:, values_at:]
@@ -52,7 +54,7 @@ class Attention:
         step: StepMetadata,
         cos_sin: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Write the step's K and V, attend to everything written so far; [T, H * D]. q is rotated in place."""
+        """Writes the step's K and V, and attends to everything written so far: [T, H * D]. q is rotated in place."""
         q, k, v = qkv
         write_blocks(q, k, v, step.positions, step.slot_mapping, cache.keys, cache.values, cos_sin)
         attend = step.attention.decode if step.batch.decode_only else step.attention.prefill

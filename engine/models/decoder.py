@@ -76,7 +76,9 @@ class Decoder:
         weights.finish(allowed=["lm_head.weight"] if tied else [])
 
     def shallow(self, num_layers: int) -> Self:
-        """The same weights with only the first `num_layers` layers: memory of a step, not its numbers, is alike."""
+        """Returns the same weights with only the first `num_layers` layers: its steps need the same memory but give
+        other numbers.
+        """
         model = copy.copy(self)
         model.layers = self.layers[:num_layers]
         return model
@@ -84,7 +86,7 @@ class Decoder:
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
         residual = embedding(token_ids, self.embed)  # [T, h]
         x = rms_norm(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1

@@ -1,7 +1,7 @@
-"""A decoder's whole pass over one arena in one C call, where every part of it is ours. Same entry points, same bits.
+"""A decoder's whole pass over one arena in one C call, if every part of it is ours. Same entry points, same bits.
 
-`Decoder.forward` is what it does, to be read; here are only the addresses. Python and torch between some thirty calls a
-layer cost more than a small model's arithmetic, and each of those calls lets the threads that answer RPCs in.
+`Decoder.forward` is the readable version; here are only the addresses. Python and torch between some thirty calls per
+layer cost more than a small model's arithmetic, and each of those calls lets in the threads that answer RPCs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.linear import PackedLinear
 
 
 def objection(decoder: Decoder, caches: Sequence[LayerCache]) -> str | None:
-    """Why a decoder cannot be run in one call, or None."""
+    """Returns why a decoder cannot be run in one call, or None if it can."""
     if entry(current()) is None:
         return "no C++ kernels are in use"
     dtype = decoder.embed.dtype
@@ -38,10 +38,10 @@ def _linears(decoder: Decoder) -> list[PackedLinear]:
 
 
 class FusedDecoder:
-    """One decoder over the blocks of one arena. One thread at a time."""
+    """One decoder over the blocks of one arena, for one thread at a time."""
 
     def __init__(self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache]) -> None:
-        """Only without an `objection`."""
+        """Call it only if there is no `objection`."""
         self._library = current()
         run = entry(self._library)
         assert run is not None
@@ -55,13 +55,15 @@ class FusedDecoder:
         self._logits = torch.empty((0, config.vocab_size))
 
     def takes(self, batch: StepInput) -> bool:
-        """Whether wanted rows are some of the batch's, ascending, and kernels are those that it was made with."""
+        """Returns whether the wanted rows are some of the batch's, ascending, and the kernels are those that it was
+        made with.
+        """
         wanted = batch.logits_rows
         inside = not len(wanted) or (wanted[0] >= 0 and wanted[-1] < len(batch.token_ids))
         return inside and current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
 
     def run(self, batch: StepInput) -> torch.Tensor:
-        """Logits fp32 [R, vocab], valid until the next run. Errors: ValueError for what is out of range."""
+        """Returns logits fp32 [R, vocab], valid until the next run. Raises ValueError for what is out of range."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
         self._make_room(num_tokens, num_rows)
         self._point_to(batch)
@@ -82,7 +84,7 @@ class FusedDecoder:
         step.rows = None if len(batch.logits_rows) == len(batch.token_ids) else address(batch.logits_rows)
 
     def _make_room(self, num_tokens: int, num_rows: int) -> None:
-        """Memory for such a pass; it is kept for the next."""
+        """Makes room for a pass of this size and keeps it for the next one."""
         if (num_tokens, num_rows) == self._room_for:
             return
         self._room_for = (num_tokens, num_rows)

@@ -16,12 +16,12 @@ from engine.models.attention import Attention, LayerCache, StepMetadata
 from kernels.linear import PackedLinear
 
 POSITION_OFFSET = 2
-"""OPT's position table starts two rows late (a leftover of fairseq's padding index)."""
+"""OPT's position table starts two rows late (an effect of fairseq's padding index)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Weight and bias [h]; torch computes each row by itself, in fp32 also for bf16."""
+    """Weight and bias [h]. torch computes each row separately, in fp32 also for bf16."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -63,7 +63,7 @@ class OptLayer:
 
 
 class Opt:
-    """token ids [T] -> logits of the wanted rows [R, vocab]; as `Decoder`."""
+    """token ids [T] -> logits of the wanted rows [R, vocab], like `Decoder`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config
@@ -86,7 +86,7 @@ class Opt:
         weights.finish(allowed=["lm_head.weight"] if tied else [])
 
     def shallow(self, num_layers: int) -> Self:
-        """As `Decoder.shallow`."""
+        """See `Decoder.shallow`."""
         model = copy.copy(self)
         model._layers = self._layers[:num_layers]
         return model
@@ -94,7 +94,7 @@ class Opt:
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
         x = embedding(token_ids, self._embed)  # [T, embed_dim]
         if self._project_in is not None:
             x = self._project_in(x)

@@ -13,7 +13,9 @@ from engine.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Rotations of positions 0..max_len-1: fp32 [max_len, head_dim], head_dim/2 cosines and then as many sines."""
+    """Returns the rotations of positions 0..max_len-1: fp32 [max_len, head_dim], head_dim/2 cosines, then as many
+    sines.
+    """
     positions = torch.arange(max_len, dtype=torch.float32)
     if rope.kind == "dynamic":
         angles = positions[:, None] * _dynamic(rope, head_dim, positions)  # [max_len, head_dim/2]
@@ -23,7 +25,9 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair, fp32 [head_dim/2] (not for dynamic scaling, where they grow with position)."""
+    """Returns the radians per position of each pair, fp32 [head_dim/2] (not for dynamic scaling, where they grow with
+    position).
+    """
     plain = _plain(rope.theta, head_dim)
     if rope.kind == "linear":
         return plain / rope.factor
@@ -35,7 +39,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What YaRN scales cosine and sine by (eq. 22 of arXiv 2309.00071); 1 for the others."""
+    """Returns the factor by which YaRN scales cosine and sine (eq. 22 of arXiv 2309.00071); 1 for other kinds."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -55,8 +59,9 @@ def _mscale(factor: float, mscale: float) -> float:
 
 def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
     """Dynamic NTK: the base grows with the sequence. Position p gets the base of a sequence of p + 1 tokens, which is
-    what transformers computes when it decodes with a cache; a longer prompt in one pass would rotate all its
-    positions by its last one, so KV would depend on the chunking. [max_len, head_dim/2]"""
+    what transformers computes when it decodes with a cache. A longer prompt in one pass would rotate all its positions
+    by its last one, so its KV would depend on the chunking. Returns [max_len, head_dim/2].
+    """
     length = (positions.double() + 1).clamp(min=rope.original_max_len)
     growth = rope.factor * length / rope.original_max_len - (rope.factor - 1)
     base = rope.theta * growth ** (head_dim / (head_dim - 2))  # [max_len]
@@ -65,7 +70,7 @@ def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
     wavelen = 2 * math.pi / plain
     smooth = (rope.original_max_len / wavelen - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     between = (1 - smooth) * plain / rope.factor + smooth * plain
@@ -74,7 +79,9 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """YaRN: interpolate the dimensions that turn slowly, keep those that turn fast, a linear ramp between."""
+    """YaRN: interpolates the dimensions that rotate slowly, keeps those that rotate fast, with a linear ramp
+    between.
+    """
     frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
     def dimension_of(rotations: float) -> float:

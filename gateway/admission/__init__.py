@@ -1,1 +1,1 @@
-"""Which request starts when: tenants' shares, the queue, the predicted wait."""
+"""Decides which request starts when: tenants' shares, the queue, the predicted wait."""

@@ -1,8 +1,8 @@
-"""Which requests are let in, and which are refused at once, with a time after which to come again. No I/O.
+"""Decides which requests are admitted and which are refused at once with a retry time. No I/O.
 
-Twice: when a request's headers are there (`Admission.enter`: its tenant, the queue, the wait that is predicted for it),
-and when it has been read (`Entry.take`: its samples, priority and tokens). The queue is bounded by tenant: while it is
-full, a tenant is refused what is beyond an even share of it, and nobody else is.
+This happens twice: when a request's headers have arrived (`Admission.enter`: its tenant, the queue, its predicted
+wait), and when it has been read (`Entry.take`: its samples, priority and tokens). The queue is bounded by tenant: while
+it is full, a tenant is refused what exceeds an even share of it, and no other tenant is affected.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gateway.admission.tenants import Bucket, Tenants
 from gateway.intake.validate import ResolvedRequest
 
 RETRY_AFTER_S = 1.0
-"""Where nothing better is known."""
+"""The retry time if nothing better is known."""
 
 
 class Reason(StrEnum):
-    """Why a request was not let in."""
+    """Why a request was refused."""
 
     DRAINING = "draining"
     QUEUE_FULL = "queue_full"
@@ -47,7 +47,7 @@ class Admission:
         on_refusal: Callable[[Reason], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit`: sequences; `max_wait_s`: a longer wait for a place is not offered."""
+        """`limit` counts sequences. Requests that would wait longer than `max_wait_s` for a place are refused."""
         self._limit = limit
         self._max_wait_s = max_wait_s
         self._gate = gate
@@ -55,9 +55,9 @@ class Admission:
         self._on_refusal = on_refusal
         self._clock = clock
         self._sequences: Counter[str] = Counter()
-        """By tenant, of those that have any."""
+        """Sequences by tenant, for tenants that have any."""
         self._coming: Counter[str] = Counter()
-        """Requests by tenant that have not been read, and so are not at the gate yet."""
+        """Requests by tenant that have not been read, and so have not reached the gate."""
         self.current = 0
         """Sequences of all tenants."""
         self.num_requests = 0
@@ -65,7 +65,7 @@ class Admission:
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Raise what `enter` would, and take nothing: for callers that have not received a message yet."""
+        """Raises the errors of `enter` but takes nothing, for callers that have not received a message yet."""
         if self.draining:
             raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
         self._check_room(tenant, 1)
@@ -73,7 +73,7 @@ class Admission:
         self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)
 
     def enter(self, tenant: str = "") -> Entry:
-        """A request has come; nothing but its headers is known yet. To be used in a `with`.
+        """Admits a request of which only the headers are known. Use it in a `with` statement.
 
         Errors, each with a retry time: ResourceExhausted (queue, wait, quota), Unavailable while draining.
         """
@@ -85,17 +85,19 @@ class Admission:
         return Entry(self, tenant)
 
     def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
-        """The predicted wait of a request that comes now; None until a rate has been measured."""
+        """Returns the predicted wait of a request that arrives now, or None until a rate has been measured."""
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """A request has ended, or made way; so many tokens of it were computed or found in the cache."""
+        """Notes that a request has ended or was given back, and how many of its tokens were computed or found in the
+        cache.
+        """
         self._take(self._tenants.tokens(tenant), num_tokens)
 
     # --- for entries
 
     def take(self, entry: Entry, requests: Sequence[ResolvedRequest]) -> None:
-        """What `Entry.take` says."""
+        """Does the work of `Entry.take`."""
         tenant, priority = entry.tenant, min(request.priority for request in requests)
         more = sum(request.sampling.width for request in requests) - entry.num_sequences
         cost = sum(request.cost for request in requests)
@@ -113,7 +115,7 @@ class Admission:
         entry.reserved_tokens = cost
 
     def leave(self, entry: Entry) -> None:
-        """What `Entry.close` says."""
+        """Does the work of `Entry.close`."""
         self._add(entry.tenant, -entry.num_sequences)
         self._has_come(entry)
         self.num_requests -= 1
@@ -123,7 +125,7 @@ class Admission:
     # --- inside
 
     def _check_room(self, tenant: str, count: int) -> None:
-        """While the queue is full: the tenant's share, even between all that have something in it."""
+        """Enforces a tenant's share while the queue is full: an even part among all tenants with something in it."""
         present = len(self._sequences) + (tenant not in self._sequences)
         share = min(self._limit, max(1, self._limit // present))
         own = self._sequences.get(tenant, 0) + count
@@ -144,7 +146,7 @@ class Admission:
         raise self._refusal(Reason.QUEUE_WAIT, ResourceExhausted(text, retry_after_s=wait))
 
     def _check_bucket(self, bucket: Bucket | None, amount: int, reason: Reason) -> None:
-        """Whether the tenant may have `amount` now."""
+        """Checks whether the tenant may have `amount` now."""
         if bucket is not None and amount > 0 and (wait := bucket.wait_s(amount, self._clock())) > 0:
             text = f"the limit of your key is {bucket.per_minute} {reason.value.replace('_', ' ')}"
             raise self._refusal(reason, ResourceExhausted(text, retry_after_s=wait))
@@ -166,7 +168,7 @@ class Admission:
             del self._sequences[tenant]
 
     def _has_come(self, entry: Entry) -> None:
-        """It goes to the gate now, or never."""
+        """Notes that the request goes to the gate now, or never will."""
         if entry.is_coming:
             entry.is_coming = False
             self._coming[entry.tenant] -= 1
@@ -179,7 +181,7 @@ class Admission:
 
 
 class Entry:
-    """One request that has been let in, until `close`."""
+    """A request that has been admitted, until `close`."""
 
     def __init__(self, admission: Admission, tenant: str) -> None:
         self._admission = admission
@@ -187,19 +189,19 @@ class Entry:
         self.tenant = tenant
         self.num_sequences = 1
         self.is_coming = True
-        """It has not been read yet."""
+        """Whether the request has not been read yet."""
         self.reserved_tokens = 0
-        """Taken from the tenant's tokens until the requests' own counts are known."""
+        """Tokens taken from the tenant's budget until the requests' own counts are known."""
 
     def take(self, requests: Sequence[ResolvedRequest]) -> None:
-        """The request has been read: places for all its sequences, or none.
+        """Takes places for all sequences of a request that has been read, or for none.
 
         Errors: PermissionDenied (priority), ResourceExhausted with a retry time (queue, wait, quota).
         """
         self._admission.take(self, requests)
 
     def close(self) -> None:
-        """Give everything back; a second time does nothing."""
+        """Gives everything back. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._admission.leave(self)

@@ -1,8 +1,8 @@
-"""Deficit round robin between tenants (Shreedhar and Varghese, 1996), first come first served within one.
+"""Deficit round robin between tenants (Shreedhar and Varghese, 1996), first come first served within a tenant.
 
-Tenants take turns; with each turn a tenant may spend a quantum more, and what it does not spend it keeps while it has
-something waiting. So two tenants that both wait get the same number of tokens, but for a quantum and two requests, over
-any stretch of time, whatever the size and number of their requests. Independent of asyncio, places and priorities.
+Tenants take turns. Each turn adds a quantum to what a tenant may spend, and it keeps what it does not spend while it
+has something waiting. So over any stretch of time two waiting tenants get the same number of tokens, up to a quantum
+and two requests, whatever the size and number of their requests. Independent of asyncio, places and priorities.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Line(Generic[T]):
-    """What one tenant waits for, and what it may still spend in this turn."""
+    """One tenant's waiting items, and what it may still spend in this turn."""
 
     deficit: int = 0
     items: deque[tuple[int, T]] = field(default_factory=deque)
-    """(cost, item), in the order of their arrival."""
+    """Pairs (cost, item), in order of arrival."""
     cost: int = 0
-    """Of all items."""
+    """Total cost of the items."""
 
 
 class FairQueue(Generic[T]):
-    """Items of several tenants. The front line is the one whose turn it is; it has had its quantum for this turn."""
+    """A queue of items of several tenants. The front line is the one whose turn it is; it has had its quantum for this
+    turn.
+    """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
@@ -39,7 +41,7 @@ class FairQueue(Generic[T]):
         return bool(self._lines)
 
     def push(self, tenant: str, cost: int, item: T) -> None:
-        """Put an item behind all others of its tenant. A tenant that had none takes its turn after all others."""
+        """Puts an item behind all others of its tenant. A tenant that had none gets its turn after all others."""
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = _Line(0 if self._lines else self._quantum)
@@ -47,22 +49,23 @@ class FairQueue(Generic[T]):
         line.cost += cost
 
     def tenants(self) -> list[str]:
-        """The tenants that have something waiting, in the order of their turns."""
+        """Returns the tenants that have something waiting, in the order of their turns."""
         return list(self._lines)
 
     def costs(self) -> dict[str, int]:
-        """What each tenant waits for, in all."""
+        """Returns the total cost of each tenant's items."""
         return {tenant: line.cost for tenant, line in self._lines.items()}
 
     def first(self, tenant: str) -> T | None:
-        """A tenant's first item, None if it has none."""
+        """Returns a tenant's first item, or None if it has none."""
         line = self._lines.get(tenant)
         return None if line is None else line.items[0][1]
 
     def head(self) -> T:
-        """Whose turn it is. It stays the same until it is popped or discarded, whatever is added meanwhile.
+        """Returns the item whose turn it is. It stays the same until it is popped or discarded,
+        whatever is added meanwhile.
 
-        Raises IndexError when empty.
+        Raises IndexError if the queue is empty.
         """
         line = self._front()
         if line.deficit < line.items[0][0]:
@@ -74,12 +77,12 @@ class FairQueue(Generic[T]):
         return line.items[0][1]
 
     def pop(self) -> T:
-        """Take the head out, and its cost from what its tenant may spend."""
+        """Removes the head and subtracts its cost from what its tenant may spend."""
         self.head()
         return self.take(next(iter(self._lines)))
 
     def take(self, tenant: str) -> T:
-        """Take a tenant's first item out before its turn, and its cost from what the tenant may spend."""
+        """Removes a tenant's first item before its turn and subtracts its cost from what the tenant may spend."""
         line = self._lines[tenant]
         cost, item = line.items.popleft()
         line.deficit -= cost
@@ -88,7 +91,7 @@ class FairQueue(Generic[T]):
         return item
 
     def discard(self, tenant: str, item: T) -> bool:
-        """Take an item out that no longer waits; False if it is gone."""
+        """Removes an item that no longer waits. Returns False if it is gone."""
         line = self._lines.get(tenant)
         found = None if line is None else next((entry for entry in line.items if entry[1] is item), None)
         if line is None or found is None:
@@ -104,14 +107,16 @@ class FairQueue(Generic[T]):
         return next(iter(self._lines.values()))
 
     def _skip_idle_rounds(self) -> None:
-        """Rounds in which nobody could afford its head, at once: a head may cost thousands of quanta."""
+        """Skips, in one go, the rounds in which no tenant can afford its head: a head may cost thousands of quanta."""
         turns = min(-(-(line.items[0][0] - line.deficit) // self._quantum) for line in self._lines.values())
         if turns > 1:
             for line in self._lines.values():
                 line.deficit += (turns - 1) * self._quantum
 
     def _drop_if_empty(self, tenant: str) -> None:
-        """A tenant without anything waiting saves nothing up, else it could later take everything for a while."""
+        """Removes a tenant without waiting items. It must not save up, or it could later take everything for a
+        while.
+        """
         if self._lines[tenant].items:
             return
         was_front = next(iter(self._lines)) == tenant

@@ -1,7 +1,7 @@
-"""Who may go to the workers, and when: a request waits here until decode has room for it. No I/O.
+"""The gate to the workers: a request waits here until decode has room for it. No I/O.
 
-By priority, and fairly between tenants: a prompt prefilled too early would hold blocks that running ones need. Says how
-long a request that comes now will wait.
+Requests pass by priority, and fairly between tenants: a prompt prefilled too early would hold blocks that running
+requests need. The gate also predicts how long a request that arrives now will wait.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from gateway.admission.queue_wait import Margin, Mark, ServiceRate, work_before
 from gateway.admission.shares import Shares
 
 QUANTUM = 2048
-"""Tokens that a tenant may spend with each of its turns: most requests cost less, so that a turn is seldom idle."""
+"""Tokens that a tenant may spend per turn. Most requests cost less, so few turns are idle."""
 RETURN_POLL_S = 0.05
-"""At least so often a group that was given back asks whether there is room for it: workers report it without a word."""
+"""Interval at which a group that was given back asks whether there is room for it: no event reports that workers have
+room.
+"""
 BUSY_SHARE = 0.7
-"""Of the places (`Workers.gate_capacity`)."""
+"""The service counts as busy from this share of the places (`Workers.gate_capacity`) on."""
 RESERVED_RANK = -(1 << 32)
-"""Added to the priority of a request with a reserved place: it goes before every other priority."""
+"""Added to the priority of a request with a reserved place, so that it precedes every other priority."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A request's place with the workers, as wide as the sequences that it runs at once."""
+    """A request's place with the workers, as wide as the number of sequences that it runs at once."""
 
     priority: int
     tenant: str
     weight: int
-    """Sequences."""
+    """Number of sequences."""
     cost: int
-    """Tokens."""
+    """Cost in tokens."""
     arrival: int
-    """The number of its request in the order in which requests came to the gate."""
+    """Position of its request in the order of arrival at the gate."""
     reserved: bool = False
     predicted_s: float | None = 0.0
-    """How long it would wait, when it came; None: not known."""
+    """Predicted wait when it arrived, or None if unknown."""
     began: Mark | None = None
     """When it got its place; None before."""
 
@@ -61,7 +63,7 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Returning:
-    """A group given back, which has kept its place."""
+    """A group that was given back and has kept its place."""
 
     place: Place
     fits: Callable[[], bool]
@@ -69,11 +71,11 @@ class _Returning:
 
 
 class Gate:
-    """Lets requests through to workers while there are places; a place is one sequence.
+    """Lets requests through to workers while there are places. A place is one sequence.
 
-    Lowest priority number first, within a priority deficit round robin between tenants, within a tenant by arrival.
-    Whose turn it is waits until it fits: nothing smaller overtakes it but by priority, or by a place that is reserved
-    for a tenant which has less than its share (`Shares`). Groups given back go first.
+    The lowest priority number goes first. Within a priority, deficit round robin decides between tenants, and arrival
+    within a tenant. The request whose turn it is waits until it fits. Nothing smaller overtakes it, except by priority
+    or by a place reserved for a tenant that has less than its share (`Shares`). Groups that were given back go first.
     """
 
     def __init__(
@@ -94,27 +96,28 @@ class Gate:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait: for a place, or for blocks after they were given back."""
+        """Number of waiting requests: for a place, or for blocks after they were given back."""
         return sum(map(len, self._queues.values())) + len(self._returning)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a place and do not wait."""
+        """Number of requests that have a place and do not wait."""
         return self._num_places - len(self._returning)
 
     def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """How long a request that comes now will wait at most, most likely; None until a rate has been measured.
-        `coming`: requests by tenant that have been admitted and are not here yet."""
+        """Returns the longest time that a request which arrives now is likely to wait, or None until a rate has been
+        measured. `coming` counts admitted requests by tenant that have not reached the gate.
+        """
         predicted = self._predict(tenant, priority, coming)
         return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
 
     def waited(self, place: Place, seconds: float) -> None:
-        """A request's prefill has begun, so long after it came here."""
+        """Notes how long a request, whose prefill has begun, has waited since it arrived here."""
         if place.predicted_s is not None:
             self._margin.learn(place.predicted_s, seconds)
 
     def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """As `wait_s`, the mean. 0 for a place that is there."""
+        """Returns the mean instead of the likely maximum of `wait_s`. 0 if there is a place now."""
         self._note_time()
         rate, capacity = self._rate.per_second, self._capacity()
         if rate is None:
@@ -130,7 +133,7 @@ class Gate:
         return max(0.0, before) / rate
 
     async def enter(self, priority: int, tenant: str, weight: int, cost: int) -> Place:
-        """Wait for places for `weight` sequences; `cost` is in tokens. The place must be given to `leave`."""
+        """Waits for places for `weight` sequences. `cost` is in tokens. The place must be given to `leave`."""
         self._arrivals += 1
         self._rate.note_cost(cost, weight)
         wanted = Place(priority, tenant, weight, cost, self._arrivals)
@@ -160,11 +163,12 @@ class Gate:
         self.wake()
 
     async def come_back(self, place: Place, fits: Callable[[], bool]) -> None:
-        """Wait until a group that was given back may be prefilled again; it keeps its place, also if this is cancelled.
+        """Waits until a group that was given back may be prefilled again. It keeps its place, even if this is
+        cancelled.
 
-        `fits` (must not raise) is asked of the first one only, by rank and arrival, and a `wake` that lets one go
-        lets nobody else go: by the next one `fits` may know of the blocks that this one takes. Meanwhile no new request
-        of the same or a lower rank enters.
+        `fits` (must not raise) is called only for the first group, by rank and arrival, and one `wake` lets at most one
+        group go: by the next one, `fits` can account for the blocks that this group takes. Meanwhile no new request of
+        the same or a lower rank enters.
         """
         group = _Returning(place, fits, asyncio.get_running_loop().create_future())
         bisect.insort(self._returning, group, key=lambda g: (g.place.rank, g.place.arrival))
@@ -180,7 +184,7 @@ class Gate:
                 self.wake()
 
     def wake(self) -> None:
-        """Let in what fits; also called when workers have come or have reported."""
+        """Lets in what fits. Also called when workers have joined or reported."""
         self._let_in()
         self._note_time()
 
@@ -202,7 +206,7 @@ class Gate:
             self._admit(waiter, reserved=False)
 
     def _with_reserve(self) -> Iterator[_Waiter]:
-        """The waiters that may enter beyond all places, taken out of their queues one after the other."""
+        """Takes the waiters that may enter beyond all places out of their queues, one by one, and yields them."""
         if self._shares.num_tenants < 2:
             return
         for priority in sorted(self._queues):
@@ -225,11 +229,15 @@ class Gate:
         return capacity > 0 and reserve and self._may_enter(wanted.priority + RESERVED_RANK)
 
     def _may_enter(self, rank: int) -> bool:
-        """Not while a group of this rank or a better one waits to come back: it would take its blocks."""
+        """Returns False while a group of this rank or a better one waits to come back, because the waiter would take
+        its blocks.
+        """
         return not self._returning or rank < self._returning[0].place.rank
 
     def _fits(self, weight: int) -> bool:
-        """Alone even what is wider than all places: it would never get in else."""
+        """Returns whether a waiter fits. One that is wider than all places fits when it is alone; otherwise it would
+        never enter.
+        """
         capacity = self._capacity()
         return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
 
@@ -243,7 +251,7 @@ class Gate:
         return place
 
     def _drop(self, waiter: _Waiter) -> None:
-        """A request that waits no more; the next one may fit."""
+        """Removes a request that no longer waits. The next one may fit."""
         wanted = waiter.wanted
         queue = self._queues.get(wanted.priority)
         if queue is not None and queue.discard(wanted.tenant, waiter):
@@ -256,6 +264,8 @@ class Gate:
             del self._queues[priority]
 
     def _note_time(self) -> None:
-        """Busy while decode's batches are full, which they are before all places are taken."""
+        """Updates the busy time. The service is busy while decode's batches are full, which happens before all places
+        are taken.
+        """
         busy = bool(self._queues) or self.inside >= BUSY_SHARE * self._capacity()
         self._rate.pass_time(self._clock(), busy=busy)

@@ -1,6 +1,6 @@
-"""The answers that are open, and their ends that the client did not ask for: too late, each, or all at once.
+"""The open answers, and the ends that their clients did not ask for: one that is too late, or all at once.
 
-No I/O: an answer whose scope ends raises inside, and its writer tells its client.
+No I/O: an answer whose scope ends raises inside it, and its writer tells the client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1.0
 
 
 class OpenAnswers:
-    """One per gateway."""
+    """The open answers of one gateway."""
 
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()
@@ -23,8 +23,8 @@ class OpenAnswers:
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
-        """An answer is written inside, in one task. DeadlineExceeded: it took longer, since its client did not read;
-        Unavailable: `end` was called.
+        """A scope in which an answer is written, in one task. Raises DeadlineExceeded if that took too long because the
+        client did not read, Unavailable if `end` was called.
         """
         scope = asyncio.timeout(0.0 if self._ended else timeout_s)
         try:
@@ -39,7 +39,7 @@ class OpenAnswers:
             self._scopes.discard(scope)
 
     def end(self) -> None:
-        """End all answers, and those that are begun from now on."""
+        """Ends all answers, also those that begin later."""
         self._ended = True
         now = asyncio.get_running_loop().time()
         for scope in self._scopes:

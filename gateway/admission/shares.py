@@ -1,8 +1,9 @@
-"""What each tenant has at the gate, and which may enter although all places are taken. Plain Python, no clock.
+"""What each tenant has at the gate, and which tenant may enter although all places are taken. Plain Python, no clock.
 
-A tenant that has less than an even share of the places may enter beyond them, with a rank that goes before everybody's
-surplus: workers then preempt the newest group of the tenants that have more. Only a few sequences of a tenant at a
-time, or one request, and together never more than half of the places: so what is not reserved goes on too.
+A tenant that has less than an even share of the places may enter beyond them, with a rank that precedes everybody's
+surplus: workers then preempt the newest group of the tenants that have more. This holds for only a few sequences of a
+tenant at a time, or one request, and never for more than half of the places together, so that requests without a
+reserved place make progress too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESERVED_SHARE = 16
-"""A tenant has a sixteenth of all places reserved, at least one."""
+"""Each tenant has a sixteenth of all places reserved, at least one."""
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class _Holding:
 
     inside: int = 0
     reserved: int = 0
-    """Of those inside."""
+    """Those that have entered with a reserved place."""
     waiting: int = 0
 
 
@@ -35,9 +36,10 @@ class Shares:
         return len(self._holdings)
 
     def may_reserve(self, tenant: str, priority: int, weight: int, capacity: int) -> bool:
-        """Whether the tenant may enter with `weight` sequences more although all `capacity` places may be taken.
+        """Returns whether the tenant may enter with `weight` more sequences although all `capacity` places may be
+        taken.
 
-        Not where nobody else is there, and not who says by its priority that it can wait.
+        It may not if no other tenant is there, or if its own priority says that it can wait.
         """
         holding = self._holdings.get(tenant) or _Holding()
         present = len(self._holdings) + (tenant not in self._holdings)
@@ -48,11 +50,11 @@ class Shares:
         return not holding.reserved or holding.reserved + weight <= capacity // RESERVED_SHARE
 
     def wait(self, tenant: str, weight: int) -> None:
-        """A request waits."""
+        """Notes that a request waits."""
         self._holding(tenant).waiting += weight
 
     def wait_no_more(self, tenant: str, weight: int) -> None:
-        """It enters or gives up; entered, `enter` has been called before."""
+        """Notes that a request enters, after a call of `enter`, or gives up."""
         self._holdings[tenant].waiting -= weight
         self._drop_if_empty(tenant)
 

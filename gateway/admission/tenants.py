@@ -1,8 +1,7 @@
-"""What tenants may ask for: requests and tokens a minute, how high a priority, how many cached blocks. No I/O; the time
-is an argument.
+"""The limits of tenants: requests and tokens a minute, priority, cached blocks. No I/O; the time is an argument.
 
-The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant without limits, and
-everybody where no key is asked for, may ask for anything.
+The limits come from the key file (`common.api_keys`) and may change while requests run. Tenants without limits, and all
+clients if no key is required, may ask for anything.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _NO_LIMITS = TenantLimits()
 
 
 class Bucket:
-    """What a tenant may still take: a minute's worth at most, filled evenly. It may be in debt."""
+    """A token bucket of one tenant: it holds at most a minute's worth and fills evenly. It may be in debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -24,18 +23,20 @@ class Bucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` may be taken; what is more than a minute's worth may be when the bucket is full."""
+        """Returns the seconds until `amount` may be taken. More than a minute's worth may be taken when the bucket is
+        full.
+        """
         self._fill(now)
         missing = min(amount, self.per_minute) - self._level
         return max(0.0, missing * 60.0 / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
-        """Negative: give back."""
+        """Takes an amount. A negative one is given back."""
         self._fill(now)
         self._level = min(self._level - amount, float(self.per_minute))
 
     def limit(self, per_minute: int, now: float) -> None:
-        """Another limit from now on; what was used stays used."""
+        """Changes the limit from now on. What was used stays used."""
         self._fill(now)
         self._level = min(self._level + per_minute - self.per_minute, float(per_minute))
         self.per_minute = per_minute
@@ -60,7 +61,7 @@ class Tenants:
         self.replace(limits, now)
 
     def replace(self, limits: Mapping[str, TenantLimits], now: float) -> None:
-        """The key file has been read again."""
+        """Replaces the limits after the key file was read again."""
         self._limits = limits
         accounts = {name: self._accounts.get(name, _Account()) for name in limits}
         for name, account in accounts.items():
@@ -69,15 +70,15 @@ class Tenants:
         self._accounts = accounts
 
     def best_priority(self, tenant: str) -> int | None:
-        """The lowest number that the tenant may give; None: any."""
+        """Returns the lowest priority number that the tenant may use, or None for any."""
         return self._limits.get(tenant, _NO_LIMITS).best_priority
 
     def cache_percent(self, tenant: str) -> int | None:
-        """The most of an arena's blocks that stay cached for the tenant; None: no bound."""
+        """Returns the largest share of an arena's blocks that stays cached for the tenant, or None for no limit."""
         return self._limits.get(tenant, _NO_LIMITS).cache_percent
 
     def requests(self, tenant: str) -> Bucket | None:
-        """None: as many as it likes."""
+        """Returns the bucket of requests, or None for no limit."""
         account = self._accounts.get(tenant)
         return None if account is None else account.requests
 

@@ -1,1 +1,1 @@
-"""What clients talk to: HTTP as OpenAI's, gRPC, keys, the listening server."""
+"""The interfaces that clients use: an OpenAI-compatible HTTP API, gRPC, API keys and the listening server."""

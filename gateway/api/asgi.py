@@ -1,4 +1,4 @@
-"""What HTTP needs below the API: bounded bodies, clients that go away, event streams, errors as OpenAI's JSON."""
+"""What HTTP needs below the API: bounded bodies, clients that disconnect, event streams, errors as OpenAI's JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def error_response(error: LooseleafError) -> Response:
 
 
 def expected(error: Exception) -> LooseleafError:
-    """What a client is told of an exception; the unexpected goes to the log."""
+    """Returns the error that a client receives for an exception. Logs the exception if it is unexpected."""
     if isinstance(error, LooseleafError):
         return error
     logger.error("unexpected failure in a handler", exc_info=error)
@@ -47,7 +47,7 @@ def expected(error: Exception) -> LooseleafError:
 
 
 def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
-    """An endpoint whose exceptions become OpenAI's error bodies."""
+    """Wraps an endpoint so that its exceptions become OpenAI's error bodies."""
 
     @functools.wraps(endpoint)
     async def run(request: Request) -> Response:
@@ -62,7 +62,7 @@ def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
 
 
 async def read_body(request: Request, limit: int, take: Callable[[int], None]) -> bytearray:
-    """The body, of bounded size and in bounded time; `take` hears of its bytes as they come and may refuse them."""
+    """Reads the body, within limits of size and time. `take` is called with each chunk's size and may refuse it."""
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:
         raise _too_large(limit)
@@ -82,7 +82,7 @@ async def read_body(request: Request, limit: int, take: Callable[[int], None]) -
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (Cancelled). The body has been read."""
+    """Returns the result of `work`, cancelled when the client disconnects (Cancelled). The body must have been read."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
     try:
@@ -102,7 +102,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def with_server_send(app: ASGIApp) -> ASGIApp:
-    """`app`, with the server's own `send` in the scope: Starlette wraps it three times over, for every message."""
+    """Wraps `app` to put the server's own `send` into the scope: Starlette wraps it three times, for every message."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
@@ -112,7 +112,9 @@ def with_server_send(app: ASGIApp) -> ASGIApp:
 
 
 class EventSender:
-    """Sends server-sent events to one client. Headers go with the first, so what fails before has its own status."""
+    """A sender of server-sent events to one client. The headers go out with the first event, so an error before that
+    has its own status.
+    """
 
     __slots__ = ("_direct", "_send", "started")
 
@@ -132,12 +134,12 @@ class EventSender:
 
 
 class EventStream(Response):
-    """Server-sent events that `work` sends. It is cancelled when the client goes away."""
+    """A response of server-sent events that `work` sends. `work` is cancelled when the client disconnects."""
 
     def __init__(
         self, work: Callable[[EventSender], Awaitable[None]], on_error: OnError, at_end: contextlib.ExitStack
     ) -> None:
-        """`at_end` is closed when there is nothing more to send."""
+        """`at_end` is closed once there is nothing more to send."""
         self._work = work
         self._on_error = on_error
         self._at_end = at_end

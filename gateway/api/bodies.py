@@ -1,7 +1,7 @@
-"""Reads request bodies: each within its limit, all together within a budget, large ones parsed beside the event loop.
+"""Reads request bodies: each within its limit, all together within a budget, large ones parsed in a thread.
 
-Parsing holds the interpreter lock for some milliseconds at most (`openai_parse` bounds it), so one thread is enough: it
-lets the loop run in between, and bodies that wait for it wait within the budget.
+Parsing holds the interpreter lock for at most a few milliseconds (`openai_parse` limits it), so one thread is enough:
+the event loop runs in between, and bodies that wait for the thread count against the budget.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gateway.intake.limits import PromptLimits
 
 M = TypeVar("M", bound=Body)
 INLINE_BYTES = 64 << 10
-"""Larger bodies are parsed in a thread."""
+"""Bodies larger than this are parsed in a thread."""
 RETRY_AFTER_S = 1.0
 
 
 class BodyBudget:
-    """Bytes of bodies that were received and are not parsed yet, of all connections together."""
+    """A budget in bytes for all request bodies, of all connections, that were received and are not parsed yet."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -35,7 +35,9 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes bytes for one body, until the end. ResourceExhausted when there are none left."""
+        """Returns a function that takes bytes for one body and keeps them until the context ends. It raises
+        ResourceExhausted if none are left.
+        """
         taken = 0
 
         def take(num_bytes: int) -> None:
@@ -55,7 +57,7 @@ class BodyBudget:
 
 
 class BodyReader:
-    """Bodies of requests, typed. `limits`: what the model can take now."""
+    """A reader that turns request bodies into typed bodies. `limits` returns what the model can take now."""
 
     def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget) -> None:
         self._limits = limits
@@ -63,7 +65,9 @@ class BodyReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(self, request: Request, kind: type[M]) -> M:
-        """Errors: InvalidArgument (413 for its size), Unimplemented, ResourceExhausted, DeadlineExceeded."""
+        """Raises InvalidArgument (413 for a body that is too large), Unimplemented, ResourceExhausted,
+        DeadlineExceeded.
+        """
         limits = self._limits()
         with self._budget.share() as take:
             raw = await read_body(request, max_body_bytes(kind, limits), take)

@@ -1,4 +1,4 @@
-"""Who a client is: bearer tokens, compared in constant time. The tenant comes from the credential."""
+"""Authenticates clients by bearer token, compared in constant time. The tenant follows from the token."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from gateway.api.wrong_keys import WrongKeys
 
 
 class Authenticator:
-    """Compares bearer tokens in constant time; the tenant comes from the credential."""
+    """An authenticator that compares bearer tokens in constant time and returns the tenant of a token."""
 
     def __init__(self, keys: Mapping[str, str], wrong_keys: WrongKeys | None = None) -> None:
-        """`wrong_keys` limits how many of them an address may try."""
+        """`wrong_keys` limits how many wrong keys an address may try."""
         self._wrong_keys = wrong_keys
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, str]) -> None:
-        """`keys`: tenants by API key (`common.api_keys`); none: nobody is asked for one."""
+        """Replaces the keys. `keys` maps API keys to tenants (`common.api_keys`). If it is empty, none is required."""
         self._tenants = [(key.encode(), tenant) for key, tenant in keys.items()]
 
     def tenant(self, authorization: str | None, address: str | None = None) -> str:
-        """The tenant of an Authorization header, "" when no key is asked for. Unauthenticated for a wrong one,
-        ResourceExhausted where `address` has tried too many; None: this caller was looked at already.
+        """Returns the tenant of an Authorization header, or "" if no key is required.
+
+        Raises Unauthenticated for a wrong key, and ResourceExhausted if `address` has tried too many. If `address` is
+        None, the caller was checked before.
         """
         if not self._tenants:
             return ""

@@ -1,4 +1,4 @@
-"""The gateway's certificate, and warnings where other machines reach it without a key or TLS."""
+"""Loads the gateway's certificate and warns if other machines can reach the gateway without a key or TLS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("gateway")
 
 
 def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
-    """None: HTTP and gRPC go unencrypted. StartupError."""
+    """Returns None if HTTP and gRPC are unencrypted. Raises StartupError."""
     if settings.ssl_certfile is None and settings.ssl_keyfile is None:
         return None
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
@@ -24,7 +24,7 @@ def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
 
 
 def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
-    """One line for each thing that is open to other machines."""
+    """Logs one line for each thing that is open to other machines."""
     if is_loopback(settings.host):
         return
     if not has_keys:

@@ -1,4 +1,4 @@
-"""What the gRPC and the HTTP front are made of: both are two forms of one service."""
+"""The parts that the gRPC and the HTTP front share: both are forms of one service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.request.request_runner import RequestRunner
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The parts that a request goes through, whatever protocol brings it."""
+    """The parts that a request passes through, whichever protocol it arrives by."""
 
     assets: ModelAssets
     authenticator: Authenticator

@@ -1,4 +1,4 @@
-"""InferenceService over gRPC. Turns messages into `Wanted` and deltas into messages; policy is elsewhere."""
+"""InferenceService over gRPC. Converts messages into `Wanted` and deltas into messages; policy is elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STALLED_CLIENT_S = 5.0
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """What gRPC clients call."""
+    """The gRPC service that clients call."""
 
     def __init__(self, front: Front) -> None:
         self._assets = front.assets
@@ -80,7 +80,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class _Messages:
-    """Writes one request's deltas as messages."""
+    """A writer of one request's deltas as messages."""
 
     __slots__ = ("_request_id", "_write")
 
@@ -103,8 +103,10 @@ def key_check(
     admission: Admission | None = None,
     failed: Callable[[str], None] = lambda code: None,
 ) -> Check:
-    """Asks for the API key, and `admission` whether a request may come now, before a message is received. gRPC's own
-    services, health and reflection, need no key. `failed` counts refusals by their code.
+    """Returns an interceptor that checks the API key, and asks `admission` whether a request may enter now, before a
+    message is received.
+
+    gRPC's own services, health and reflection, need no key. `failed` counts refusals by status code.
     """
 
     def check(method: str, context: Context) -> None:
@@ -123,7 +125,7 @@ def key_check(
 
 
 def _address(context: Context) -> str:
-    """Of the caller, without its port: "ipv4:10.0.0.1:4711", "ipv6:%5B::1%5D:4711"."""
+    """Returns the caller's address without its port. Peers look like "ipv4:10.0.0.1:4711" or "ipv6:%5B::1%5D:4711"."""
     _, _, host = str(context.peer()).rpartition(":")[0].partition(":")
     return unquote(host).strip("[]")
 
@@ -136,13 +138,15 @@ def _authorization(context: Context) -> str | None:
 
 
 def _time_left(context: Context) -> float | None:
-    """Seconds until the client's deadline, None without one (grpc.aio then gives none, or a time beyond any limit)."""
+    """Returns the seconds until the client's deadline, or None if it has none (grpc.aio then gives None or a time
+    beyond any limit).
+    """
     left = context.time_remaining()
     return None if left is None or left > RANGES["timeout"].high else left
 
 
 def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
-    """(field name, prompt) of a message with the oneof `which` of text, token_ids and chat."""
+    """Returns (field name, prompt) of a message whose oneof `which` holds text, token_ids or chat."""
     if which == "text":
         return "text", TextPrompt(message.text)
     if which == "token_ids":
@@ -153,7 +157,7 @@ def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
 
 
 def wanted_of(request: pb.GenerateRequest) -> Wanted:
-    """A message as a request without checks; absent fields stay None."""
+    """Converts a message to a request without checking it. Absent fields stay None."""
     sampling, stopping = request.sampling, request.stopping
     wanted = Wanted(
         logit_bias=list(sampling.logit_bias.items()),

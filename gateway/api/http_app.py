@@ -1,4 +1,6 @@
-"""OpenAI's HTTP API over the same requests as gRPC: completions, chat, models; vLLM's /tokenize, /health, /metrics."""
+"""OpenAI's HTTP API for the same requests as gRPC: completions, chat and models; also vLLM's /tokenize, /health and
+/metrics.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ BODY_BUDGET_BYTES = 32 << 20
 
 
 class HttpApi:
-    """The endpoints. `ready` says whether requests can be served."""
+    """The HTTP endpoints. `ready` says whether requests can be served."""
 
     def __init__(self, front: Front) -> None:
         self._assets = front.assets
@@ -62,7 +64,7 @@ class HttpApi:
         timeout_s: float,
         body_budget_bytes: int = BODY_BUDGET_BYTES,
     ) -> ASGIApp:
-        """`body_budget_bytes`: of all bodies that are received and not yet parsed."""
+        """Builds the application. `body_budget_bytes` limits all bodies that are received and not yet parsed."""
         self._bodies = BodyReader(self._validator.prompt_limits, BodyBudget(body_budget_bytes))
         self._ready = ready
         self._timeout_s = timeout_s + STALLED_CLIENT_S
@@ -103,7 +105,7 @@ class HttpApi:
             return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
 
     async def _answer(self, request: Request, answer: Answer, entry: Entry, stack: ExitStack) -> Response:
-        """`stack` closes the entry; where the answer is a stream, with its end."""
+        """Returns the answer. `stack` releases the request's admission; for a streamed answer, when the stream ends."""
         if answer.body.stream:
             return EventStream(partial(self._stream, answer, entry), self._count_error, stack.pop_all())
         content = await while_connected(request.receive, self._whole(answer, entry))
@@ -113,7 +115,7 @@ class HttpApi:
         self._metrics.failed(error.grpc_code)
 
     async def _take(self, answer: Answer, entry: Entry) -> None:
-        """Everything that may be wrong with the request is said here."""
+        """Resolves the request and raises whatever is wrong with it."""
         requests = []
         for wanted in answer.body.all_wanted():
             requests.append(await self._validator.resolve(wanted, entry.tenant))
@@ -139,7 +141,7 @@ class HttpApi:
             await self._run(answer.requests, outlets)
 
     async def _run(self, requests: list[ResolvedRequest], outlets: list[Outlet]) -> None:
-        """All of them at once; the first failure cancels the others and is raised as it is, for its status."""
+        """Runs all requests at once. The first failure cancels the others and is raised unchanged, for its status."""
         runs = [self._runner.run(request, outlet) for request, outlet in zip(requests, outlets, strict=True)]
         if len(runs) == 1:
             return await runs[0]
@@ -187,7 +189,7 @@ class HttpApi:
 
 
 class _Events:
-    """Writes one request's deltas as chunks of its answer."""
+    """A writer of one request's deltas as chunks of the HTTP answer."""
 
     __slots__ = ("_answer", "_number", "_send", "_writer")
 
@@ -203,7 +205,7 @@ class _Events:
 
 
 def _in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Of several outlets of one client, one sends at a time."""
+    """Lets several outlets of one client send one at a time."""
     turn = asyncio.Lock()
 
     async def send_in_turn(events: bytes) -> None:

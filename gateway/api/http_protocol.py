@@ -1,6 +1,7 @@
-"""One HTTP connection, bounded before anybody knows who sends: its head in bytes and time, and how many there are.
+"""One HTTP connection, limited before its sender is known: size and time of the request head, and number of
+connections.
 
-uvicorn bounds none of these, and its parser gathers a header of any length. Refusals have OpenAI's error shape.
+uvicorn limits none of these, and its parser collects headers of any length. Refusals have the shape of OpenAI's errors.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
 SURPLUS = 64
-"""So many connections above the limit are told why they are closed."""
+"""How many connections above the limit get an answer that says why they are closed."""
 SURPLUS_S = 1.0
 MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
-"""Of a body whose request has been answered already, before the connection is closed."""
+"""How much of a body is read after its request was answered, before the connection is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpBounds:
-    """What strangers may take."""
+    """The limits for unauthenticated connections."""
 
     connections: int = 4096
     head_bytes: int = 64 << 10
-    """Request line and headers."""
+    """Limit for the request line and the headers."""
     head_s: float = 10.0
-    """From a connection's beginning, or a request's first byte, to the end of the headers."""
+    """Limit from the start of a connection, or the first byte of a request, to the end of the headers."""
     keep_alive_s: int = 75
-    """Between requests."""
+    """Limit between requests."""
 
 
 DEFAULT_BOUNDS = HttpBounds()
@@ -48,7 +49,7 @@ class HeadTooSlow(DeadlineExceeded):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol within `HttpBounds`."""
+    """uvicorn's HTTP protocol within `HttpBounds`."""
 
     def __init__(self, bounds: HttpBounds, **parts: Any) -> None:
         super().__init__(**parts)
@@ -144,7 +145,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: LooseleafError) -> None:
-        """Answer and close; only close where another answer is being written."""
+        """Answers and closes the connection, or only closes it if another answer is being written."""
         self._refused = True
         self._forget_head_timer()
         if self.transport.is_closing():

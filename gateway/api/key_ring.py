@@ -14,7 +14,7 @@ logger = logging.getLogger("keys")
 
 
 class KeyRing:
-    """Where keys come from, and which objects must know them."""
+    """The source of the keys and the objects that use them."""
 
     def __init__(
         self, api_key: str | None, api_key_file: str | None, authenticator: Authenticator, tenants: Tenants
@@ -25,8 +25,9 @@ class KeyRing:
         self._tenants = tenants
 
     def reload(self) -> None:
-        """Keys and limits as the file has them now; as they were if there is anything wrong with it. Requests that run
-        are not touched."""
+        """Reads keys and limits from the file. If anything in it is wrong, the old ones stay. Running requests are not
+        affected.
+        """
         if self._api_key_file is None:
             logger.warning("SIGHUP: there is no --api-key-file to read again")
             return

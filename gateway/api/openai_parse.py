@@ -1,8 +1,8 @@
-"""Makes a typed body of bytes, at a cost that the limits bound whatever the bytes are. Stops at the first error.
+"""Parses bytes into a typed body, at a cost that the limits bound whatever the bytes are. Stops at the first error.
 
-Two passes. The first finds the fields and makes nothing of them. The second decodes each field with its type, after a
-look at its size: how many elements a prompt or a list of messages has is estimated from its separators, because
-objects of elements cost ten times what their bytes do. Independent of connections.
+There are two passes. The first finds the fields and creates no objects. The second decodes each field with its type,
+after a check of its size: the number of elements of a prompt or a list of messages is estimated from its separators,
+because element objects cost ten times the size of their bytes. Independent of connections.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ M = TypeVar("M", bound=Body)
 JSON_BYTES = 6
 """The most that JSON takes for a byte of a text: an ASCII character as \\u0041."""
 ID_BYTES = 8
-"""What JSON usually takes for a token id and its comma."""
+"""The bytes that JSON usually needs for a token id and its comma."""
 NOTHING_BYTES = 64
-"""The most that a value takes which asks for nothing of a field that is not supported."""
+"""The most bytes of an unsupported field's value that asks for nothing."""
 MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
-"""The most quotation marks that are JSON's own in messages: a part has 8, a message about as many."""
+"""The most quotation marks of a message that belong to JSON itself: a part has 8, a message about as many."""
 _PATH = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*)`", re.DOTALL)
 _FIRST = re.compile(rb"\[\s*([^\s\]])")
-"""The first character of an array's first element."""
+"""Matches the first character of an array's first element."""
 _AFTER_LIST = re.compile(rb"\s*(?:,\s*)?([\[\]])")
-"""What stands after a list in a list of lists: the end, or the next."""
+"""Matches what follows a list in a list of lists: the end, or the next list."""
 _MIX = "must hold strings, or integers, or lists of integers, and not a mix"
 _KINDS = "must be a string, a list of strings, token ids or a list of these, not empty"
 
 
 def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
-    """The largest body of a kind: what its prompts can take, and a slack for the rest."""
+    """Returns the size limit for a kind of body: what its prompts can take, plus an allowance for the rest."""
     prompts = JSON_BYTES * limits.text_bytes
     if kind is CompletionBody:
         prompts = max(prompts, MAX_BATCH_PROMPTS * max(limits.fitting_bytes, ID_BYTES * limits.max_model_len))
@@ -59,7 +59,9 @@ def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
 
 
 def parse_body(kind: type[M], raw: bytes | bytearray, limits: PromptLimits) -> M:
-    """A body. InvalidArgument names the first field that is wrong, Unimplemented one that is not supported."""
+    """Parses a body. Raises InvalidArgument for the first field that is wrong, Unimplemented for one that is not
+    supported.
+    """
     values: dict[str, Any] = {}
     for name, part in _fields(kind, raw).items():
         if name in kind.unsupported:
@@ -75,7 +77,7 @@ def parse_body(kind: type[M], raw: bytes | bytearray, limits: PromptLimits) -> M
 
 
 def _fields(kind: type[Body], raw: bytes | bytearray) -> Mapping[str, msgspec.Raw]:
-    """The values of the fields that are given, but for ignored ones, as they stand in the body."""
+    """Returns the raw values of the given fields, without the ignored ones."""
     try:
         found = _outline(kind).decode(raw)
     except msgspec.ValidationError as error:
@@ -91,7 +93,7 @@ def _fields(kind: type[Body], raw: bytes | bytearray) -> Mapping[str, msgspec.Ra
 
 @cache
 def _outline(kind: type[Body]) -> msgspec.json.Decoder[Any]:
-    """Finds the fields of a kind of body and stops at one that it does not know."""
+    """Finds the fields of a kind of body. Stops at an unknown field."""
     names = [*kind.__struct_fields__, *kind.ignored, *kind.unsupported]
     fields: list[Any] = [(name, msgspec.Raw, None) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=True))
@@ -127,7 +129,7 @@ def _decoded(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder
 
 
 def _violation(name: str, message: str) -> LooseleafError:
-    """msgspec's message as ours: the path within the field belongs to the field's name."""
+    """Converts msgspec's message to ours: the path within the field becomes part of the field's name."""
     found = _PATH.fullmatch(message)
     assert found is not None  # the pattern takes anything
     name += (found["path"] or "").replace("[...]", "")
@@ -150,7 +152,7 @@ def _text(name: str, raw: bytes, limits: PromptLimits) -> str | None:
 
 
 def _prompts(name: str, raw: bytes, limits: PromptLimits) -> list[TextPrompt | IdsPrompt]:
-    """The prompts of a completion: a string, strings, ids, or lists of ids."""
+    """Returns the prompts of a completion, which are a string, strings, ids or lists of ids."""
     if raw.startswith(b'"'):
         return [TextPrompt(_text(name, raw, limits) or "")]
     first = _FIRST.match(raw)
@@ -174,7 +176,9 @@ def _strings(name: str, raw: bytes) -> list[str]:
 
 
 def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[list[int]]:
-    """`begin` is where the first list does. With no strings between them lists end at the next bracket."""
+    """Splits lists of ids. The first list starts at `begin`. As there are no strings between them, a list ends at the
+    next bracket.
+    """
     num_lists = raw.count(b"[") - 1
     if b'"' in raw:
         raise InvalidArgument.of(name, _MIX)
@@ -196,7 +200,7 @@ def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[l
 def _prompt_ids(
     name: str, own_name: str, raw: bytes, limits: PromptLimits, begin: int = 0, end: int | None = None
 ) -> list[int]:
-    """The ids in this part of `raw`, whose prompt is called `own_name`."""
+    """Returns the ids in this part of `raw`. Errors name the prompt `own_name`."""
     count = raw.count(b",", begin, end) + 1
     if count > limits.max_model_len:
         checker = Checker(vocab_size=0, max_model_len=limits.max_model_len)
@@ -210,7 +214,7 @@ def _prompt_ids(
 
 
 def _tokens(name: str, raw: bytes, limits: PromptLimits) -> list[int]:
-    """Ids to make text of: as many as the longest text can have."""
+    """Returns the ids to detokenize: at most as many as the longest text can have."""
     count = raw.count(b",") + 1
     if count > limits.text_bytes:
         raise InvalidArgument.of(name, f"must hold at most {limits.text_bytes} ids, got {count}")
@@ -233,7 +237,7 @@ def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
 
 
 def _num_quotes(raw: bytes) -> int:
-    """At least one for each string, and at most two."""
+    """Counts quotation marks: at least one for each string, at most two."""
     return raw.count(b'"') - raw.count(b'\\"')
 
 

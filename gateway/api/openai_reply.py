@@ -1,7 +1,8 @@
-"""Answers in OpenAI's shapes, built as bytes. Streamed chunks are put together from parts made once a request.
+"""Builds answers in OpenAI's shapes, as bytes. Streamed chunks are assembled from parts that are built once per
+request.
 
-Chunks are ASCII: readers that split lines as Unicode does would break a chunk at U+2028. Every answer carries a
-`looseleaf` object besides OpenAI's fields: where the prompt's KV came from and the times.
+Chunks are ASCII, because readers that split lines as Unicode does would break a chunk at U+2028. Besides OpenAI's
+fields every answer carries a `looseleaf` object with the source of the prompt's KV and the timings.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: LooseleafError) -> dict[str, Any]:
-    """OpenAI's error object; `param` is the first field that is wrong."""
+    """Returns OpenAI's error object. `param` is the first field that is wrong."""
     param = error.violations[0].field if error.violations else None
     return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.grpc_code.lower()}}
 
@@ -45,7 +46,7 @@ def usage_of(summaries: Sequence[Summary]) -> dict[str, Any]:
 
 
 def account_of(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """The `looseleaf` object. Of several prompts: tokens and attempts added up, of each time the longest."""
+    """Returns the `looseleaf` object. For several prompts, tokens and attempts are sums and times are maxima."""
     times = {
         name: round(max(getattr(s.timings, f"{name}_ns") for s in summaries) / 1e6, 3)
         for name in ("queue", "prefill", "hand_over", "decode")
@@ -65,20 +66,20 @@ def finish_name(reason: FinishReason | None) -> str | None:
 
 
 def stop_reason(delta: Delta, eos: frozenset[int]) -> str | int | None:
-    """vLLM's stop_reason: the stop string or id; None for the model's own end."""
+    """Returns vLLM's stop_reason: the stop string or id, or None if the model itself ended."""
     if delta.stop_string is not None:
         return delta.stop_string
     return None if delta.stop_token_id in eos else delta.stop_token_id
 
 
 class LogprobFormat:
-    """Log-probabilities in the shapes of completions, chat and vLLM's prompt_logprobs."""
+    """A formatter of log-probabilities for completions, chat and vLLM's prompt_logprobs."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
 
     def completion(self, items: Sequence[pb.TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-        """(object, offset after it); offsets are in characters of the text."""
+        """Returns (object, offset after it). Offsets count characters of the text."""
         tokens, values, tops, offsets = [], [], [], []
         for item in items:
             text, raw = self._texts.get(item.token_id)
@@ -90,7 +91,7 @@ class LogprobFormat:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
 
     def echoed(self, request: ResolvedRequest, items: Sequence[pb.TokenLogprob]) -> dict[str, Any]:
-        """The prompt's part of an echoed completion; the first token has no log-probability."""
+        """Returns the log-probabilities of an echoed prompt. The first token has none."""
         found, _ = self.completion(items, 0)
         detokenizer, offset, offsets = Detokenizer(self._texts.tokenizer), 0, []
         for token_id in request.prompt_ids:
@@ -114,7 +115,7 @@ class LogprobFormat:
         return {"content": content, "refusal": None}
 
     def prompt(self, items: Sequence[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-        """vLLM's: per token a map from id to logprob, rank and text; None for the first."""
+        """Returns vLLM's format: for each token a map from id to logprob, rank and text; None for the first token."""
         answer: list[dict[str, Any] | None] = [None]
         for item in items:
             entries = {
@@ -127,7 +128,7 @@ class LogprobFormat:
         return answer
 
     def _top(self, item: pb.TokenLogprob) -> dict[str, float]:
-        """The most likely tokens and, as vLLM does, the chosen one."""
+        """Returns the most likely tokens and, as vLLM does, the chosen one."""
         pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
         top = {self._texts.get(token)[0]: _finite(value) for token, value in pairs}
         top.setdefault(self._texts.get(item.token_id)[0], _finite(item.logprob))
@@ -139,16 +140,16 @@ class LogprobFormat:
 
 
 def _finite(logprob: float) -> float:
-    """JSON knows no infinity; OpenAI writes -9999 for a token that cannot be."""
+    """Replaces infinity, which JSON lacks. OpenAI writes -9999 for an impossible token."""
     return max(logprob, -9999.0)
 
 
 @dataclass(slots=True)
 class Choice:
-    """The answer of one sample of one prompt as it comes together."""
+    """The answer of one sample of one prompt while it is assembled."""
 
     index: int
-    """The prompt's number times samples per prompt, plus the sample's."""
+    """The prompt's number times the samples per prompt, plus the sample's number."""
     request: ResolvedRequest
     text: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
@@ -165,11 +166,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all chunks and the whole answer of one HTTP request share."""
+    """The fields that all chunks and the whole answer of one HTTP request share."""
 
     answer_id: str
     kind: str
-    """`object` of the whole answer; chunks of chat have another."""
+    """`object` of the whole answer. Chunks of a chat have another."""
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -195,34 +196,36 @@ class Envelope:
 
 
 class ChunkWriter:
-    """Writes the chunks of one stream."""
+    """A builder of the chunks of one stream."""
 
     def __init__(self, envelope: Envelope, *, include_usage: bool) -> None:
         self._chat = envelope.kind == "chat.completion"
         self._head = envelope.chunk_head()
         self._usage = include_usage
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
-        """After the choices' closing bracket."""
+        """The bytes after the choices' closing bracket."""
 
     def role(self, index: int) -> bytes:
-        """The first chunk of a chat."""
+        """Returns the first chunk of a chat."""
         choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
         return f"{self._head}{choice}]{self._tail}".encode()
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        """A chunk with text; the hot path."""
+        """Returns a chunk with text. This is the hot path."""
         shown = "null" if logprobs is None else json.dumps(logprobs)
         body = f'"delta":{{"content":{quoted(text)}}}' if self._chat else f'"text":{quoted(text)}'
         return f'{self._head}{{"index":{index},{body},"logprobs":{shown},"finish_reason":null}}]{self._tail}'.encode()
 
     def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:
-        """A choice's last chunk: what `ending` says of it; `summaries` with the last choice of the stream."""
+        """Returns a choice's last chunk, with the finish reason of `ending`. `summaries` is given for the stream's last
+        choice.
+        """
         body = '"delta":{}' if self._chat else '"text":""'
         choice = f'{{"index":{index},{body},"logprobs":null,{json.dumps(ending)[1:]}]'
         extra = "" if summaries is None else f',"looseleaf":{json.dumps(account_of(summaries))}'
         return f"{self._head}{choice}{extra}{self._tail}".encode()
 
     def usage(self, summaries: Sequence[Summary]) -> bytes:
-        """The chunk that stream_options.include_usage asks for."""
+        """Returns the chunk that stream_options.include_usage asks for."""
         account, usage = json.dumps(account_of(summaries)), json.dumps(usage_of(summaries))
         return f'{self._head}],"looseleaf":{account},"usage":{usage}}}\n\n'.encode()

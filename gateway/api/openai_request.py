@@ -1,7 +1,8 @@
-"""Bodies of OpenAI's HTTP API, with vLLM's extras: the schema. `openai_parse` makes them of bytes.
+"""The schema of OpenAI's HTTP request bodies, with vLLM's additions. `openai_parse` builds them from bytes.
 
 Unknown fields are refused by name. Fields that cannot change the answer (`user`, `store`, ...) are accepted and
-ignored; fields that would change it and are not supported are refused as such, unless their value asks for nothing.
+ignored. Fields that would change it and are not supported are refused as unsupported, unless their value asks for
+nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Types are strict, as JSON has them: no numbers in strings."""
+    """A request body. Types are strict, as in JSON: no numbers in strings."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, Any]] = {}
-    """Fields that are known and not supported, each with the value that asks for nothing."""
+    """Known but unsupported fields, each with the value that asks for nothing."""
 
     model: str | None = None
 
@@ -34,7 +35,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingBody(Body, kw_only=True):
-    """What completions and chat have in common."""
+    """The fields that completions and chat share."""
 
     ignored = frozenset(
         (
@@ -82,7 +83,7 @@ class SamplingBody(Body, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def wanted(self) -> Wanted:
-        """All but the prompt."""
+        """Converts everything but the prompt."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument.of("stream_options", "may only be given together with stream")
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
@@ -104,20 +105,20 @@ _PLAIN = (
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Sequence[TextPrompt | IdsPrompt]
-    """Given as a string, strings, ids, or lists of ids."""
+    """The prompts, given as a string, strings, ids or lists of ids."""
     echo: bool | None = None
     logprobs: int | None = None
 
     @property
     def scores_only(self) -> bool:
-        """`echo` with max_tokens 0: the prompt's log-probabilities and nothing new."""
+        """Whether only the prompt's log-probabilities are asked for: `echo` with max_tokens 0."""
         return bool(self.echo) and self.max_tokens == 0
 
     def all_wanted(self) -> list[Wanted]:
-        """One request per prompt."""
+        """Returns one request per prompt."""
         wanted = [self.wanted() for _ in self.prompt]
         for index, (item, prompt) in enumerate(zip(wanted, self.prompt, strict=True)):
             item.prompt = prompt
@@ -136,7 +137,7 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. What clients copy from an answer (`refusal: null`, ...) is accepted while it says nothing."""
+    """One message. Fields that clients copy from an answer (`refusal: null`, ...) are accepted if they are empty."""
 
     role: str
     content: str | list[TextPart]
@@ -154,7 +155,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[MessageBody]
     max_completion_tokens: int | None = None
@@ -175,7 +176,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class TokenizeBody(Body, kw_only=True):
-    """POST /tokenize."""
+    """The body of POST /tokenize."""
 
     prompt: str | None = None
     messages: list[MessageBody] | None = None
@@ -190,7 +191,7 @@ class TokenizeBody(Body, kw_only=True):
 
 
 class DetokenizeBody(Body, kw_only=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: list[int]
 

@@ -1,6 +1,6 @@
-"""One HTTP answer as it comes together: choices, echoes, log-probabilities; whole or in chunks. No I/O.
+"""Assembles one HTTP answer, whole or in chunks: choices, echoes, log-probabilities. No I/O.
 
-Each prompt has as many choices as samples (`n`), or as beams that are returned.
+Each prompt has as many choices as samples (`n`), or as returned beams.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer:
         self._samples = 1
 
     def take(self, requests: list[ResolvedRequest]) -> None:
-        """One choice per sample of each request; all have equally many."""
+        """Creates one choice per sample of each request. All requests have equally many."""
         self.requests = requests
         self._samples = requests[0].sampling.num_sequences
         self.choices = [
@@ -47,7 +47,9 @@ class Answer:
         ]
 
     def _choice_of(self, number: int, delta: Delta) -> Choice:
-        """Whose delta of request `number` this is. The request's first delta brings what all its choices show."""
+        """Returns the choice that a delta of request `number` belongs to. The request's first delta brings what all its
+        choices show.
+        """
         first = number * self._samples
         if delta.prompt_logprobs:
             for choice in self.choices[first : first + self._samples]:
@@ -57,7 +59,7 @@ class Answer:
     # --- whole
 
     def add(self, number: int, deltas: Sequence[Delta]) -> None:
-        """Take deltas of request `number` for the whole answer."""
+        """Adds deltas of request `number` to the whole answer."""
         for delta in deltas:
             self._choice_of(number, delta).add(delta)
 
@@ -95,7 +97,7 @@ class Answer:
     # --- in chunks
 
     def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
-        """The chunks for deltas of request `number`; the stream's last delta brings usage and account too."""
+        """Returns the chunks for deltas of request `number`. The stream's last delta adds usage and account."""
         first, events = number * self._samples, b""
         for delta in deltas:
             if not delta.is_plain:
@@ -141,7 +143,7 @@ class Answer:
     # --- common
 
     def _ending(self, last: Delta) -> dict[str, Any]:
-        """What a choice's last delta says of its end."""
+        """Returns the end of a choice as its last delta describes it."""
         if self._scores_only:
             return {"finish_reason": "length", "stop_reason": None}
         ending: dict[str, Any] = {
@@ -160,7 +162,7 @@ class Answer:
         return str(self._tokenizer.decode(choice.request.prompt_ids, skip_special_tokens=True))
 
     def _summary(self, summary: Summary) -> Summary:
-        """The token that a worker always draws does not count where none was asked for."""
+        """Returns the summary. If no token was asked for, the one that a worker always draws does not count."""
         if not self._scores_only:
             return summary
         return replace(summary, completion_tokens=0)

@@ -1,4 +1,4 @@
-"""gRPC and HTTP on one event loop: sockets, readiness, the pollers, and the drain at the end."""
+"""Serves gRPC and HTTP on one event loop: sockets, readiness, pollers, and the drain at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CERTIFICATE_POLL_S = 1.0
 BACKLOG = 2048
 OTHER_FILES = 512
 LAST_WORDS_S = 2.0
-"""What answers get that were told that it is over, to be written."""
+"""How long answers that were ended by the drain have to be written."""
 
 
 class HttpServer(uvicorn.Server):
@@ -48,8 +48,9 @@ class HttpServer(uvicorn.Server):
         bounds: HttpBounds = DEFAULT_BOUNDS,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`certificates`: for HTTPS; those of the moment are shown to each new connection. A caller's address is that
-        of its connection, whatever X-Forwarded-For says: wrong keys are counted by it.
+        """`certificates` enables HTTPS; each new connection is shown the current ones.
+
+        A caller's address is that of its connection, whatever X-Forwarded-For says: wrong keys are counted by it.
         """
         protocol: Any = partial(BoundedHttp, bounds)
         files: Any = (
@@ -77,7 +78,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.01)
 
     async def watch_certificates(self) -> None:
-        """Load those that have changed; returns only where there are none."""
+        """Loads certificates that have changed. Returns only if there are none."""
         if self._certificates is None or self.config.ssl is None:
             return
         look = front_context_watch(self._certificates, self.config.ssl)
@@ -86,7 +87,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.to_thread(look)
 
     async def stop(self, grace_s: float) -> None:
-        """Close the port, let answers that run finish for `grace_s` seconds."""
+        """Closes the port and gives running answers `grace_s` seconds to finish."""
         if self._task is None:
             return
         self.should_exit = True
@@ -98,15 +99,16 @@ class HttpServer(uvicorn.Server):
 
 
 async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
-    """Refuse what is new, let answers that run finish for `seconds`, tell the others that it is over, then close."""
+    """Refuses new requests, gives running answers `seconds` to finish, ends the others with an error, then closes."""
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
     await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in (grpc_server, http_server)))
     timer.cancel()
 
 
 def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A bound socket, with `reuse_port` beside others that do so too. StartupError when the port is occupied or the
-    address is not ours.
+    """Returns a bound socket; with `reuse_port`, other sockets with it may share the port.
+
+    Raises StartupError if the port is occupied or the address is not ours.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only where the protocol is named; without it each keep-alive answer waits 40 ms
@@ -134,7 +136,9 @@ def bind_grpc(server: RpcServer, port: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """A connection is a file; take as many as the system allows this process, and say how many these are."""
+    """Raises this process' limit of open files, which connections count towards, to the system's maximum. Returns the
+    limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
@@ -143,7 +147,7 @@ def raise_file_limit() -> int:
 
 
 def most_connections(settings: GatewaySettings, max_files: int) -> int:
-    """Of HTTP, and of gRPC: both together leave files for everything else."""
+    """Returns the connection limits of HTTP and gRPC. Together they leave files for everything else."""
     return max(1, min(settings.max_connections, (max_files - OTHER_FILES) // 2))
 
 
@@ -159,7 +163,7 @@ def grpc_bounds(settings: GatewaySettings, max_files: int) -> Bounds:
 async def watch_readiness(
     workers: Workers, server: RpcServer, wake: Callable[[], None], on_ready: Callable[[], None]
 ) -> None:
-    """Keep the gRPC health service true; `on_ready` once, `wake` whenever there may be more room."""
+    """Keeps the gRPC health service up to date. Calls `on_ready` once, and `wake` whenever there may be more room."""
     was_ready = told = False
     while True:
         ready = workers.ready
@@ -175,7 +179,7 @@ async def watch_readiness(
 
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
-    """Keep the gauges of blocks, workers and fallbacks fresh for /metrics."""
+    """Keeps the gauges of blocks, workers and fallbacks fresh for /metrics."""
     channel: grpc.aio.Channel | None = None
     try:
         while True:
@@ -197,7 +201,7 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
 
 
 async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) -> bool:
-    """Whether the store answered; else the gauges keep their last values."""
+    """Updates the gauges. Returns whether the store answered; if not, they keep their last values."""
     stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
     try:
         reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S, metadata=trust.metadata)

@@ -1,4 +1,6 @@
-"""How many wrong API keys an address may try: a token bucket each, for a bounded number of addresses. No I/O."""
+"""Limits how many wrong API keys an address may try: a token bucket per address, for a bounded number of addresses. No
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,26 @@ MAX_KNOWN = 4096
 @dataclass(slots=True)
 class _Bucket:
     tries: float
-    """That are left."""
+    """Tries that are left."""
     at: float
 
 
 class WrongKeys:
-    """Counts wrong keys. Where an address has used up its tries, no key from there is looked at but those that were
-    right from there before: who shares an address with a guesser is served on.
+    """A counter of wrong keys per address.
+
+    When an address has used up its tries, only keys that were right from there before are still accepted. So a client
+    that shares an address with a guesser is served.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`per_minute` is also what may be tried at once. 0: no limit."""
+        """`per_minute` is also the size of a burst. 0 means no limit."""
         self._per_minute = per_minute
         self._clock = clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def check(self, address: str, key: bytes) -> None:
-        """Before a key is looked at. ResourceExhausted when the address has no tries left."""
+        """Runs before a key is compared. Raises ResourceExhausted if the address has no tries left."""
         bucket = self._buckets.get(_network(address)) if self._buckets else None
         if bucket is None or self._tries(bucket) >= 1 or _known(address, key) in self._known:
             return
@@ -71,7 +75,7 @@ def _known(address: str, key: bytes) -> tuple[str, bytes]:
 
 
 def _network(address: str) -> str:
-    """An IPv6 host has a /64 to itself; what is no address stands for itself."""
+    """Returns an IPv6 host's /64, which it has to itself. Anything that is not an address is returned unchanged."""
     if ":" not in address:
         return address[:64]
     try:

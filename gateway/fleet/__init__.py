@@ -1,1 +1,1 @@
-"""The workers: discovery, routing, the streams to them, and what became of lost ones."""
+"""The workers: discovery, routing, the streams to them, and lost workers."""

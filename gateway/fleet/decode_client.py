@@ -1,7 +1,7 @@
 """Sessions with decode workers: one bidirectional stream per worker carries all sequences.
 
-One writer task per session (grpc.aio breaks on concurrent writes), one reader that calls each group's receiver with its
-outputs. A lost session fails its groups; they may be prefilled again. Independent of tokens' meaning.
+A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which calls each group's receiver
+with its outputs. A lost session fails its groups; they may be prefilled again. Independent of the meaning of tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ OnLoad = Callable[[str, WorkerLoad], None]
 
 
 class Receiver(Protocol):
-    """Takes the outputs of one group as they are read. What it raises ends the group's attempt, not the session."""
+    """A receiver of one group's outputs as they are read. An exception that it raises ends the group's attempt, not the
+    session.
+    """
 
     def take_token(self, sample: int, output_index: int, token_id: int) -> None:
-        """One token of a sample that goes on, with nothing else to it."""
+        """Takes one token of a sample that continues, with no other data."""
 
     def take(self, output: pb.SequenceOutput) -> None:
-        """Any other output."""
+        """Takes any other output."""
 
     def flush(self) -> None:
-        """The outputs that came one after the other have been taken."""
+        """Called when all outputs of one message have been taken."""
 
 
 class SubmittedGroup:
@@ -59,13 +61,13 @@ class SubmittedGroup:
         self._error: Exception | None = None
 
     def end(self) -> None:
-        """The receiver has what it wanted."""
+        """Ends the wait: the receiver has everything it wanted."""
         self.is_over = True
         if not self._over.done():
             self._over.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """No more outputs are taken. After `end`, or another failure, nothing happens."""
+        """Ends the wait with an error; no more outputs are taken. Has no effect after `end` or another failure."""
         if not self.is_over:
             self._error = error
             self.end()
@@ -84,7 +86,7 @@ class SubmittedGroup:
             self.fail(error)
 
     async def wait(self) -> None:
-        """Until `end` or `fail`, which raises here what it was given. Only once."""
+        """Waits until `end` or `fail`, whose error it raises. May be called once."""
         await self._over
         if self._error is not None:
             raise self._error
@@ -119,8 +121,9 @@ class DecodeSession:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
     def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
-        """Send a group, its `attempt` filled in; the handle is filled in here. The worker is done with it when all
-        `samples` have ended."""
+        """Sends a group with its `attempt` filled in; fills in the handle. The worker is done with it when all
+        `samples` have ended.
+        """
         request.handle = self._next_handle
         self._next_handle += 1
         group = SubmittedGroup(request.handle, request.attempt, samples, receiver)
@@ -134,12 +137,12 @@ class DecodeSession:
         return group
 
     def cancel(self, group: SubmittedGroup) -> None:
-        """Drop a group that has not ended; its blocks are released within a step."""
+        """Drops a group that has not ended. Its blocks are released within a step."""
         if self._groups.pop(group.handle, None) is not None and self.connected:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle)))
 
     def cancel_sample(self, group: SubmittedGroup, sample: int) -> None:
-        """Drop one sample of a group; the last one takes the group with it."""
+        """Drops one sample of a group. Dropping the last one drops the group."""
         if group.running == {sample}:
             self.cancel(group)
         elif sample in group.running and group.handle in self._groups and self.connected:
@@ -147,7 +150,7 @@ class DecodeSession:
         group.running.discard(sample)
 
     def _give_up(self, seconds: float, why: str) -> None:
-        """A frozen process keeps its connection: end the session."""
+        """Ends the session of a frozen process, which keeps its connection."""
         logger.warning("decode worker %s %s for %.1f s: given up", self.record.worker_id, why, seconds)
         self._reason = "session_silent"
         self.close()
@@ -239,7 +242,7 @@ class DecodeSession:
 
 
 class SessionPool:
-    """Sessions with all decode workers that the registry names."""
+    """The sessions with all decode workers that the registry names."""
 
     def __init__(self, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load
@@ -247,10 +250,10 @@ class SessionPool:
         self._limits = limits
         self._sessions: dict[str, DecodeSession] = {}
         self._retry_at: dict[str, float] = {}
-        """By address: a worker's successor is at another one."""
+        """Sessions by address. A worker's successor has another address."""
 
     def get(self, worker_id: str) -> DecodeSession | None:
-        """The session with a worker, if it is connected."""
+        """Returns the session with a worker, if it is connected."""
         session = self._sessions.get(worker_id)
         return session if session is not None and session.connected else None
 
@@ -258,8 +261,9 @@ class SessionPool:
         return self.get(record.worker_id) is not None
 
     def sync(self, records: Iterable[WorkerRecord]) -> None:
-        """Open sessions with new workers, drop those that are over. A worker that left the registry keeps its
-        session until its sequences are done: it drains."""
+        """Opens sessions with new workers and drops those that have ended. A worker that left the registry drains: it
+        keeps its session until its sequences are done.
+        """
         now = time.monotonic()
         wanted = {r.worker_id: r for r in records if r.role == "decode"}
         for worker_id, session in list(self._sessions.items()):

@@ -1,9 +1,9 @@
-"""Discovery: polls the registry in Redis, tells router and sessions, and looks up cached prefixes for routing.
+"""Discovery: polls the registry in Redis, informs router and sessions, and looks up cached prefixes for routing.
 
-All Redis calls run in threads, within a budget: without Redis the gateway routes by load alone, to workers it knows; a
-few lookups without an answer and no request waits for one any more, until a poll is answered as fast as a lookup must.
-When Redis is back it may have forgotten the workers, or they could not write to it: none counts as gone until all had
-time to register again.
+All Redis calls run in threads, within a time budget. Without Redis the gateway routes by load alone, to the workers
+that it knows. After a few lookups without an answer no request waits for one, until a poll is answered as fast as a
+lookup must be. When Redis is back it may have forgotten the workers, or they could not write to it, so no worker counts
+as gone until all had time to register again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger("discovery")
 T = TypeVar("T")
 LOOKUP_BUDGET_S = 0.05
 MAX_UNANSWERED = 3
-"""So many lookups in a row without an answer, and the breaker opens. One alone may have met a busy Redis."""
+"""Number of consecutive lookups without an answer that opens the breaker. A single one may have met a busy Redis."""
 FIRST_POLL_S = 0.05
-"""Between polls while nobody is there: a start ends with the first worker's coming."""
+"""Interval between polls while there is no worker: a start ends when the first one joins."""
 GRACE_S = 5.0
-"""For so long after Redis was silent, or forgot, missing workers are not taken for gone. They publish every second."""
+"""How long after Redis was silent, or forgot, missing workers are not considered gone. They publish every second."""
 
 
 class Discovery:
-    """The registry's list of workers, at most a poll old."""
+    """The registry's list of workers, at most one poll old."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class Discovery:
         self.fallbacks = Fallbacks(logger)
         self.breaker = Breaker("routing")
         self._unanswered = 0
-        """Lookups in a row."""
+        """Number of consecutive lookups without an answer."""
         self._known: frozenset[tuple[str, str]] = frozenset()
         self._records: dict[str, WorkerRecord] = {}
         self._incarnation = b""
         self._complete_at = 0.0
-        """When the registry's list can be believed again."""
+        """When the registry's list can be trusted again."""
 
     async def run(self) -> None:
-        """Poll until cancelled. While Redis is silent the last list stays in force."""
+        """Polls until cancelled. While Redis is silent the last list stays in force."""
         while True:
             began = time.monotonic()
             try:
@@ -83,12 +83,12 @@ class Discovery:
             await asyncio.sleep(self._poll_s if self._known else min(self._poll_s, FIRST_POLL_S))
 
     async def check(self) -> None:
-        """One call to the registry. LedgerUnavailable if Redis cannot be reached."""
+        """Makes one call to the registry. Raises LedgerUnavailable if Redis cannot be reached."""
         await self._in_thread(self._registry.list)
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Entries of the registry that could not be read, counted at every poll."""
+        """Number of unreadable registry entries, counted at every poll."""
         return self._registry.fallbacks.counts
 
     def close(self) -> None:
@@ -98,8 +98,8 @@ class Discovery:
     async def cached_tokens(
         self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes, public_tokens: int = 0
     ) -> dict[str, int]:
-        """By arena: how many leading tokens of the prompt lie in its index. Empty when it cannot be told in time, and
-        at once while the breaker is open (`breaker.num_refused` counts these).
+        """Returns how many leading tokens of the prompt each arena's index has. Empty if that cannot be found out in
+        time, and at once while the breaker is open (`breaker.num_refused` counts these).
         """
         if self.breaker.refuses():
             return {}
@@ -114,7 +114,7 @@ class Discovery:
         return found
 
     async def end_ticket(self, ticket: Ticket) -> None:
-        """Ends a ticket that nobody will claim; if its ledger does not answer it is left to its lease."""
+        """Ends a ticket that nobody will claim. If its ledger does not answer, the ticket ends with its lease."""
         if (ledger := self._ledgers.get(ticket.arena_id)) is None or self.breaker.is_open:
             return
         try:
@@ -143,7 +143,9 @@ class Discovery:
         return found
 
     def _open_ledgers(self) -> dict[str, LedgerScripts]:
-        """A read-only view of the ledger of every arena that workers name; kept while its dataset stays the same."""
+        """Returns a read-only view of the ledger of every arena that workers name. A view is kept while its dataset
+        stays the same.
+        """
         ledgers: dict[str, LedgerScripts] = {}
         for arena_id in {arena for _, arena in self._known}:
             store = self._registry.get_store(arena_id)

@@ -1,6 +1,6 @@
-"""Whether a worker lives, as its messages on one stream tell (`worker.heartbeat` sends them).
+"""Decides from the messages on one stream whether a worker is alive (`worker.heartbeat` sends them).
 
-A pause of this very process, stopped or with a busy loop, is not held against it.
+A pause of this process itself, stopped or with a busy loop, does not count against the worker.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from dataclasses import dataclass
 
 TICK_S = 0.25
 OWN_PAUSE_S = 0.5
-"""A tick that comes later than this says that we were not there to hear."""
+"""A tick that is later than this shows that this process was not listening."""
 
 
 @dataclass(frozen=True, slots=True)
 class LivenessLimits:
-    """How long workers may say nothing, in seconds."""
+    """How long workers may be silent, in seconds."""
 
     silence_s: float = 2.25
-    """Not even a heartbeat: the process is frozen, or its host is gone."""
+    """Limit without any message, heartbeats included: the process is frozen, or its host is gone."""
     stall_s: float = 60.0
-    """Heartbeats, but no step although it has work of ours."""
+    """Limit with heartbeats but without a step, although the worker has work of ours."""
 
 
 class Liveness:
     """Calls `lost(seconds, what the worker did not do)` once, at most a tick after a limit has passed. Watches from
-    `start` to `stop`, in one event loop."""
+    `start` to `stop`, in one event loop.
+    """
 
     __slots__ = ("_busy", "_heard_at", "_limits", "_lost", "_stepped_at", "_tick_s", "_ticked_at", "_timer")
 
@@ -37,7 +38,7 @@ class Liveness:
         lost: Callable[[float, str], None],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`busy`: whether the worker has work of ours, so that steps are to be expected."""
+        """`busy` returns whether the worker has work of ours, so that steps are expected."""
         self._limits = limits
         self._lost = lost
         self._busy = busy
@@ -56,11 +57,11 @@ class Liveness:
             self._timer = None
 
     def heard(self) -> None:
-        """A message has come, be it a heartbeat."""
+        """Notes a message of any kind, a heartbeat included."""
         self._heard_at = time.monotonic()
 
     def stepped(self) -> None:
-        """The worker has made a step, or has got its first work of ours."""
+        """Notes that the worker has made a step, or has received its first work of ours."""
         self._stepped_at = time.monotonic()
 
     def _tick(self) -> None:

@@ -1,4 +1,6 @@
-"""Calls to prefill workers: one server stream per prompt, a channel per worker. Independent of what comes after."""
+"""Calls to prefill workers: one server stream per prompt, one channel per worker. Independent of what follows
+prefill.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,19 @@ class _Peer:
     channel: grpc.aio.Channel
     stub: prefill_pb2_grpc.PrefillServiceStub
     stamp: Stamp
-    """Of the certificates it shows."""
+    """Version of the certificates that the channel shows."""
     num_calls: int = 0
 
 
 class PrefillClient:
-    """Channels to prefill workers by address. `on_load(worker_id, load)` gets their reports; a worker that sends
+    """Channels to prefill workers by address. `on_load(worker_id, load)` receives their reports. A worker that sends
     nothing for `silence_s`, not even progress, is lost.
     """
 
     def __init__(
         self, on_load: OnLoad, silence_s: float, trust: Trust = NO_TRUST, on_unread: OnUnread = lambda _: None
     ) -> None:
-        """`on_unread` gets a response that had come when its reader was cancelled."""
+        """`on_unread` receives a response that had arrived when its reader was cancelled."""
         self._on_load = on_load
         self._on_unread = on_unread
         self._silence_s = silence_s
@@ -56,7 +58,9 @@ class PrefillClient:
         self._peers: dict[str, _Peer] = {}
 
     async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
-        """Prefill a prompt; cancelling cancels the call. Errors: WorkerLost, DeadlineExceeded, what the worker says."""
+        """Prefills a prompt. Cancelling this cancels the call. Raises WorkerLost, DeadlineExceeded, or the worker's own
+        error.
+        """
         peer = self._peer(worker.address)
         peer.num_calls += 1
         call, accepted = peer.stub.Prefill(request, timeout=timeout_s, metadata=self._trust.metadata), False
@@ -78,7 +82,7 @@ class PrefillClient:
         raise WorkerLost("prefill_ended")
 
     async def keep(self, addresses: Iterable[str]) -> None:
-        """Close channels to workers that are gone and owe us nothing, and those that show old certificates."""
+        """Closes channels to workers that are gone and have no open call, and those that show old certificates."""
         wanted, stamp = set(addresses), self._trust.stamp
         idle = [(address, peer) for address, peer in self._peers.items() if not peer.num_calls]
         for address in [a for a, peer in idle if a not in wanted or (stamp and peer.stamp != stamp)]:
@@ -100,7 +104,7 @@ class PrefillClient:
 
 
 async def _unless_silent(call: _Call, limit_s: float, on_unread: OnUnread) -> AsyncGenerator[pb.PrefillResponse, None]:
-    """The responses of a call; WorkerLost when `limit_s` pass without one."""
+    """Yields the responses of a call. Raises WorkerLost if `limit_s` pass without one."""
     read: asyncio.Task[Any] | None = None
     is_lost = False
 

@@ -1,8 +1,9 @@
-"""Which prefill and which decode worker a request goes to. Plain Python: no I/O, the time is an argument.
+"""Chooses the prefill and the decode worker of a request. Plain Python: no I/O, the time is an argument.
 
-Prefill: the one with the fewest prompt tokens before this one is done (queued tokens + blocks to compute). Decode: the
-one with the fewest sequences for its size. Load is counted at dispatch, since reports come late, and corrected by them:
-what counts is the larger of the two. Ties go to the worker that was picked longest ago, so that load spreads.
+Prefill: the worker that has the fewest prompt tokens to do until this prompt is done (queued tokens + blocks to
+compute). Decode: the worker that has the fewest sequences for its size. Load is counted at dispatch, because reports
+come late, and the larger of count and report is used. Ties go to the worker that was picked longest ago, so that load
+spreads.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from common.types import WorkerLoad, WorkerRecord
 SUSPECT_S = 2.0
 """How long a worker that has failed a request is passed over while there are others."""
 UNREACHABLE_S = 4.0
-"""How long a prefill worker that could not be reached gets nothing at all: longer than the registry names the dead.
-Its successor has another address and is taken at once."""
+"""How long a prefill worker that could not be reached gets nothing at all: longer than the registry lists dead workers.
+Its successor has another address and is used at once.
+"""
 REPORT_S = 3.0
-"""A load report older than this says nothing any more."""
+"""Load reports older than this are ignored."""
 
 
 @dataclass(slots=True)
@@ -46,14 +48,14 @@ class WorkerState:
 
 
 class Router:
-    """The workers that are there, and who gets the next request."""
+    """The known workers, and the choice of the one that gets the next request."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
         self._picks = 0
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> None:
-        """The registry's list: new workers come in, missing ones go, loads are refreshed."""
+        """Applies the registry's list: adds new workers, removes missing ones, refreshes loads."""
         fresh = {record.worker_id: record for record in records}
         for worker_id in [w for w in self.workers if w not in fresh]:
             del self.workers[worker_id]
@@ -66,35 +68,35 @@ class Router:
                 self.report(worker_id, record.load, now)
 
     def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
-        """A worker's own word on its load."""
+        """Takes a worker's own report of its load."""
         if (state := self.workers.get(worker_id)) is not None:
             state.load, state.load_at = load, now
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """The worker failed a request: pass it over for a while."""
+        """Notes that the worker failed a request. It is passed over for a while."""
         if (state := self.workers.get(worker_id)) is not None:
             state.suspect_until = now + SUSPECT_S
 
     def unreachable(self, worker_id: str, now: float) -> None:
-        """Nobody answered at the worker's address."""
+        """Notes that nobody answered at the worker's address."""
         if (state := self.workers.get(worker_id)) is not None:
             state.unreachable_until = now + UNREACHABLE_S
 
     def failed(self, record: WorkerRecord, now: float) -> bool:
-        """Whether the worker is not there any more, or is passed over where there is a choice."""
+        """Returns whether the worker is gone, or is passed over if there is a choice."""
         state = self.workers.get(record.worker_id)
         if state is None or state.record.address != record.address:
             return True
         return max(state.suspect_until, state.unreachable_until) > now
 
     def ready(self, usable: Callable[[WorkerRecord], bool]) -> bool:
-        """Whether there is a prefill worker and a usable decode worker that can exchange tickets."""
+        """Returns whether there is a prefill worker and a usable decode worker that can exchange tickets."""
         return any(usable(d.record) for p in self._of_role("prefill") for d in self._decodes_for(p.record))
 
     def pick_prefill(
         self, prompt_len: int, cached_tokens: Mapping[str, int], now: float, usable: Callable[[WorkerRecord], bool]
     ) -> WorkerState | None:
-        """The prefill worker with the least to do before the prompt is done; None if there is none with a partner.
+        """Picks the prefill worker with the least to do before the prompt is done, or None if none has a partner.
 
         `cached_tokens` is by arena: any worker of an arena finds a prefix that another has filled. `usable` says
         whether a decode worker can be reached.
@@ -113,25 +115,27 @@ class Router:
     def pick_decode(
         self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool]
     ) -> WorkerState | None:
-        """The decode worker with the fewest sequences for its size, of those that take the prefill worker's tickets and
-        are `usable` for the group.
+        """Picks the decode worker with the fewest sequences for its size, among those that take the prefill worker's
+        tickets and are `usable` for the group.
         """
         candidates = [d for d in self._decodes_for(prefill) if usable(d.record)]
         return self._least(candidates, lambda d: d.sequences(now) / max(1, d.record.max_num_seqs), now)
 
     def capacity(self) -> int:
-        """Sequences that all decode workers can have in their batches."""
+        """Returns how many sequences all decode workers can have in their batches."""
         return sum(d.record.max_num_seqs for d in self._of_role("decode"))
 
     def max_model_len(self) -> int | None:
-        """The longest sequence that every worker takes; None without workers."""
+        """Returns the longest sequence that every worker takes, or None without workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
     def _of_role(self, role: str) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]
 
     def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
-        """Tickets go only between equal pairing fingerprints, and for now only within an arena."""
+        """Returns the decode workers for a prefill worker's tickets. Tickets go only between equal pairing
+        fingerprints, and for now only within an arena.
+        """
         pair = (prefill.pairing, prefill.arena_id)
         return [d for d in self._of_role("decode") if (d.record.pairing, d.record.arena_id) == pair]
 

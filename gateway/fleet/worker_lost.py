@@ -1,4 +1,6 @@
-"""Why a request must be sent to workers again. Stays in the gateway: clients see a pause, or a status at the end."""
+"""Why a request must be sent to workers again. The error stays in the gateway: clients see a pause, or a status at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ GIVEN_BACK = "given_back"
 
 
 class WorkerLost(Exception):
-    """An attempt that ended without an answer; the request may be prefilled again.
+    """An attempt that ended without an answer. The request may be prefilled again.
 
-    `counted` attempts are bounded; being given back for want of blocks is not counted, as each such attempt has brought
-    at least one token (a beam search comes back only when it can reach its end). `final` is what the client is told
-    when no attempt is left. `unreachable`: nobody was there to take the request, so it is not counted, and the worker
-    gets no other before the registry has had time to drop it.
+    The number of `counted` attempts is limited. Being given back for lack of blocks is not counted, because each such
+    attempt has produced at least one token (a beam search returns only when it can reach its end). `final` is the
+    client's error if no attempt is left. `unreachable` means that nobody was there to take the request. That is not
+    counted either, and the worker gets no other request before the registry has had time to drop it.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class WorkerLost(Exception):
         super().__init__(reason)
         self.unreachable = unreachable
         self.death = death
-        """Which worker process ended while it had the request (`incarnation`)."""
+        """The worker process that ended while it had the request (`incarnation`)."""
         self.reason = reason
         self.counted = counted
         self.suspect = suspect
@@ -51,17 +53,19 @@ class WorkerLost(Exception):
 
 
 def incarnation(worker: WorkerRecord) -> str:
-    """Names one incarnation of a worker process: its successor has another name or address."""
+    """Returns a name for one incarnation of a worker process. Its successor has another name or address."""
     return f"{worker.worker_id.removesuffix('.' + worker.role)}@{worker.address}"
 
 
 def is_death(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the peer's process ended, as far as can be told: not where keepalive gave up, it may be frozen."""
+    """Returns whether the peer's process has ended, as far as can be told. If keepalive gave up it has not: it may be
+    frozen.
+    """
     return error.code() is grpc.StatusCode.UNAVAILABLE and "timeout" not in (error.details() or "")
 
 
 def queue_full(role: str) -> WorkerLost:
-    """A worker's queue is full: try another, or the same one later."""
+    """Returns the error for a worker whose queue is full: try another, or the same one later."""
     return WorkerLost(
         "queue_full", final=ResourceExhausted(f"the queues of all {role} workers are full", retry_after_s=1.0)
     )
@@ -72,7 +76,7 @@ def internal(role: str) -> WorkerLost:
 
 
 def rejected(rejection: int, timeout_s: float) -> Exception:
-    """What a decode worker's rejection means for a request with this timeout."""
+    """Returns the meaning of a decode worker's rejection for a request with this timeout."""
     if rejection == decode_pb2.REJECTION_GIVEN_BACK:
         return WorkerLost(GIVEN_BACK, counted=False, suspect=False)
     if rejection == decode_pb2.REJECTION_QUEUE_FULL:

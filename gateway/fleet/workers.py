@@ -31,9 +31,11 @@ Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes, int], Awaitable
 EndTicket = Callable[[Ticket], Coroutine[Any, Any, None]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
-"""Sequences with the workers beyond what decode can batch: those in prefill."""
+"""Sequences at the workers beyond those that decode can batch: the ones in prefill."""
 ROOM_PER_SEQUENCE = 2
-"""Free blocks for each sequence of a group that comes back, besides those it had: else it would soon be given back."""
+"""Free blocks required per sequence of a returning group, besides those it had. With fewer it would soon be given back
+again.
+"""
 
 
 class DecodePlace:
@@ -56,7 +58,7 @@ class DecodePlace:
 
 
 class Workers:
-    """The workers that the registry names, and the way to them."""
+    """The workers that the registry names, and the connections to them."""
 
     def __init__(self, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._router = Router()
@@ -65,21 +67,22 @@ class Workers:
         self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
-        """What the decode workers take; while there are none, what the last ones took: a request too large for them
-        is better refused than let in to wait for them."""
+        """What the decode workers take; if there are none, what the last ones took. A request too large for them is
+        better refused than admitted to wait for them.
+        """
         self._lookup: Lookup | None = None
         self._end_ticket: EndTicket | None = None
         self._promised: dict[Place, int] = {}
-        """Blocks promised to groups that come back, until decode has them and reports what is left."""
+        """Blocks promised to returning groups, until decode has the groups and reports what is left."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
-        """How to find cached prefixes, and how to end tickets: `Discovery.cached_tokens`, `Discovery.end_ticket`."""
+        """Sets how cached prefixes are found and tickets ended: `Discovery.cached_tokens`, `Discovery.end_ticket`."""
         self._lookup = lookup
         self._end_ticket = end_ticket
 
     def on_records(self, records: list[WorkerRecord]) -> None:
-        """The registry's list, as often as it is polled."""
+        """Takes the registry's list after every poll."""
         self._router.update(records, time.monotonic())
         self.group_rooms = rooms_of(records) or self.group_rooms
         self._sessions.sync(records)
@@ -89,11 +92,11 @@ class Workers:
 
     @property
     def ready(self) -> bool:
-        """Whether some prefill worker has a decode partner whose session is open."""
+        """Whether some prefill worker has a decode partner with an open session."""
         return self._router.ready(self._usable)
 
     def missing_for(self) -> float:
-        """Seconds since there was a ready pair; infinite if there never was."""
+        """Returns the seconds since there was a ready pair; infinity if there never was one."""
         now = time.monotonic()
         if self.ready:
             self._ready_at = now
@@ -108,17 +111,17 @@ class Workers:
         return self._router.workers
 
     def gate_capacity(self) -> int:
-        """How many sequences may be with workers at a time."""
+        """Returns how many sequences may be at workers at a time."""
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
     def holds(self, need: GroupNeed) -> bool:
-        """Whether some decode worker is large enough for the group."""
+        """Returns whether some decode worker is large enough for the group."""
         records = [state.record for state in self._router.workers.values()]
         return any(record.role == "decode" and GroupRoom.of(record).holds(need) for record in records)
 
     async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> WorkerRecord | None:
-        """The worker to prefill on, None if no pair is ready whose decode worker holds the group. The prefix index is
-        asked only if there is a choice.
+        """Picks the worker to prefill on, or None if no ready pair has a decode worker that holds the group. The prefix
+        index is consulted only if there is a choice.
         """
         records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
         cached: dict[str, int] = {}
@@ -130,13 +133,13 @@ class Workers:
         return state.record
 
     def failed(self, worker: WorkerRecord) -> bool:
-        """Whether a worker that was picked has gone since then, or has failed others."""
+        """Returns whether a picked worker has gone since, or has failed others."""
         return self._router.failed(worker, time.monotonic())
 
     async def prefill(
         self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float
     ) -> prefill_pb2.PrefillDone:
-        """Errors as `PrefillClient.prefill`; a worker that failed is passed over for a while."""
+        """Prefills, with the errors of `PrefillClient.prefill`. A worker that failed is passed over for a while."""
         state = self._router.workers.get(worker.worker_id)
         num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
         if state is not None:
@@ -154,7 +157,9 @@ class Workers:
                 state.dispatched_tokens -= num_tokens
 
     def give_up(self, ticket: types_pb.Ticket) -> None:
-        """No decode worker will be sent this ticket: its blocks need not wait for the end of its lease."""
+        """Gives up a ticket that no decode worker will get, so that its blocks need not wait for the end of its
+        lease.
+        """
         if self._end_ticket is not None:
             self._keep(asyncio.create_task(self._end_ticket(convert.ticket_from_pb(ticket))))
 
@@ -163,7 +168,7 @@ class Workers:
             self.give_up(response.done.ticket)
 
     def pick_decode(self, prefill: WorkerRecord, need: GroupNeed) -> DecodePlace | None:
-        """A place on a decode worker that takes this prefill worker's tickets and holds the group."""
+        """Returns a place on a decode worker that takes this prefill worker's tickets and holds the group."""
         state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(need))
         session = None if state is None else self._sessions.get(state.record.worker_id)
         if state is None or session is None:
@@ -171,10 +176,10 @@ class Workers:
         return DecodePlace(session, state, self._router, need.width)
 
     def promise(self, place: Place, num_blocks: Callable[[int], int]) -> bool:
-        """Promise a group that comes back its blocks, if some decode worker reports so many free, or if nothing else of
-        this gateway is with workers. `num_blocks` takes a block size. A promise counts until `keep_promise`.
+        """Promises a returning group its blocks, if some decode worker reports enough free ones, or if nothing else of
+        this gateway is at workers. `num_blocks` takes a block size. A promise counts until `keep_promise`.
 
-        Also True, but without a promise, when no decode worker is there: that wait is bounded elsewhere.
+        Also returns True, without a promise, if there is no decode worker: that wait is limited elsewhere.
         """
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:
@@ -187,7 +192,7 @@ class Workers:
         return not usable
 
     def keep_promise(self, place: Place) -> None:
-        """The group has its blocks, or wants them no more."""
+        """Ends a promise: the group has its blocks or no longer wants them."""
         self._promised.pop(place, None)
 
     async def close(self) -> None:
@@ -196,7 +201,7 @@ class Workers:
 
     @property
     def _nothing_there(self) -> bool:
-        """Whether no sequence of this gateway is with workers, or on its way to them."""
+        """Returns whether no sequence of this gateway is at workers or on its way to them."""
         states = self._router.workers.values()
         return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
 

@@ -1,1 +1,1 @@
-"""From what a client sent to a request that can be run: limits, templates, tokens."""
+"""Turns what a client sent into a request that can run: limits, templates, tokens."""

@@ -16,7 +16,7 @@ from common.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling defaults of generation_config.json, as vLLM takes them (do_sample is not looked at)."""
+    """Sampling defaults of generation_config.json, as vLLM takes them (do_sample is ignored)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -26,7 +26,7 @@ class GenerationDefaults:
 
 
 READ = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
-"""What is read of a model's directory."""
+"""The files that are read from a model's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class ModelAssets:
     name: str
     tokenizer: Tokenizer
     vocab_size: int
-    """Ids below it are accepted: the model's, not the tokenizer's, which may be smaller."""
+    """Token ids below this are accepted. It is the model's vocabulary, not the tokenizer's, which may be smaller."""
     max_position: int
     """max_position_embeddings: the longest sequence, as long as no worker says otherwise."""
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
     longest_token: int = 64
-    """Bytes of the longest token: a longer text than max_model_len of them cannot fit."""
+    """Bytes of the longest token. A text longer than max_model_len of them cannot fit."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """bos_token, eos_token and so on, for the chat template."""
 
 
 def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
-    """Read a Hugging Face directory. StartupError names the file and what is wrong with it."""
+    """Reads a Hugging Face directory. StartupError names the file and what is wrong with it."""
     path = Path(directory)
     if not path.is_dir():
         raise StartupError(f"--model: {directory} is not a directory")
@@ -105,7 +105,7 @@ def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The first config that names end-of-sequence tokens decides; one id or a list."""
+    """Returns the end-of-sequence tokens of the first config that names any, as one id or a list."""
     for config in configs:
         value = config.get("eos_token_id")
         if isinstance(value, int):
@@ -125,7 +125,9 @@ def _defaults(generation: Mapping[str, Any], path: Path) -> GenerationDefaults:
 
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else the entry of tokenizer_config.json (a string, or a list with one named "default")."""
+    """Returns chat_template.jinja, else the entry of tokenizer_config.json (a string, or a list with one named
+    "default").
+    """
     file = path / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Chat templates in a sandbox: messages in, prompt text out.
 
-A template comes with a model's files and messages come from clients, so it runs without access to anything and within a
-bound of processor time (looked at between pieces of its output: a loop that puts out nothing is stopped only by the
-sandbox's limit on ranges).
+A template comes with a model's files and messages come from clients. So the template runs without access to anything
+and within a limit of processor time. The limit is checked between pieces of its output: a loop without output is
+stopped only by the sandbox's limit on ranges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gateway.intake.limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_CPU_S
 
 
 class _Refused(TemplateError):
-    """Raised by `raise_exception` of a template: its author's sentence for the client."""
+    """Raised by a template's `raise_exception`: a sentence of its author for the client."""
 
 
 class ChatTemplate:
@@ -40,7 +40,9 @@ class ChatTemplate:
             raise StartupError(f"the model's chat template is not valid Jinja: {str(error)[:200]}") from None
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt that asks the assistant to go on. InvalidArgument if the template refuses the messages."""
+        """Returns the prompt that asks the assistant to continue. Raises InvalidArgument if the template refuses the
+        messages.
+        """
         until = time.thread_time() + MAX_TEMPLATE_CPU_S
         pieces: list[str] = []
         size = 0

@@ -1,8 +1,8 @@
-"""How many sequences a request runs, and whether workers take so many: n, best_of and beam searches.
+"""How many sequences a request runs, and whether workers take that many: n, best_of and beam searches.
 
-The fronts spell a beam search in two ways. gRPC: `beam_width` beams, of which n are returned, all if n is absent. HTTP:
-`use_beam_search` with `best_of` beams (absent: n), of which n are returned (absent: 1), as in vLLM. A width of 1 is a
-beam search too. Samples are never ranked, so `best_of` without a beam search has to equal n. Independent of protobuf
+The fronts spell a beam search in two ways. gRPC: `beam_width` beams, of which n are returned, or all if n is absent.
+HTTP: `use_beam_search` with `best_of` beams (absent: n), of which n are returned (absent: 1), as in vLLM. A width of 1
+is a beam search too. Samples are never ranked, so `best_of` without a beam search must equal n. Independent of protobuf
 and JSON.
 """
 
@@ -17,11 +17,13 @@ from gateway.intake.limits import RANGES, Checker
 from gateway.intake.wanted import Wanted
 
 _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
-"""A beam search draws nothing: what shapes drawing may only be given with values that change nothing."""
+"""Parameters that shape random draws. A beam search draws nothing, so it accepts only values of them that change
+nothing.
+"""
 
 
 def rooms_of(records: Iterable[WorkerRecord]) -> set[GroupRoom]:
-    """What the decode workers that take requests can hold, equal ones once."""
+    """Returns what the decode workers that take requests can hold, without duplicates."""
     return {GroupRoom.of(r) for r in records if r.role == "decode" and not r.draining}
 
 
@@ -30,7 +32,7 @@ def is_beam_search(wanted: Wanted) -> bool:
 
 
 def width_of(wanted: Wanted) -> tuple[str, int]:
-    """How many sequences run at once, after the name of the field that says it."""
+    """Returns how many sequences run at once, after the name of the field that decides it."""
     if wanted.beam_width is not None:
         return "beam_width", wanted.beam_width
     if wanted.use_beam_search and wanted.best_of is not None:
@@ -39,14 +41,14 @@ def width_of(wanted: Wanted) -> tuple[str, int]:
 
 
 def num_sequences(wanted: Wanted) -> int:
-    """How many are returned."""
+    """Returns how many sequences are returned."""
     if wanted.n is not None:
         return wanted.n
     return 1 if wanted.beam_width is None else wanted.beam_width
 
 
 def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupRoom]) -> None:
-    """All that can be said before the prompt's length is known. Without `limits` (no workers) any width passes."""
+    """Checks everything that does not depend on the prompt's length. Without `limits` (no workers) any width passes."""
     checker.number("n", wanted.n)
     checker.number("length_penalty", wanted.length_penalty)
     stopping = wanted.early_stopping
@@ -91,9 +93,9 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
 def max_tokens_within(
     wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
-    """`max_tokens`, or what some decode worker has blocks for if that is less and `clip`.
+    """Returns `max_tokens`, or, if `clip`, what some decode worker has blocks for if that is less.
 
-    InvalidArgument: no decode worker could ever hold the group.
+    Raises InvalidArgument if no decode worker could ever hold the group.
     """
     name, width = width_of(wanted)
     takers = [limit for limit in limits if limit.max_sequences >= width]

@@ -1,10 +1,11 @@
-"""The one table of every limit of a request, used by gRPC and HTTP alike.
+"""The one table of all limits of a request, used by gRPC and HTTP alike.
 
-Every violation names the field and the limit. Independent of protobuf and JSON; values come in as Python numbers and
-strings. temperature ends at 2 as OpenAI's does (vLLM's has no end); top_k takes -1 for "off" besides 0, as vLLM's does.
-n ends at 128 as OpenAI's does; beam_width (over HTTP best_of, or n, with use_beam_search) at 32, since each beam is a
-row of every step and nothing is sent before the end; a length_penalty beyond 5 could overflow fp32 in a score. What
-fits workers may be less: their max_num_seqs, and the blocks of a group (`gateway.intake.group_limits`).
+Every violation names the field and the limit. Independent of protobuf and JSON: values arrive as Python numbers and
+strings. temperature is at most 2, as in OpenAI's API (vLLM has no maximum). top_k accepts -1 for "off" besides 0, as
+vLLM does. n is at most 128, as in OpenAI's API. beam_width (over HTTP best_of, or n, with use_beam_search) is at most
+32, because each beam is a row of every step and nothing is sent before the end. A length_penalty beyond 5 could
+overflow fp32 in a score. What fits workers may be less: their max_num_seqs, and the blocks of a group
+(`gateway.intake.group_limits`).
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from common.errors import FieldViolation, InvalidArgument
 Number = int | float
 MAX_PROMPT_BYTES = 4 << 20
 MIN_PROMPT_BYTES = 64 << 10
-"""The limit on a prompt's bytes is max_model_len times the longest token, but within these two."""
+"""Bounds of the limit on a prompt's bytes, which is max_model_len times the longest token."""
 MAX_BODY_BYTES = 16 << 20
-"""The limit on a body's bytes follows from that on its prompts' and ends here."""
+"""Maximum of the limit on a body's bytes, which follows from the one on its prompts."""
 BODY_SLACK_BYTES = 256 << 10
-"""Of a body, for all that is no prompt."""
+"""Bytes of a body for everything that is not a prompt."""
 MAX_FIELD_BYTES = 64 << 10
-"""Of a field that is no prompt, as JSON."""
+"""Bytes of a field that is not a prompt, as JSON."""
 MAX_BATCH_PROMPTS = 64
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4 * MAX_MESSAGES
 MAX_VIOLATIONS = 16
-"""More are not looked for: a client mends the first ones first."""
+"""Number of violations after which the search ends: a client fixes the first ones first."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -41,7 +42,7 @@ MAX_TEMPLATE_CPU_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval of finite numbers, its ends included but for the low one if `above_low`."""
+    """An interval of finite numbers. It includes its ends, except for the low one if `above_low`."""
 
     low: Number
     high: Number
@@ -73,7 +74,7 @@ RANGES: Mapping[str, Range] = {
     "beam_width": Range(1, 32),
     "length_penalty": Range(-5, 5),
 }
-"""Limits that do not depend on the model; those that do are in `Checker`."""
+"""Limits that do not depend on the model. Those that do are in `Checker`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,16 @@ class PromptLimits:
     """What the served model can take."""
 
     text_bytes: int
-    """Of one prompt, before it is known how many tokens it has."""
+    """Limit of one prompt, before the number of its tokens is known."""
     fitting_bytes: int
-    """Of the longest text that could fit."""
+    """Size of the longest text that could fit."""
     max_model_len: int
-    """Of a prompt and its output, in tokens."""
+    """Limit of a prompt and its output together, in tokens."""
 
 
 @dataclass(slots=True)
 class Checker:
-    """Collects what is wrong with one request, up to a bound; `finish` raises it all as one InvalidArgument."""
+    """Collects what is wrong with one request, up to a limit. `finish` raises it all as one InvalidArgument."""
 
     vocab_size: int
     max_model_len: int
@@ -101,13 +102,15 @@ class Checker:
             self.violations.append(FieldViolation(name, description))
 
     def finish(self) -> None:
-        """Raise InvalidArgument if anything was refused. Its message is the first violation."""
+        """Raises InvalidArgument if anything was refused. Its message is the first violation."""
         if self.violations:
             first = self.violations[0]
             raise InvalidArgument(f"{first.field} {first.description}", violations=tuple(self.violations))
 
     def number(self, name: str, value: Number | None, limit: Range | None = None) -> None:
-        """A number within its range of the table; None is "not given" and fine. NaN and infinity never are."""
+        """Checks that a number is within its range of the table. None means "not given" and passes. NaN and infinity
+        never do.
+        """
         limit = RANGES[name] if limit is None else limit
         if value is not None and value not in limit:
             self.refuse(name, f"must be {limit}, got {_shown(value)}")
@@ -131,7 +134,7 @@ class Checker:
                 self._bytes(name, text, MAX_STOP_BYTES)
 
     def token_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Ids within the vocabulary; finds the first that is not."""
+        """Checks that all ids are within the vocabulary. Reports the first that is not."""
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
             index = next(i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size)
             self.refuse(
@@ -152,7 +155,7 @@ class Checker:
             self.number(f"logit_bias[{token}]", value, RANGES["logit_bias"])
 
     def text(self, name: str, text: str, limit: int = MAX_PROMPT_BYTES) -> None:
-        """A text that may be tokenized: UTF-8 and bounded before any work is done on it."""
+        """Checks a text before it is tokenized: it must be Unicode and within the size limit."""
         if not self.encodable(name, text):
             return
         self._bytes(name, text, limit)
@@ -167,7 +170,7 @@ class Checker:
             )
 
     def encodable(self, name: str, text: str) -> bool:
-        """Whether the text is Unicode; a lone surrogate (JSON can spell one) is not."""
+        """Returns whether the text is Unicode. A lone surrogate, which JSON can spell, is not."""
         if text.isascii():
             return True
         try:

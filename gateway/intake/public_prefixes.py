@@ -1,8 +1,8 @@
-"""Beginnings of prompts that an operator has declared public: all tenants share their blocks, and of nothing else.
+"""Beginnings of prompts that an operator has declared public. Tenants share the blocks of these and no others.
 
 A file is a JSON array. An item is a text, or the first messages of a conversation (a system prompt), which the model's
-chat template makes a prompt of. What counts are token ids: as much of a prompt is public as it has in common with one
-of these. Independent of hashes.
+chat template turns into a prompt. Token ids are compared: the part that a prompt has in common with one of these
+beginnings is public. Independent of hashes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Tokenize = Callable[[Prompt, str], Awaitable[list[int]]]
 
 
 class PublicPrefixes:
-    """Token ids of every public beginning."""
+    """The token ids of every public beginning."""
 
     def __init__(self, prefixes: Sequence[Sequence[int]] = ()) -> None:
         self._prefixes = [list(prefix) for prefix in prefixes]
 
     def common_tokens(self, prompt_ids: Sequence[int]) -> int:
-        """How many leading tokens of a prompt are public."""
+        """Returns how many leading tokens of a prompt are public."""
         return max((_common(prompt_ids, prefix) for prefix in self._prefixes), default=0)
 
 
@@ -36,7 +36,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 async def load_public_prefixes(path: str | None, tokenize: Tokenize) -> PublicPrefixes:
-    """StartupError names the file, the item and what is wrong."""
+    """Reads the file. StartupError names the file, the item and what is wrong."""
     if path is None:
         return PublicPrefixes()
     try:

@@ -1,4 +1,4 @@
-"""Salts of prefix hashes, which keep the tenants' blocks apart, and the names under which their blocks are counted."""
+"""Salts of prefix hashes, which keep tenants' blocks apart, and the names under which their blocks are counted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from common.types import CacheQuota
 
 @dataclass(frozen=True, slots=True)
 class Salts:
-    """Derives cache salts (HMAC-SHA-256), so that tenants never share blocks; a client's cache_salt can only narrow."""
+    """Derives cache salts (HMAC-SHA-256) so that tenants never share blocks. A client's cache_salt can only narrow the
+    sharing.
+    """
 
     secret: bytes = field(repr=False)
 
     def derive(self, tenant: str, cache_salt: str | None) -> bytes:
-        """Empty, the public salt, for a request with neither tenant nor salt."""
+        """Returns the salt. It is empty, the public salt, for a request with neither tenant nor salt."""
         if not tenant and cache_salt is None:
             return b""
         fields = [tenant.encode(), b"" if cache_salt is None else b"1" + cache_salt.encode()]
@@ -24,5 +26,5 @@ class Salts:
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 
     def quota(self, tenant: str, percent: int | None) -> CacheQuota | None:
-        """What of the tenant may stay cached, whatever the salts of its requests."""
+        """Returns the name and limit of the tenant's cached blocks, whatever the salts of its requests."""
         return None if percent is None else CacheQuota(self.derive(tenant, ""), percent)

@@ -1,6 +1,6 @@
-"""Text to token ids and back, off the event loop where it takes long. Independent of requests.
+"""Text to token ids and back, off the event loop if it takes long. Independent of requests.
 
-`tokenizers` lets go of the interpreter lock while it works, so a thread is enough. Short texts are done in place:
+`tokenizers` releases the interpreter lock while it works, so a thread is enough. Short texts are handled in place:
 handing them to a thread costs more than the work (about 0.3 ms per 1,000 characters here).
 """
 
@@ -36,7 +36,7 @@ class TokenizerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text whose length has been checked."""
+        """Returns the token ids of a text whose length has been checked."""
         if len(text) <= INLINE_CHARS:
             return self._encode(text, add_special_tokens)
         return await self.in_thread(lambda: self._encode(text, add_special_tokens))
@@ -44,7 +44,9 @@ class TokenizerPool:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_special_tokens: bool
     ) -> tuple[str, list[int]]:
-        """Prompt text and token ids of a conversation. InvalidArgument without a template or if it refuses."""
+        """Returns prompt text and token ids of a conversation. Raises InvalidArgument without a template or if it
+        refuses.
+        """
         template = self._template
         if template is None:
             raise InvalidArgument.of("messages", "cannot be used: this model has no chat template; use a completion")
@@ -56,7 +58,7 @@ class TokenizerPool:
         return await self.in_thread(work)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids that are in the vocabulary, special tokens left out."""
+        """Returns the text of ids that are in the vocabulary, without special tokens."""
         if len(ids) <= INLINE_IDS:
             return self._decode(ids)
         return await self.in_thread(lambda: self._decode(ids))

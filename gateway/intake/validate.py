@@ -1,4 +1,4 @@
-"""What a client asked for, made into what workers are told: every limit checked, every default filled in.
+"""Turns a client's request into what workers receive: every limit checked, every default filled in.
 
 Independent of protobuf and JSON: both fronts fill a `Wanted`. Defaults come from the model's generation config.
 """
@@ -44,7 +44,7 @@ class ResolvedRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     stopping: StoppingParams
-    """stop_token_ids include the model's end tokens unless ignore_eos."""
+    """stop_token_ids includes the model's end tokens unless ignore_eos."""
     timeout_s: float
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -54,13 +54,15 @@ class ResolvedRequest:
     """The prompt as given, if it was text."""
     tenant: str = ""
     public_tokens: int = 0
-    """Leading tokens of the prompt whose full blocks all tenants share."""
+    """Number of leading prompt tokens whose full blocks all tenants share."""
     cache_quota: CacheQuota | None = None
-    """The tenant's, if it has one."""
+    """The tenant's limit of cached blocks, if it has one."""
 
     @property
     def cost(self) -> int:
-        """The most tokens that the request can take, for fair shares: the prompt, and outputs of all its sequences."""
+        """The most tokens that the request can take, for fair shares: its prompt, and the outputs of all its
+        sequences.
+        """
         return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens
 
 
@@ -77,7 +79,7 @@ class Validator:
         max_model_len: Callable[[], int],
         group_rooms: Callable[[], Collection[GroupRoom]],
     ) -> None:
-        """`group_rooms`: what decode workers take, empty while there are none."""
+        """`group_rooms` returns what decode workers take; empty while there are none."""
         self._assets = assets
         self._pool = pool
         self._salts = salts
@@ -88,15 +90,15 @@ class Validator:
         self._cache_percent: Callable[[str], int | None] = lambda tenant: None
 
     def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
-        """How many leading tokens of a prompt are public: `PublicPrefixes.common_tokens`."""
+        """Sets the function that counts public leading tokens: `PublicPrefixes.common_tokens`."""
         self._public_tokens = public_tokens
 
     def use_quotas(self, cache_percent: Callable[[str], int | None]) -> None:
-        """What of a tenant may stay cached: `Tenants.cache_percent`."""
+        """Sets the function that returns a tenant's cache limit: `Tenants.cache_percent`."""
         self._cache_percent = cache_percent
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
-        """Errors: NotFound (model), InvalidArgument with every violation."""
+        """Resolves a request. Raises NotFound (model), or InvalidArgument with every violation."""
         self.check_model(wanted.model)
         checker = self.checker()
         _check_numbers(checker, wanted)
@@ -113,7 +115,7 @@ class Validator:
         return self._resolved(wanted, tenant, text, ids)
 
     def check_model(self, name: str | None) -> None:
-        """NotFound for any name but the served one; none given is fine."""
+        """Raises NotFound for any name but the served one. A request without a name passes."""
         if name and name != self._assets.name:
             raise NotFound(f"model {name[:100]!r} is not served here; served is {self._assets.name!r}")
 
@@ -125,7 +127,7 @@ class Validator:
         return Checker(self._assets.vocab_size, self._max_model_len())
 
     async def tokenize(self, prompt: Prompt | None, prompt_field: str, *, add_special_tokens: bool | None) -> list[int]:
-        """Token ids of a text or conversation, of any length up to the byte limit."""
+        """Returns the token ids of a text or conversation of any length up to the byte limit."""
         wanted = Wanted(prompt=prompt, prompt_field=prompt_field, add_special_tokens=add_special_tokens)
         checker = self.checker()
         self._check_prompt(checker, wanted)
@@ -142,7 +144,7 @@ class Validator:
         return await self._pool.decode(ids)
 
     def _check_prompt(self, checker: Checker, wanted: Wanted) -> None:
-        """Before any work on it: length in bytes, Unicode, number of ids."""
+        """Checks a prompt before any work on it: length in bytes, Unicode, number of ids."""
         name, prompt = wanted.prompt_field, wanted.prompt
         if prompt is None:
             checker.refuse(name, "must be given")
@@ -162,7 +164,9 @@ class Validator:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
 
     def _max_text_bytes(self) -> int:
-        """No longer text is tokenized: it cannot fit. Rounded up, as normalizing may shorten a text."""
+        """Returns the longest text that is tokenized; longer ones cannot fit. Rounded up, because normalizing may
+        shorten a text.
+        """
         return min(MAX_PROMPT_BYTES, max(MIN_PROMPT_BYTES, self._max_model_len() * self._assets.longest_token))
 
     async def _prompt_ids(self, wanted: Wanted) -> tuple[str | None, list[int]]:
@@ -193,7 +197,9 @@ class Validator:
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:
-        """A beam search draws nothing: the model's defaults for drawing do not reach it."""
+        """Returns the sampling parameters. A beam search draws nothing, so the model's defaults for drawing do not
+        apply to it.
+        """
         defaults, beams = self._assets.defaults, is_beam_search(wanted)
         shape = GenerationDefaults() if beams else defaults
         top_k = _or(wanted.top_k, shape.top_k)
@@ -216,8 +222,8 @@ class Validator:
         )
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
-        """max_tokens is clipped to the context, and to the blocks that a group may hold, where it is a default; what is
-        asked for and does not fit is refused.
+        """Returns the stopping parameters. A default max_tokens is clipped to the context and to the blocks that a
+        group may hold. One that was asked for and does not fit is refused.
         """
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:

@@ -1,4 +1,4 @@
-"""A request as a client put it, before anything has been checked but types: what both fronts fill in."""
+"""A request as a client stated it, with only its types checked. Both fronts fill it in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class IdsPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: Sequence[Mapping[str, str]]
-    """Each with role and content."""
+    """Messages, each with role and content."""
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -29,7 +29,7 @@ Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 @dataclass(slots=True)
 class Wanted:
-    """A request as a client put it; None is "not given". Nothing has been checked but types."""
+    """A request as a client stated it. None means "not given". Only types have been checked."""
 
     prompt: Prompt | None = None
     prompt_field: str = "prompt"
@@ -50,7 +50,7 @@ class Wanted:
     best_of: int | None = None
     beam_width: int | None = None
     use_beam_search: bool = False
-    """Beam search as HTTP spells it, with best_of or n beams; gRPC gives a beam_width instead."""
+    """Beam search as HTTP spells it, with best_of or n beams. gRPC gives a beam_width instead."""
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     max_tokens: int | None = None

@@ -1,7 +1,7 @@
 """One attempt at a request: prefill on one worker, hand-over, decode on another.
 
-Decode's tokens are pushed: the session with its worker calls `_Decoding`, which adds them to the request's state and
-flushes its outlet. The request's own task waits only until every sample has ended, or for what ended the attempt.
+Decode's tokens are pushed: the session with the worker calls `_Decoding`, which adds them to the request's state and
+flushes its outlet. The request's own task waits only until every sample has ended, or until something ends the attempt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_PAIR = "no pair of prefill and decode workers is ready"
 
 @dataclass(frozen=True, slots=True)
 class _Prefilled:
-    """What the first half of an attempt leaves to the second."""
+    """The result of an attempt's first half, for the second."""
 
     worker: WorkerRecord
     done: prefill_pb2.PrefillDone
@@ -43,11 +43,11 @@ class _Prefilled:
 
 @dataclass(slots=True)
 class _PendingTicket:
-    """A ticket on its way from prefill to decode: given up unless it gets there."""
+    """A ticket on its way from prefill to decode. It is given up unless it arrives."""
 
     workers: Workers
     ticket: types_pb.Ticket | None
-    """None: there is none, or decode has it."""
+    """The ticket, or None if there is none or decode has it."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +63,7 @@ class Attempts:
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, recover_s: float
     ) -> None:
-        """`recover_s`: how long a request waits for a worker that can take it."""
+        """`recover_s` is how long a request waits for a worker that can take it."""
         self._workers = workers
         self._gate = gate
         self._isolation = isolation
@@ -71,8 +71,10 @@ class Attempts:
         self._recover_s = recover_s
 
     async def run(self, state: RequestState, place: Place) -> None:
-        """Prefill, hand over, decode, until every sample has ended. Errors: WorkerLost (there may be another attempt),
-        any LooseleafError (there is none)."""
+        """Prefills, hands over and decodes until every sample has ended.
+
+        Raises WorkerLost if another attempt is possible, any other LooseleafError if not.
+        """
         state.decoded_from = state.output_len
         with ExitStack() as held:
             prefilled = await self._prefill(state, place, held)
@@ -88,7 +90,7 @@ class Attempts:
     # --- the first half
 
     async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
-        """`held` gets the permission to be with a worker, which a suspect keeps into decode."""
+        """Prefills. `held` receives the permission to be with a worker, which a suspect keeps into decode."""
         try:
             async with asyncio.timeout(state.remaining_s()):
                 worker, isolation = await self._enter_prefill(state)
@@ -104,7 +106,7 @@ class Attempts:
         return _Prefilled(worker, done, isolation)
 
     async def _enter_prefill(self, state: RequestState) -> tuple[WorkerRecord, IsolationTicket]:
-        """A prefill worker that the request may be sent to now."""
+        """Returns a prefill worker that the request may be sent to now."""
         worker = await self._pick_prefill(state)
         isolation = await self._isolation.enter(state.digest, incarnation(worker))
         if self._workers.failed(worker):  # while this waited for its turn
@@ -114,7 +116,7 @@ class Attempts:
         return worker, isolation
 
     async def _pick_prefill(self, state: RequestState) -> WorkerRecord:
-        """A prefill worker with a reachable partner; waits for one if workers were lost a moment ago."""
+        """Picks a prefill worker that has a reachable partner. Waits for one if workers were lost a moment ago."""
         request, need, began = state.request, state.need, time.monotonic()
         while True:
             worker = await self._workers.pick_prefill(request, need)
@@ -152,7 +154,7 @@ class Attempts:
         self, state: RequestState, prefilled: _Prefilled, going: list[Sample], ticket: _PendingTicket
     ) -> None:
         done = prefilled.done
-        # The message may be too late: made before a place is taken.
+        # Building the message may raise DeadlineExceeded, so it is built before a place is taken.
         message, left_s = state.submit_request(done, going), state.remaining_s()
         place = self._workers.pick_decode(prefilled.worker, state.need)
         if place is None:
@@ -183,7 +185,7 @@ class Attempts:
 
 
 class _Decoding:
-    """The receiver of a group's outputs: they go into the request's state and out of its outlet."""
+    """The receiver of a group's outputs. It puts them into the request's state and writes them through its outlet."""
 
     __slots__ = ("_group", "_isolation", "_session", "_some_ended", "_state", "_timings", "began")
 
@@ -195,7 +197,7 @@ class _Decoding:
         self._some_ended = False
         """Whether a sample has ended since the last flush."""
         self._timings: types_pb.Timings | None = None
-        """The worker's own account."""
+        """The account as the worker keeps it."""
 
     def submit(self, message: decode_pb2.Submit, going: list[Sample]) -> SubmittedGroup:
         group = self._group = self._session.submit(message, [sample.index for sample in going], self)
@@ -234,12 +236,12 @@ class _Decoding:
         state.outlet.flush(at_once=True)
 
     def _stopped(self, sample: int) -> None:
-        """A stop string ended a sample, which the worker cannot know."""
+        """Tells the worker that a stop string, which it cannot know, ended a sample."""
         self._some_ended = True
         self._session.cancel_sample(self._group, sample)
 
     def _add_decode_time(self) -> None:
-        """The worker's own account, or the gateway's where the worker gave none (a stop string)."""
+        """Adds the worker's own account of the time, or the gateway's if the worker gave none (after a stop string)."""
         timings = self._timings
         if timings is not None and timings.decode_ns:
             self._state.took(hand_over_ns=timings.hand_over_ns, decode_ns=timings.decode_ns)

@@ -1,4 +1,4 @@
-"""What a client is sent: deltas of samples, and with the last one the request's account."""
+"""What a client receives: deltas of samples, and with the last one the request's account."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Summary:
 
 @dataclass(slots=True)
 class Delta:
-    """What a client is sent of a sample at once. The sample's last delta has `finish_reason`, the request's last one
-    `summary` too."""
+    """What a client receives of a sample in one message. The sample's last delta has `finish_reason`, the request's
+    last one `summary` too.
+    """
 
     index: int = 0
-    """The sample's number; of a beam search the beam's rank."""
+    """The sample's number; in a beam search the beam's rank."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
@@ -38,6 +39,6 @@ class Delta:
     beam_score: float | None = None
     summary: Summary | None = None
     is_first: bool = False
-    """Whether the client has seen nothing of the sample. Known when the delta leaves, as is the next."""
+    """Whether this is the first the client sees of the sample. Set when the delta leaves, as is `plain`."""
     is_plain: bool = False
-    """Whether it is from the middle of a sample and has tokens and their text alone, as most have."""
+    """Whether it is from the middle of a sample and has only tokens and their text, as most deltas do."""

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 6
-"""Prompt tokens that go before the output, so that its first token keeps its leading space."""
+"""Prompt tokens decoded before the output, so that its first token keeps its leading space."""
 MAX_CONTEXT_IDS = 12
 TRIM_AT = 24
 FORCE_TRIM_AT = 96
@@ -32,10 +32,10 @@ class Detokenizing(Protocol):
     """Incremental detokenization of one sample."""
 
     def add(self, token_id: int) -> str:
-        """The text that became certain with this token; often empty inside a character."""
+        """Returns the text that became certain with this token; often empty inside a character."""
 
     def flush(self) -> str:
-        """What is still held back, once no token will follow."""
+        """Returns the text still held back, when no token will follow."""
 
 
 class Detokenizers:
@@ -46,24 +46,26 @@ class Detokenizers:
         self._bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
 
     def begin(self, prompt_ids: Sequence[int] = ()) -> Detokenizing:
-        """For one sample, after its prompt."""
+        """Returns a detokenizer for one sample, after its prompt."""
         if self._bytes is None:
             return Detokenizer(self._tokenizer, prompt_ids)
         return ByteDetokenizer(self._bytes, prompt_ids)
 
 
 class TokenBytes:
-    """What each token stands for under a byte-level decoder, each worked out once. Special tokens stand for nothing."""
+    """The bytes that each token stands for under a byte-level decoder, each computed once. Special tokens stand for
+    nothing.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._table = _byte_level_table()
         self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         self.known: dict[int, tuple[bytes, str | None]] = {}
-        """By token id: its bytes, and their text if they are whole characters."""
+        """Maps a token id to its bytes, and to their text if they are whole characters."""
 
     def find(self, token_id: int) -> tuple[bytes, str | None]:
-        """The entry of `known`, made if it is missing."""
+        """Returns the entry of `known`, created if it is missing."""
         if (found := self.known.get(token_id)) is None:
             raw = self._raw(self._tokenizer.id_to_token(token_id))
             try:
@@ -81,7 +83,7 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """Of one sample, where tokens are bytes; what is no UTF-8 becomes U+FFFD, as in the tokenizer's own decode."""
+    """Detokenizes one sample if tokens are bytes. Invalid UTF-8 becomes U+FFFD, as in the tokenizer's own decode."""
 
     __slots__ = ("_bytes", "_held", "_known")
 
@@ -89,7 +91,7 @@ class ByteDetokenizer:
         self._bytes = token_bytes
         self._known = token_bytes.known
         self._held = b""
-        """The beginning of a character, at most three bytes."""
+        """The beginning of a character: at most three bytes."""
         for token_id in prompt_ids[-MAX_CONTEXT_IDS:]:
             self.add(token_id)
 
@@ -108,7 +110,7 @@ class ByteDetokenizer:
 
 
 class Detokenizer:
-    """Of one sample, with any decoder."""
+    """Detokenizes one sample with any decoder."""
 
     __slots__ = ("_emitted", "_ids", "_pending", "_tokenizer")
 
@@ -117,12 +119,12 @@ class Detokenizer:
         self._ids = list(prompt_ids[-MAX_CONTEXT_IDS:])
         self._ids, text = self._context()
         self._emitted = len(text.rstrip(REPLACEMENT))
-        """Characters of the window's text that have been put out."""
+        """Number of characters of the window's text that have been put out."""
         self._pending = 0
-        """Tokens since the text last ended with a whole character."""
+        """Number of tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
-        """The text that became certain with this token; often empty inside a character."""
+        """Returns the text that became certain with this token; often empty inside a character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         whole = len(text.rstrip(REPLACEMENT))
@@ -135,19 +137,19 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """What is still held back, once no token will follow."""
+        """Returns the text still held back, when no token will follow."""
         text = self._decode(self._ids)
         delta = text[self._emitted :]
         self._emitted = len(text)
         return delta
 
     def _trim(self, num_held: int) -> None:
-        """Forget all but the context; `num_held` characters at the end have not been put out."""
+        """Drops all but the context. `num_held` characters at the end have not been put out."""
         self._ids, text = self._context()
         self._emitted = max(0, len(text) - num_held)
 
     def _context(self) -> tuple[list[int], str]:
-        """(ids, text) of a few last tokens, if possible from the beginning of a character."""
+        """Returns (ids, text) of the last few tokens, starting at the beginning of a character if possible."""
         for count in range(CONTEXT_IDS, MAX_CONTEXT_IDS + 1):
             text = self._decode(self._ids[-count:])
             if not text.startswith(REPLACEMENT):
@@ -159,14 +161,14 @@ class Detokenizer:
 
 
 def _byte_level_table() -> dict[str, int]:
-    """GPT-2's map from printable characters to bytes (`bytes_to_unicode` of its encoder.py, turned round)."""
+    """Returns GPT-2's map from printable characters to bytes (the inverse of `bytes_to_unicode` in its encoder.py)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, each worked out once."""
+    """Text and bytes of single tokens, each computed once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -198,7 +200,7 @@ class TokenTexts:
         return bytes(table[c] for c in token)
 
     def _find_anchor(self) -> list[int]:
-        """A token whose text stays the same whatever follows: before it a token keeps its leading space."""
+        """Returns a token whose text is the same whatever follows it. After it, a token keeps its leading space."""
         for text in ("a", "A", "x", "."):
             ids = list(self.tokenizer.encode(text, add_special_tokens=False).ids)
             if ids and self._decode(ids).strip() == text:

@@ -1,8 +1,8 @@
-"""Isolation of requests whose workers died: after the second death a request is not sent to a worker any more.
+"""Isolation of requests whose workers died: after the second death a request is not sent to a worker again.
 
-The death of a worker makes every request that it had a suspect, the guilty one and its neighbours. A suspect is
-prefilled again alone, while others wait until decode has produced a token of it: so the next death names the guilty
-request, and a neighbour is not struck twice. A token from decode clears a suspect. Workers are only names here.
+The death of a worker makes every request that it had a suspect, the guilty one and its neighbours alike. A suspect is
+prefilled again alone: others wait until decode has produced a token of it. So the next death identifies the guilty
+request, and a neighbour is not hit twice. A token from decode clears a suspect. Workers are only names here.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from common.errors import Internal
 
 MOST_DEATHS = 2
 KEEP_S = 600.0
-"""How long after its last death a request is remembered."""
+"""How long a request is remembered after its last death."""
 MOST_REMEMBERED = 4096
 PROBATION_S = 0.5
-"""Others wait no longer for decode's first step with a suspect."""
+"""The longest that others wait for decode's first step with a suspect."""
 
 
 @dataclass(slots=True)
 class _Deaths:
     incarnations: set[str] = field(default_factory=set)
-    """Of workers: the death of one counts once, however many equal requests it had."""
+    """The workers that died. A death counts once, however many equal requests the worker had."""
     last_at: float = 0.0
 
 
 class _Neighbours:
-    """The requests of this gateway that one incarnation of a worker prefills now."""
+    """The requests of this gateway that one incarnation of a worker is prefilling."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """First come, first served; a suspect keeps it while it is alone."""
+        """A lock granted first come, first served. A suspect holds it while it is alone."""
         self.empty = asyncio.Event()
         self.empty.set()
         self._inside = 0
@@ -58,8 +58,9 @@ class _Neighbours:
 
 
 class IsolationTicket:
-    """Permission for a request to be with a worker, until `leave`: for a suspect, alone, until decode has produced a
-    token of it. Leaving is idempotent; as a context manager it leaves at the end."""
+    """Permission for a request to be with a worker, until `leave`. A suspect has it alone until decode has produced a
+    token of it. Leaving is idempotent; as a context manager the ticket leaves at the end.
+    """
 
     __slots__ = ("_leave", "alone")
 
@@ -74,8 +75,11 @@ class IsolationTicket:
         self.leave()
 
     def prefilled(self, *, is_heard_of: bool) -> None:
-        """The request's prefill is done. A suspect stays alone until decode's first step with it, which others wait for
-        `PROBATION_S` at most; not at all if nothing `is_heard_of` before its end, as of beams."""
+        """Notes that the request's prefill is done.
+
+        A suspect stays alone until decode's first step with it, for which others wait at most `PROBATION_S`. They do
+        not wait at all if the request is not heard of (`is_heard_of`) before its end, as a beam search is not.
+        """
         if self.alone and is_heard_of:
             asyncio.get_running_loop().call_later(PROBATION_S, self.leave)
         else:
@@ -88,14 +92,14 @@ class IsolationTicket:
 
 
 class Isolation:
-    """The deaths of workers by request, and which requests may be together. One thread."""
+    """The deaths of workers by request, and which requests may run together. Single-threaded."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
         self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
-        """Internal: the request's workers died twice."""
+        """Raises Internal if the request's workers died twice."""
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
             del self._deaths[digest]
@@ -103,8 +107,9 @@ class Isolation:
             raise Internal("the workers of this request died more than once; it is not tried again for a while")
 
     async def enter(self, digest: bytes, incarnation: str) -> IsolationTicket:
-        """Wait until a request may be sent to this incarnation of a worker: alone if it is a suspect, else beside all
-        others that are not. Internal as `check`."""
+        """Waits until a request may be sent to this incarnation of a worker: alone if it is a suspect, else beside all
+        others that are not. Raises Internal as `check` does.
+        """
         neighbours = self._by_worker.setdefault(incarnation, _Neighbours())
         await neighbours.turn.acquire()
         try:
@@ -121,7 +126,7 @@ class Isolation:
         return IsolationTicket(neighbours.leave, alone=False)
 
     def died(self, digest: bytes, incarnation: str) -> None:
-        """The worker named by `incarnation` ended while it had the request."""
+        """Notes that the worker named by `incarnation` ended while it had the request."""
         deaths = self._deaths.setdefault(digest, _Deaths())
         deaths.incarnations.add(incarnation)
         deaths.last_at = time.monotonic()
@@ -130,10 +135,14 @@ class Isolation:
             self._deaths.popitem(last=False)
 
     def survived(self, digest: bytes) -> None:
-        """Decode has produced a token of the request since the last death, or it is complete: it is no suspect."""
+        """Notes that the request is no suspect: decode has produced a token of it since the last death, or it is
+        complete.
+        """
         self._deaths.pop(digest, None)
 
 
 def digest_of(prompt_ids: Sequence[int], salt: bytes) -> bytes:
-    """What names a request here: its tenant's salt and its prompt, not the seed, which costs nothing to change."""
+    """Returns the request's name here: a digest of its tenant's salt and its prompt. The seed, which costs nothing to
+    change, is left out.
+    """
     return hashlib.sha256(salt + array("I", prompt_ids).tobytes()).digest()

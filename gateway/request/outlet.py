@@ -1,8 +1,8 @@
 """The way out of a request's tokens: `RequestState` adds deltas to an outlet, the outlet writes them to the client.
 
-At most one write is under way, and what comes meanwhile is merged, so that a slow client costs one delta a sample and
-no task waits for it. With many streams a client's messages keep an interval, and what comes within one goes out as one.
-Independent of tokenizers, gRPC and HTTP.
+At most one write is in progress. Deltas that arrive meanwhile are merged, so a slow client costs one delta per sample,
+and no task waits for it. With many streams, messages to a client keep an interval, and what arrives within one goes out
+as one. Independent of tokenizers, gRPC and HTTP.
 """
 
 from __future__ import annotations
@@ -16,50 +16,55 @@ from typing import Any, Self
 from gateway.request.delta import Delta
 
 Write = Callable[[list[Delta]], Coroutine[Any, Any, None] | None]
-"""Writes deltas to the client, at most one of each sample; returns None if that is done, else what has to be run."""
+"""A function that writes deltas to the client, at most one of each sample. It returns None if it is done, else an
+awaitable to run.
+"""
 LAST_WORD_S = 5.0
-"""A client that does not read is not told of its error for longer."""
+"""How long a client that does not read is waited for when its request failed."""
 MIN_PAUSE_S = 0.001
-"""A shorter pause is not worth a timer."""
+"""Shorter pauses are not worth a timer."""
 MESSAGE_COST_S = 0.00025
-"""A message to a client costs the event loop up to 0.1 ms. With many streams each waits so long per stream between its
-messages: the loop stays free for new calls (grpc.aio accepts one at a time). At 64 streams that is 16 ms, less than
-most steps take.
+"""Interval per stream. A message to a client costs the event loop up to 0.1 ms. With many streams, each waits this long
+per stream between its messages, so the loop stays free for new calls (grpc.aio accepts one at a time). With 64 streams
+that is 16 ms, less than most steps take.
 """
 FEW_STREAMS = 16
-"""Up to so many streams every step's tokens go out at once."""
+"""Up to this number of streams, every step's tokens go out at once."""
 
 
 class Outlet:
-    """What one client is still to be sent of one request. One event loop; what is written is written within
-    `async with`."""
+    """The deltas of one request that one client has yet to receive. It belongs to one event loop, and writes happen
+    within `async with`.
+    """
 
     __slots__ = ("_at_once", "_error", "_interval_s", "_leaves", "_left_at", "_settled", "_timer", "_write", "_writing",
                  "pending")  # fmt: skip
 
     def __init__(self, write: Write) -> None:
         self.pending: list[Delta] = []
-        """What has come and has not left, at most one of each sample: one that is here may still be added to."""
+        """Deltas that have arrived and not left, at most one per sample. More can be added to them."""
         self._write = write
         self._interval_s: Callable[[], float] = lambda: 0.0
         self._leaves: Callable[[Delta, float], None] = lambda delta, now: None
         self._left_at = 0.0
         self._at_once = False
-        """Whether what is pending waits for no interval."""
+        """Whether the pending deltas skip the interval."""
         self._timer: asyncio.TimerHandle | None = None
         self._writing = False
         self._error: BaseException | None = None
         self._settled: asyncio.Future[None] | None = None
 
     def open(self, interval_s: Callable[[], float], leaves: Callable[[Delta, float], None]) -> None:
-        """`interval_s()` is the least time between two messages now; `leaves(delta, now)` sees each before it is
-        written."""
+        """Opens the outlet. `interval_s()` returns the current minimum time between two messages; `leaves(delta, now)`
+        is called for each delta before it is written.
+        """
         self._interval_s = interval_s
         self._leaves = leaves
 
     def flush(self, *, at_once: bool = False) -> None:
-        """See that what is pending is written: now, after the write under way, or, unless `at_once`, at the end of the
-        interval. Raises what an earlier write failed with."""
+        """Starts writing the pending deltas: now, after the write in progress, or, unless `at_once`, at the end of the
+        interval. Raises the error of an earlier write.
+        """
         if self._error is not None:
             raise self._error
         if at_once:
@@ -80,7 +85,7 @@ class Outlet:
             self._step(coroutine)
 
     async def drained(self) -> None:
-        """Flush at once, and wait until everything is written. Raises what a write failed with."""
+        """Flushes at once and waits until everything is written. Raises the error of a write."""
         self.flush(at_once=True)
         while self._writing:
             self._settled = asyncio.get_running_loop().create_future()
@@ -91,7 +96,7 @@ class Outlet:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error, its client is first sent what came before it, for `LAST_WORD_S` at most."""
+        """After an error, sends the client what preceded it, for at most `LAST_WORD_S`."""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORD_S):
@@ -111,9 +116,10 @@ class Outlet:
             self._error = error
 
     def _step(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a write up to a future that it waits for, and go on when that is done. This is what a task does, but a
-        write that need not wait is done at once, and none costs a task. (`asyncio.eager_task_factory`, from Python
-        3.12 on, does the same.)"""
+        """Runs a write up to a future that it waits for, and continues when that is done. A task does the same, but
+        here a write that need not wait is done at once, and none costs a task. (`asyncio.eager_task_factory`, available
+        from Python 3.12, has the same effect.)
+        """
         try:
             waits_for = coroutine.send(None)
         except StopIteration:

@@ -50,8 +50,7 @@ class RequestRunner:
         recover_s: float,
         used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
     ) -> None:
-        """`used(tenant, num_tokens)` is called at the end of each request with the tokens of its prompt and its
-        output."""
+        """`used(tenant, num_tokens)` is called when a request ends, with the tokens of its prompt and its output."""
         self._workers = workers
         self._gate = gate
         self._detokenizers = Detokenizers(tokenizer)
@@ -63,10 +62,10 @@ class RequestRunner:
         self._retry = Retry(workers, gate, self._isolation, metrics, max_attempts=max_attempts)
 
     async def run(self, request: ResolvedRequest, outlet: Outlet) -> None:
-        """Produce all samples of a request and write them through `outlet`: a sample's last delta has `finish_reason`,
-        the request's last `summary` too. Returns when all is written.
+        """Produces all samples of a request and writes them through `outlet`. A sample's last delta has
+        `finish_reason`, the request's last one `summary` too. Returns when everything is written.
 
-        Cancelling this cancels the work. Errors: any LooseleafError; what was accepted before it is still pending.
+        Cancelling this cancels the work. Raises any LooseleafError; deltas accepted before it are still pending.
         """
         digest = digest_of(request.prompt_ids, request.salt)
         state = RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics)
@@ -96,8 +95,9 @@ class RequestRunner:
         self._isolation.survived(state.digest)
 
     async def _enter(self, state: RequestState) -> Place:
-        """Wait for a place with the workers; refused at once if it kills them, or if there have been none for longer
-        than a successor takes to come."""
+        """Waits for a place with the workers. Refuses at once if the request kills them, or if there has been no worker
+        for longer than a successor needs to start.
+        """
         self._isolation.check(state.digest)
         if self._workers.missing_for() > self._recover_s:
             raise Unavailable(NO_PAIR, retry_after_s=1.0)
@@ -112,6 +112,6 @@ class RequestRunner:
         return place
 
     def _interval_s(self) -> float:
-        """The least time between two messages to one client."""
+        """Returns the minimum time between two messages to one client."""
         num_streams = self._gate.inside
         return num_streams * MESSAGE_COST_S if num_streams > FEW_STREAMS else 0.0

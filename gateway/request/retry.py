@@ -1,7 +1,8 @@
 """Retry of a lost request: whether it is prefilled again, and when.
 
-Lost attempts are bounded, but for those that decode gave back for want of blocks: each of them has brought a token, and
-the next waits until there are blocks. A request whose workers died twice is refused (`isolation`).
+The number of lost attempts is limited. Attempts that decode gave back for lack of blocks do not count: each of them has
+produced a token, and the next waits until there are blocks. A request whose workers died twice is refused
+(`isolation`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from gateway.request.state import RequestState
 
 logger = logging.getLogger("requests")
 PAUSE_S = 0.02
-"""Before the next attempt, for each attempt lost so far."""
+"""Wait before the next attempt, for each attempt lost so far."""
 
 
 class Retry:
-    """What follows a lost attempt."""
+    """Decides what follows a lost attempt."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, max_attempts: int
@@ -38,8 +39,9 @@ class Retry:
         self._again = Burst(_log)
 
     async def prepare(self, state: RequestState, place: Place, lost: WorkerLost) -> None:
-        """Account for a loss, and wait until the next attempt may begin. Errors: what the client is told if there is no
-        next one."""
+        """Accounts for a loss and waits until the next attempt may begin. If there is none, raises the error for the
+        client.
+        """
         self._account(state, lost)
         if lost.given_back:
             await self._come_back(state, place)
@@ -60,7 +62,7 @@ class Retry:
             raise lost.final
 
     async def _come_back(self, state: RequestState, place: Place) -> None:
-        """Wait until there are blocks for a group that decode gave back; it is ahead of everything new."""
+        """Waits for the blocks of a group that decode gave back. The group is ahead of all new requests."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(state.remaining_s()):

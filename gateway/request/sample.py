@@ -1,4 +1,4 @@
-"""One sample of a request: its accepted tokens by index, its text, stop strings, its end. Independent of workers."""
+"""One sample of a request: its accepted tokens by index, its text, stop strings and end. Independent of workers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Sample:
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.delta: Delta | None = None
-        """What is pending of it in the request's outlet."""
+        """The sample's pending delta in the request's outlet."""
         self.left_at = 0.0
-        """When its last delta left, 0 before the first."""
+        """When its last delta left; 0 before the first."""
 
     @property
     def branch(self) -> Branch:
-        """What a worker must know to go on."""
+        """Returns what a worker must know to continue the sample."""
         return Branch(self.index, tuple(self.output_ids), self._cumulative_logprob)
 
     def accept(
@@ -49,7 +49,7 @@ class Sample:
         logprobs: Iterable[pb.TokenLogprob],
         finish: FinishReason | None,
     ) -> None:
-        """Add tokens to the sample and to its delta. Known ones are dropped; a gap is refused (WorkerLost)."""
+        """Adds tokens to the sample and to its delta. Tokens already known are dropped. A gap raises WorkerLost."""
         known = len(self.output_ids) - first_index
         fresh, details = token_ids[known:], list(logprobs)[known:]
         if known < 0 or (finish is not None and not fresh):
@@ -64,7 +64,9 @@ class Sample:
                 self._cumulative_logprob += details[number].logprob
 
     def accept_token(self, outlet: Outlet, index: int, token_id: int) -> None:
-        """`accept` of one token without log-probability after which the worker goes on; the hot path."""
+        """Does what `accept` does for one token without log-probability that is not the worker's last. This is the hot
+        path.
+        """
         if self._has_stops or index != len(self.output_ids):
             return self.accept(outlet, index, (token_id,), (), None)
         self.output_ids.append(token_id)

@@ -1,7 +1,6 @@
-"""What outlives the attempts of a request: its samples, its times, its account; and what workers are told of it.
+"""What outlives the attempts of a request: its samples, times and account, and what workers are told about it.
 
-A beam search has as many samples as beams are returned; nothing of them is known before its end. Independent of
-workers.
+A beam search has as many samples as it returns beams; nothing is known of them before its end. Independent of workers.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 MARGIN_S = 0.02
-"""What a hop keeps of the time left for its own answer."""
+"""The part of the remaining time that each hop keeps for its own answer."""
 
 
 @dataclass(slots=True)
 class RequestState:
-    """Everything of one request that outlives an attempt. Times are `time.monotonic`'s."""
+    """Everything of one request that outlives an attempt. Times are in the units of `time.monotonic`."""
 
     request: ResolvedRequest
     samples: list[Sample]
     outlet: Outlet
-    """Where accepted tokens go."""
+    """The outlet for accepted tokens."""
     metrics: Metrics
     arrived: float
     digest: bytes = b""
     rank: int = 0
-    """The priority with the workers, once it has a place."""
+    """The priority with the workers, set once the request has a place."""
     num_open: int = 0
-    """Samples that have not ended."""
+    """Number of samples that have not ended."""
     outcome: str = "abort"
-    """How the request ended, as its last delta says it."""
+    """How the request ended, as its last delta states it."""
     attempts: int = 0
     losses: int = 0
     decoded_from: int = 0
@@ -51,10 +50,10 @@ class RequestState:
     times: Timings = field(default_factory=Timings)
     sources: PromptSources | None = None
     prompt_logprobs: Sequence[types_pb.TokenLogprob] = ()
-    """Those that have not left yet."""
+    """Deltas that have not left yet."""
     handed_over: int = 0
     left_at: float = 0.0
-    """When the last delta left, 0 before the first."""
+    """When the last delta left; 0 before the first."""
 
     @classmethod
     def begin(
@@ -74,7 +73,7 @@ class RequestState:
 
     @property
     def output_len(self) -> int:
-        """Tokens of all samples."""
+        """Number of tokens of all samples."""
         return sum(len(sample.output_ids) for sample in self.samples)
 
     @property
@@ -83,14 +82,14 @@ class RequestState:
         return GroupNeed(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)
 
     def remaining_s(self) -> float:
-        """Time left for a hop. DeadlineExceeded when there is none."""
+        """Returns the time left for a hop. Raises DeadlineExceeded if there is none."""
         left = self.arrived + self.request.timeout_s - time.monotonic() - MARGIN_S
         if left <= 0:
             raise too_late(self.request.timeout_s)
         return left
 
     def took(self, **added_ns: int) -> None:
-        """Add to the times: `queue_ns`, `prefill_ns`, `hand_over_ns`, `decode_ns`."""
+        """Adds to the times `queue_ns`, `prefill_ns`, `hand_over_ns` and `decode_ns`."""
         self.times = replace(self.times, **{name: getattr(self.times, name) + ns for name, ns in added_ns.items()})
 
     def summary(self) -> Summary:
@@ -99,7 +98,9 @@ class RequestState:
         return Summary(prompt_len, self.output_len, sources, self.handed_over, self.times, self.attempts)
 
     def blocks_to_come_back(self, block_size: int) -> int:
-        """Blocks that the group needs to go on. A beam search starts over, so it must be able to reach its end."""
+        """Returns how many blocks the group needs to continue. A beam search starts over, so it must be able to reach
+        its end.
+        """
         need = self.need
         if self.is_beam_search:
             return need.blocks(block_size)
@@ -108,7 +109,9 @@ class RequestState:
         return shared + sum(blocks_of(length, block_size) - shared for length in lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """A delta leaves: count its tokens and times; the first of all brings the prompt's log-probabilities."""
+        """Counts a delta's tokens and times as it leaves. The first of all deltas brings the prompt's
+        log-probabilities.
+        """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
         sample.delta = None
         if sample.left_at:
@@ -120,7 +123,9 @@ class RequestState:
         self.left_at = sample.left_at = now
 
     def _account_first(self, delta: Delta, now: float) -> None:
-        """The first delta of a sample leaves. There is no time between its tokens, or from those of other samples."""
+        """Accounts for a sample's first delta. No time between tokens is counted here, within the sample or from other
+        samples.
+        """
         count, metrics = len(delta.token_ids), self.metrics
         if not self.left_at:
             delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, ()
@@ -129,7 +134,7 @@ class RequestState:
         metrics.tokens(count)
 
     def sum_up(self) -> None:
-        """Every sample has ended: the last delta brings the request's account."""
+        """Adds the request's account to the last delta, once every sample has ended."""
         last = self.outlet.pending[-1]
         assert last.finish_reason is not None
         last.summary, self.outcome = self.summary(), last.finish_reason.value
@@ -137,9 +142,9 @@ class RequestState:
     # --- what comes in: it is pending in the outlet until that is flushed
 
     def accept_token(self, sample_index: int, output_index: int, token_id: int) -> bool:
-        """Take a token after which decode goes on. True if it ended the sample here, by a stop string.
+        """Takes a token that is not the worker's last. Returns True if it ended the sample here, by a stop string.
 
-        Errors: WorkerLost for a token that cannot be this.
+        Raises WorkerLost for an impossible token.
         """
         try:
             sample = self.samples[sample_index]
@@ -151,9 +156,10 @@ class RequestState:
         return sample.finish_reason is not None and self._note_end(sample)
 
     def accept(self, output: decode_pb2.SequenceOutput) -> bool:
-        """Take what decode sent of one sample. True if that ended the sample here and the worker does not know it.
+        """Takes what decode sent of one sample. Returns True if that ended the sample here and the worker does not know
+        it.
 
-        Errors: WorkerLost for tokens that cannot be these.
+        Raises WorkerLost for impossible tokens.
         """
         if output.sample_index >= len(self.samples):
             raise internal("decode")
@@ -167,9 +173,9 @@ class RequestState:
         return self._note_end(sample) and finish is None
 
     def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
-        """Take the token that prefill drew for each branch. Returns the samples that the ticket goes on with.
+        """Takes the token that prefill drew for each branch. Returns the samples that the ticket continues with.
 
-        Errors: WorkerLost for an answer that is not to what was asked.
+        Raises WorkerLost for an answer that does not match the question.
         """
         going, sent = [], [] if self.is_beam_search else self.open_samples
         if [token.sample_index for token in done.tokens] != [sample.index for sample in sent]:
@@ -187,7 +193,7 @@ class RequestState:
         return self.open_samples if self.is_beam_search else going
 
     def _note_end(self, sample: Sample) -> bool:
-        """Count a sample that has just ended."""
+        """Counts a sample that has just ended."""
         ended = sample.finish_reason is not None
         self.num_open -= ended
         return ended
@@ -210,7 +216,9 @@ class RequestState:
         )
 
     def submit_request(self, done: prefill_pb2.PrefillDone, going: list[Sample]) -> decode_pb2.Submit:
-        """For the attempt that prefill has just done. DeadlineExceeded when no time is left."""
+        """Returns the decode request for the attempt whose prefill is done. Raises DeadlineExceeded if it is too
+        late.
+        """
         request = self.request
         return decode_pb2.Submit(
             request_id=request.request_id,
@@ -239,12 +247,14 @@ class RequestState:
 
 
 def tokens_of(ticket: types_pb.Ticket, block_size: int) -> int:
-    """Token positions that a ticket hands over; those in blocks that branches share count once."""
+    """Returns the token positions that a ticket hands over. Positions in blocks that branches share count once."""
     return sum(max(0, branch.num_tokens - branch.shared_blocks * block_size) for branch in ticket.branches)
 
 
 def _sampling(params: SamplingParams, *, with_prompt: bool) -> types_pb.SamplingParams:
-    """For a worker. Prompt log-probabilities are asked for once: they keep a prompt from using its cached prefix."""
+    """Returns the sampling parameters for a worker. Prompt log-probabilities are asked for once, because they keep a
+    prompt from using its cached prefix.
+    """
     message = convert.sampling_to_pb(params)
     if not with_prompt:
         message.ClearField("prompt_logprobs")

@@ -1,7 +1,7 @@
-"""Stop strings in a stream of text: what may begin one is held back, so that none ever leaks.
+"""Finds stop strings in streamed text. Text that may begin one is held back, so no stop string is ever sent.
 
 The result does not depend on how the text is cut into pieces: the stop string that is complete first ends the text, and
-of several complete at the same character the longest one.
+of several that are complete at the same character the longest one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one sample's text. `matched` is the stop string that ended it."""
+    """A matcher for one sample's text. `matched` is the stop string that ended it."""
 
     __slots__ = ("_first_chars", "_held", "_include", "_longest", "_stops", "matched")
 
@@ -23,7 +23,9 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that may go out now. Without `may_stop` (before min_tokens) what completes here does not count."""
+        """Returns the text that may be sent now. Without `may_stop` (before min_tokens), stop strings completed here do
+        not count.
+        """
         if not self._stops or not text:
             return text
         buffer = self._held + text
@@ -37,12 +39,14 @@ class StopMatcher:
         return buffer[:keep]
 
     def flush(self) -> str:
-        """What is held back, once no text will follow."""
+        """Returns the text held back, when no text will follow."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int]:
-        """(begin, end) of the stop string complete first within the new text; (0, 0) if none. Sets `matched`."""
+        """Returns (begin, end) of the stop string that is complete first within the new text, or (0, 0) if none is.
+        Sets `matched`.
+        """
         new_from = len(self._held)
         best = (0, 0)
         for stop in self._stops:
@@ -54,7 +58,7 @@ class StopMatcher:
         return best
 
     def _may_begin_at(self, buffer: str) -> int:
-        """The first position from which the rest of the buffer is the beginning of a stop string."""
+        """Returns the first position from which the rest of the buffer is the beginning of a stop string."""
         for start in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
             if buffer[start] in self._first_chars:
                 rest = buffer[start:]

@@ -1,1 +1,1 @@
-"""A worker's process that hosts prefill and decode beside each other, on one model and one device."""
+"""A worker process that runs prefill and decode side by side, on one model and one device."""

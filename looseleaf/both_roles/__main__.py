@@ -1,10 +1,10 @@
 """Starts both roles in one process: `python -m looseleaf.both_roles --model DIR --block-store HOST:PORT`.
 
-One model, its weights once; for each role a runner, a step thread and an attachment; one gRPC server. To everybody else
-they are a prefill and a decode worker at one address.
+The weights are loaded once. Each role has a runner, a step thread and an attachment; one gRPC server serves both. To
+other services they are a prefill and a decode worker at one address.
 
-On a GPU each role steps in its own time, on its own stream. On a CPU they take turns and each has all the cores: two
-OpenMP pools at once get less done (docs/log).
+On a GPU each role steps independently, on its own stream. On a CPU they take turns, and each uses all cores: two thread
+pools at once get less done (docs/log).
 """
 
 from __future__ import annotations

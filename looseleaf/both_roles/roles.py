@@ -1,4 +1,4 @@
-"""Workers of every kind, made of a model that is loaded already: prefill, decode, or both on one model."""
+"""Builds workers of every kind around a loaded model: prefill, decode, or both on one model."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from worker.role import load_model
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, and for a process that hosts both roles a second runner over the same weights."""
+    """A model and, for a process that runs both roles, a second runner over the same weights."""
 
     runner: ModelRunner
     sharing: ModelRunner | None
 
     @classmethod
     def of(cls, settings: WorkerSettings, *, both: bool) -> Loaded:
-        """Load the model."""
+        """Loads the model."""
         runner = load_model(settings)
         return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None)
 
     def measure(self, settings: BothSettings) -> None:
-        """What either role will ask for; the runners remember it."""
+        """Measures what either role will ask for. The runners keep the results."""
         prefill.needs_of(self.runner, settings, "")
         decode.needs_of(self.sharing or self.runner, settings, "")
 
 
 def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
-    """Attach both roles to the block store, which answers when all workers that it expects have asked."""
+    """Attaches both roles to the block store, which answers once all expected workers have asked."""
     runner, sharing = loaded.runner, loaded.sharing
     assert sharing is not None
     name = worker_name("worker", settings.worker_id)
@@ -63,14 +63,14 @@ def take_turns(settings: BothSettings, runner: ModelRunner) -> bool:
 
 
 async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) -> None:
-    """Bind, `join`, which may take long, and serve until a signal."""
+    """Binds, runs `join`, which may take long, and serves until a signal."""
     server = internal_server(settings)
     server.bind()
     await serve_roles(settings, server, await asyncio.to_thread(join))
 
 
 async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
-    """Be the worker that `python -m package flags` is, with the model that was loaded by one thread."""
+    """Becomes the worker that `python -m package flags` would be, with the model that was loaded by one thread."""
     if package == "prefill_svc":
         of_prefill = PrefillSettings.load(flags)
         await serve(of_prefill, lambda: [prefill.join(_fitting(loaded, of_prefill).runner, of_prefill)])
@@ -83,7 +83,7 @@ async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
 
 
 def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
-    """`loaded`, or the model as these settings ask for it: a variable of one role may say something of its own."""
+    """Returns `loaded`, or loads the model anew if a variable of one role makes these settings ask for another."""
     wanted = RunnerSettings.of(settings)
     if replace(wanted, num_threads=1) == loaded.runner.settings:
         for runner in (loaded.runner, loaded.sharing):

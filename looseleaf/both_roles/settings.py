@@ -1,4 +1,4 @@
-"""Settings of a process that hosts both roles."""
+"""Settings of a process that runs both roles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decode_svc.settings import DecodeSettings
 
 
 class BothSettings(DecodeSettings):
-    """Flags of `python -m looseleaf.both_roles`, for both roles; LOOSELEAF_WORKER_* in the environment."""
+    """Flags of `python -m looseleaf.both_roles`, for both roles. The environment's variables are LOOSELEAF_WORKER_*."""
 
     model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles")
     steps: Literal["auto", "turns", "free"] = Field(

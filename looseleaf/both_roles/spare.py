@@ -1,11 +1,12 @@
-"""`python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to take a dead one's place.
+"""`python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to replace one that dies.
 
-Until then it is no holder and nobody's worker: the block store, Redis and gateways do not know of it. Its launcher
-tells it whose place it takes, in one line on stdin: package and flags, as of the process that it replaces. Then it
-attaches, and is that worker.
+Until then it is neither a holder nor a worker: the block store, Redis and gateways do not know of it. Its launcher
+tells it whose place to take, in one line on stdin with the package and flags of the process that it replaces. Then it
+attaches and is that worker.
 
-It loads in a thread of the lowest priority, so that it takes only time that nobody who serves wants. A niceness belongs
-to a thread, and to those it starts; it could not be taken back. Threads that serve are started by others.
+It loads in a thread of the lowest priority, so it uses only time that no serving process wants. A niceness belongs to a
+thread and to the threads that it starts, and cannot be raised again. So the threads that serve are started by other
+threads.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class SpareSettings(BothSettings):
 
 
 def load(settings: SpareSettings) -> Loaded:
-    """Import what a worker imports, load the model and measure it. By one thread: the kernels' others, once they have
-    begun, stay, with the priority of the thread that began them.
+    """Imports what a worker imports, loads the model and measures it, with one thread: the kernels' other threads, once
+    started, would keep the priority of the thread that started them.
     """
     from looseleaf.both_roles.roles import Loaded  # here: torch is imported with the priority of this thread
 
@@ -54,7 +55,7 @@ def load(settings: SpareSettings) -> Loaded:
 
 
 def behind_others(settings: SpareSettings) -> Future[Loaded]:
-    """`load`, in a thread that gets what time is left over."""
+    """Runs `load` in a thread that gets only spare time."""
     loaded: Future[Loaded] = Future()
 
     def run() -> None:
@@ -73,7 +74,9 @@ def behind_others(settings: SpareSettings) -> Future[Loaded]:
 
 
 async def order() -> tuple[str, list[str]]:
-    """Package and flags of the worker whose place is to be taken. StartupError: the launcher is gone."""
+    """Reads the package and flags of the worker whose place is to be taken. Raises StartupError if the launcher is
+    gone.
+    """
     line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 

@@ -1,6 +1,6 @@
-"""`looseleaf blocks [ADDRESS]`: the block map of a running block store: who holds what.
+"""`looseleaf blocks [ADDRESS]`: the block map of a running block store, with the holders of each block.
 
-A prefix hash says nothing of its tenant (the tenant's salt is in it, one way), so none is shown.
+A prefix hash reveals nothing of its tenant, whose salt is part of the hashed data, so no tenant is shown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STATES = pb.BlockState
 
 
 class BlocksSettings(Settings):
-    """Prints one line a block, then the holders; free blocks only with --all."""
+    """Prints one line per block, then the holders. Free blocks are printed only with --all."""
 
     model_config = settings_config("LOOSELEAF_BLOCKS_", "looseleaf blocks")
 
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
-    """The store's map of blocks. Unavailable, or what the store says."""
+    """Returns the store's map of blocks. Raises Unavailable, or the store's own error."""
     with open_blocking_channel(address, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
         request = pb.InspectRequest(include_blocks=True)
@@ -64,7 +64,9 @@ def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
 
 
 def lines(map_: pb.InspectResponse, with_free: bool) -> Iterator[str]:
-    """The table. One reference per holder and block: how many sequences share it, its worker knows."""
+    """Returns the lines of the table. A holder has one reference per block; only the worker knows how many sequences
+    share it.
+    """
     if not map_.arena_id:
         yield "no arena yet: no worker has attached"
         return

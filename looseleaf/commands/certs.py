@@ -1,4 +1,4 @@
-"""`looseleaf certs DIRECTORY`: a CA and certificates to try TLS with. For more, take those of your own CA."""
+"""`looseleaf certs DIRECTORY`: makes a CA and certificates to try TLS with. For real use, take those of your own CA."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ except ImportError as _error:
     raise StartupError("certificates are made with cryptography: pip install 'looseleaf[certs]'") from _error
 
 _LEEWAY = datetime.timedelta(minutes=5)
-"""Clocks differ."""
+"""Certificates begin this much earlier, because clocks differ."""
 
 
 class CertsSettings(Settings):
     """Makes ca.pem; inside.pem and inside.key for --tls-cert and --tls-key; front.pem and front.key for --ssl-certfile
-    and --ssl-keyfile. The CA's own key is kept in ca.key, for the next time: then only the certificates are new.
+    and --ssl-keyfile. The CA's own key is kept in ca.key, so that the next run renews only the certificates.
     """
 
     model_config = settings_config("LOOSELEAF_CERTS_", "looseleaf certs")
@@ -56,7 +56,7 @@ _FILES = ("ca.pem", "inside.pem", "inside.key", "front.pem", "front.key")
 
 
 def make(directory: Path, hosts: Iterable[str], life: datetime.timedelta) -> None:
-    """The CA, if there is none yet, and two certificates of it."""
+    """Makes the CA, if there is none yet, and two certificates of it."""
     authority = _Authority(directory, life)
     authority.issue("inside", [INSIDE_NAME])
     authority.issue("front", ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts])
@@ -82,7 +82,7 @@ class _Authority:
         _write(cert_file, self._cert.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, hosts: Sequence[str]) -> None:
-        """NAME.pem and NAME.key, each replaced at once."""
+        """Makes NAME.pem and NAME.key. Each replaces the old file atomically."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = self._builder(_name(hosts[0]), self._cert.subject, key)
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

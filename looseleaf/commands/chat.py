@@ -16,7 +16,7 @@ from looseleaf.options import GenerateOptions, Message
 
 
 class ChatSettings(ClientSettings):
-    """Talk with the model. With a message: one answer. Without: turn by turn until an empty line or Ctrl-D."""
+    """Talks with the model. With a message: one answer. Without: turn by turn until an empty line or Ctrl-D."""
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf chat")
 
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def converse(client: Client, turns: list[Message], options: GenerateOptions) -> int:
-    """Read a line, answer it, until there is none. A refused turn is said and left out."""
+    """Reads lines and answers them until there are none. A turn that is refused is reported and left out."""
     while text := read_line():
         turns.append({"role": "user", "content": text})
         try:
@@ -48,7 +48,7 @@ def converse(client: Client, turns: list[Message], options: GenerateOptions) -> 
 
 
 def read_line() -> str:
-    """The next line of the user; empty at the end. The prompt sign is shown on a terminal only."""
+    """Returns the user's next line, empty at the end. The prompt sign is shown only on a terminal."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
@@ -56,7 +56,7 @@ def read_line() -> str:
 
 
 def answer(client: Client, turns: Sequence[Message], options: GenerateOptions) -> str:
-    """Print the answer as it comes, and return it."""
+    """Prints the answer as it arrives, and returns it."""
     text = ""
     for delta in client.chat(turns, stream=True, **options):
         text += delta.text

@@ -1,4 +1,4 @@
-"""`looseleaf complete PROMPT`: stream the continuation of a prompt to stdout, or several one after the other."""
+"""`looseleaf complete PROMPT`: streams the continuation of a prompt to stdout, or several in sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from looseleaf.results import Delta
 
 
 class CompleteSettings(ClientSettings):
-    """Continue a prompt; the text streams to stdout as it is generated."""
+    """Continues a prompt. The text streams to stdout as it is generated."""
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf complete")
 
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
-    """Print the samples one after the other, `numbered` each with its index and the score of a beam."""
+    """Prints the samples in sequence; if `numbered`, each with its index and, for a beam, its score."""
     begun = -1
     for delta in in_turn(deltas):
         if numbered and delta.index != begun:
@@ -55,7 +55,9 @@ def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
 
 
 def in_turn(deltas: Iterable[Delta]) -> Iterator[Delta]:
-    """The deltas sample by sample: those of the first as they come, then what has come of the second, and so on."""
+    """Yields the deltas sample by sample: the first sample's as they arrive, then those that have arrived for the
+    second, and so on.
+    """
     current = 0
     waiting: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:

@@ -1,4 +1,4 @@
-"""`looseleaf doctor [MODEL]`: check what `serve` needs on this machine, a line each, and what to do about problems."""
+"""`looseleaf doctor [MODEL]`: checks what `serve` needs on this machine, one line each, with advice for problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _LEAST_SHARED_BYTES = 256 << 20
 
 
 class DoctorSettings(Settings):
-    """Check this machine: torch, kernels, GPU, Redis, shared memory, ports, model. Exit status 1 on a problem."""
+    """Checks this machine: torch, kernels, GPU, Redis, shared memory, ports, model. Exit status 1 if there is a
+    problem.
+    """
 
     model_config = settings_config("LOOSELEAF_DOCTOR_", "looseleaf doctor")
 
@@ -75,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def report(check: Check) -> bool:
-    """Print one line; whether it is fine. A check that fails in a way it does not know is a problem too."""
+    """Prints one line. Returns whether the check passed. A check that fails in an unknown way is a problem too."""
     try:
         state, text = "ok     ", check.look()
     except (Problem, StartupError) as error:
@@ -111,7 +113,7 @@ def cpu_kernels() -> str:
 
 
 def gpu() -> str:
-    """The devices as torch sees them; the driver may see some that this torch cannot use."""
+    """Returns the devices as torch sees them. The driver may see some that this torch cannot use."""
     if (obstacle := why_no_gpu()) is not None:
         return f"none, the CPU computes: {obstacle}"
     cuda: Any = importlib.import_module("torch").cuda
@@ -133,7 +135,7 @@ def triton() -> str:
 
 
 def attention() -> str:
-    """Which providers are available for the Llama-3-8B shape, and on a GPU why the others are not."""
+    """Returns the available providers for the Llama-3-8B shape and, on a GPU, why the others are not available."""
     torch = importlib.import_module("torch")
     base: Any = importlib.import_module("kernels.providers.base")
     choice: Any = importlib.import_module("kernels.providers.choice")
@@ -191,7 +193,7 @@ def port(host: str, number: int, answers: Callable[[str, int], bool]) -> str:
 
 
 def http_answers(host: str, number: int) -> bool:
-    """Whether a gateway is ready there."""
+    """Returns whether a ready gateway answers there."""
     connection = HTTPConnection(host, number, timeout=1.0)
     try:
         connection.request("GET", "/health")
@@ -203,7 +205,7 @@ def http_answers(host: str, number: int) -> bool:
 
 
 def grpc_answers(host: str, number: int) -> bool:
-    """Whether a service is ready there."""
+    """Returns whether a ready service answers there."""
     with open_blocking_channel(f"{host}:{number}") as channel:
         return state_of(channel, "", 1.0) == "SERVING"
 

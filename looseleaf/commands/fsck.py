@@ -1,4 +1,4 @@
-"""`looseleaf fsck DIRECTORY [REDIS_URL]`: compare the ledger in Redis, the arena's header and what workers hold."""
+"""`looseleaf fsck DIRECTORY [REDIS_URL]`: compares the ledger in Redis, the arena's header and what workers hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.settings import Settings, settings_config
 
 
 class FsckSettings(Settings):
-    """Prints every difference. Exit status 0 if there is none or all were repaired."""
+    """Prints every difference. Exit status 0 if there is none or if all were repaired."""
 
     model_config = settings_config("LOOSELEAF_FSCK_", "looseleaf fsck")
 

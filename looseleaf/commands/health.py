@@ -1,4 +1,4 @@
-"""`looseleaf health [ADDRESS]`: ask any of the services, over gRPC's standard health service, whether it is ready."""
+"""`looseleaf health [ADDRESS]`: asks any service, over gRPC's standard health service, whether it is ready."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def open_for(settings: HealthSettings) -> grpc.Channel:
-    """StartupError: a file cannot be used."""
+    """Raises StartupError if a file cannot be used."""
     if settings.tls_ca is not None and settings.tls_cert is None:
         return grpc.secure_channel(settings.address, front_credentials(settings.tls_ca))
     files = TrustFiles(None, settings.tls_cert, settings.tls_key, settings.tls_ca)
@@ -51,7 +51,7 @@ def open_for(settings: HealthSettings) -> grpc.Channel:
 
 
 def state_of(channel: grpc.Channel, service: str, timeout_s: float) -> str:
-    """SERVING, NOT_SERVING, SERVICE_UNKNOWN, or the name of the status with which the call failed."""
+    """Returns SERVING, NOT_SERVING, SERVICE_UNKNOWN, or the name of the status with which the call failed."""
     stub = cast(Any, health_pb2_grpc.HealthStub)(channel)
     try:
         reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Flags that `complete` and `chat` share: where the gateway is and how tokens are drawn."""
+"""Flags that `complete` and `chat` share: the gateway's address and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from looseleaf.options import GenerateOptions
 
 
 class ClientSettings(Settings):
-    """The gateway to talk to, and sampling; absent values take the model's or the gateway's default."""
+    """The gateway's address and sampling parameters. Absent values take the model's or the gateway's default."""
 
     address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
     api_key: str | None = Field(None, repr=False, description="credential (or by variable)")
@@ -33,7 +33,7 @@ class ClientSettings(Settings):
         return Client(self.address, api_key=self.api_key, timeout=self.timeout, tls_ca=self.tls_ca)
 
     def options(self, *more: str) -> GenerateOptions:
-        """What was given of these options and `more`, for `Client.generate`."""
+        """Returns the options that were given, and `more`, for `Client.generate`."""
         names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed", "priority", *more)
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(GenerateOptions, given | {"stop": self.stop})

@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
-    """The lines. Raises ModelError for a model that is not supported."""
+    """Returns the lines. Raises ModelError for a model that is not supported."""
     from engine.config import ModelConfig
 
     config = ModelConfig.from_directory(directory)
@@ -98,7 +98,9 @@ def _hosts(settings: PlanSettings, weights: int, sequence: int) -> Iterator[str]
 
 
 def num_parameters(directory: Path, config: ModelConfig) -> int:
-    """Of the checkpoint's files, or of the configuration where there are none."""
+    """Counts the parameters in the checkpoint's files, or computes them from the configuration if there are no
+    files.
+    """
     from engine.checkpoint import weight_files
     from engine.tiny import parameter_shapes
 

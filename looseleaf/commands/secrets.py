@@ -1,7 +1,7 @@
-"""`looseleaf secrets DIRECTORY`: a launch's secret and a password for its Redis, each in a file of its own.
+"""`looseleaf secrets DIRECTORY`: makes a launch's secret and a password for its Redis, each in its own file.
 
-For compose and for services that are started by hand; `looseleaf serve` makes its own. What is there stays, so that
-services which run already and those that come later agree.
+This is for compose and for services that are started by hand; `looseleaf serve` makes its own. Existing files stay, so
+that running services and later ones agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`looseleaf serve`: launch, say where, show one generated line, keep on until a signal or until a service dies."""
+"""`looseleaf serve`: launches, prints the addresses and one generated line, and runs until a signal or until a service
+dies.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Interrupted(BaseException):
-    """A signal came before the launch was complete."""
+    """A signal that arrived before the launch was complete."""
 
 
 class StopSignals:
-    """SIGTERM and SIGINT end the launch in order; a second one kills the services at once.
+    """Handles SIGTERM and SIGINT, which end the launch in order; a second one kills the services at once.
 
-    At SIGHUP the gateway reads its key file again. Where it means that the terminal is gone it ends the launch.
+    At SIGHUP the gateway reads its key file again. If SIGHUP means that the terminal is gone, it ends the launch.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -73,14 +75,14 @@ class StopSignals:
             raise Interrupted
 
     def raise_if_set(self) -> None:
-        """From here on a signal only sets the event."""
+        """From now on a signal only sets the event."""
         self._launched = True
         if self.event.is_set():
             raise Interrupted
 
 
 def has_terminal() -> bool:
-    """Whether this process has a controlling terminal, which is still there."""
+    """Returns whether this process has a controlling terminal that still exists."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -99,7 +101,7 @@ def banner(addresses: Addresses, seconds: float) -> str:
 
 
 def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str:
-    """A line that the services have just generated, safe for a terminal."""
+    """Returns a line that the services have just generated, safe for a terminal."""
     if addresses.is_tls and tls_ca is None:
         return "  says  nothing yet: no --tls-ca to check the certificate in front with"
     from looseleaf.client import Client  # here, so that services are started before gRPC is loaded
@@ -110,5 +112,5 @@ def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str
 
 
 def one_line(text: str) -> str:
-    """White space as single blanks, what cannot be printed as an escape."""
+    """Returns white space as single blanks, and unprintable characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))

@@ -8,7 +8,7 @@ from common.errors import StartupError
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raise StartupError if nobody could listen there now; port 0 is always free."""
+    """Raises StartupError if the port cannot be bound now. Port 0 is always free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -21,6 +21,6 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def reachable(address: str) -> str:
-    """`host:port` as a client on this machine reaches it."""
+    """Returns the `host:port` by which a client on this machine reaches it."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address

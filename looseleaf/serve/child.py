@@ -1,11 +1,11 @@
 """`python -m looseleaf.serve.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
 
-A flag `@ready:FILE:LINE` stands for that line of another service's ready file. What the service imports is imported
-before the file is waited for, so that services start beside each other though one needs another's address; and with
-Python's garbage collector off, which would walk what torch has made again and again, a fifth of a worker's imports.
+A flag `@ready:FILE:LINE` stands for that line of another service's ready file. The service's imports are done before
+the file is waited for, so that services start in parallel although one needs another's address. Python's garbage
+collector is off meanwhile: walking torch's objects again and again would be a fifth of a worker's import time.
 
 PR_SET_PDEATHSIG would do it in the kernel, but it fires when the *thread* that started the child ends, and `LLM` may be
-made in any thread. So a thread watches the parent's pid instead.
+created in any thread. So a thread watches the parent's pid instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READY = "@ready:"
 
 
 def _follow(parent: int) -> None:
-    """SIGTERM to ourselves once the parent is gone, SIGKILL if that was not enough."""
+    """Sends this process SIGTERM once the parent is gone, and SIGKILL if that was not enough."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -38,12 +38,12 @@ def _follow(parent: int) -> None:
 
 
 def later(ready_file: Path, line: int) -> str:
-    """The flag that stands for a line of a ready file, counted from 0."""
+    """Returns the flag that stands for a line of a ready file, counted from 0."""
     return f"{_READY}{ready_file}:{line}"
 
 
 def filled(flags: Sequence[str]) -> list[str]:
-    """`flags` with the lines that they stand for; waits until the files are there."""
+    """Returns `flags` with the lines that they stand for. Waits until the files are there."""
     return [_line(flag) if flag.startswith(_READY) else flag for flag in flags]
 
 
@@ -55,7 +55,7 @@ def _line(flag: str) -> str:
 
 
 def _import_for(package: str) -> None:
-    """Import what the service's main module imports, and forget that module, which is to be run."""
+    """Imports what the service's main module imports, then forgets that module, because it will be run."""
     spec = importlib.util.find_spec(package)
     is_package = spec is not None and spec.submodule_search_locations is not None
     name = f"{package}.__main__" if is_package else package
@@ -68,7 +68,7 @@ def _import_for(package: str) -> None:
 
 
 def main() -> None:
-    """Start the watch, then become the service."""
+    """Starts the watch, then becomes the service."""
     parent, package = int(sys.argv[1]), sys.argv[2]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service says what it means
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()

@@ -1,6 +1,6 @@
-"""Child processes of the launcher: start, logs, readiness, how often they may start again, an orderly end.
+"""The launcher's child processes: start, logs, readiness, limited restarts, an orderly end.
 
-Does not know which services.
+Independent of which services they are.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _TAIL_LINES = 20
 _MAX_RESTARTS = 5
 _RESTART_WINDOW_S = 60.0
 Echo = Callable[[str], None]
-"""Takes one line of log."""
+"""A function that takes one line of log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process to start."""
+    """A process to start."""
 
     name: str
-    """Unique; the prefix of its log lines."""
+    """Unique name, used as the prefix of its log lines."""
     package: str
     flags: tuple[str, ...]
     environment: Mapping[str, str]
     inherited_fd: int
-    """A descriptor it keeps open until it ends (the launcher's lock)."""
+    """A descriptor that it keeps open until it ends (the launcher's lock)."""
     takes_orders: bool = False
     """Whether it reads from stdin whose place it takes (`Child.become`)."""
 
@@ -49,15 +49,15 @@ class ChildDied(StartupError):
 
 
 class Restarts:
-    """How often each service was started again. One that ends more than `_MAX_RESTARTS` times in `_RESTART_WINDOW_S`
-    seconds is not.
+    """Counts restarts of each service. A service that ends more than `_MAX_RESTARTS` times in `_RESTART_WINDOW_S`
+    seconds is not restarted.
     """
 
     def __init__(self) -> None:
         self._moments: dict[str, list[float]] = {}
 
     def allow(self, name: str) -> bool:
-        """Whether `name` may be started again now; counted."""
+        """Returns whether `name` may be started again now, and counts it."""
         now = time.monotonic()
         recent = [at for at in self._moments.get(name, ()) if now - at < _RESTART_WINDOW_S]
         self._moments[name] = [*recent, now]
@@ -65,10 +65,10 @@ class Restarts:
 
 
 class Child:
-    """A running service, in a session of its own so that a terminal's Ctrl-C reaches the launcher only."""
+    """A running service, in its own session, so that a terminal's Ctrl-C reaches only the launcher."""
 
     def __init__(self, spec: ServiceSpec, directory: Path, echo: Echo) -> None:
-        """Start it. `directory` takes its ready file."""
+        """Starts the service. Its ready file is in `directory`."""
         self.spec = spec
         self.name = spec.name
         self._ready_file = _ready_file(directory, spec)
@@ -91,17 +91,19 @@ class Child:
         return self._process.pid
 
     def later(self, line: int) -> str:
-        """A flag for a service that is started before this one is ready: it waits for this line of the ready file."""
+        """Returns a flag for a service that starts before this one is ready: it waits for this line of the ready
+        file.
+        """
         return later(self._ready_file, line)
 
     @property
     def status(self) -> int | None:
-        """Its exit status, negative where a signal killed it; None: it runs."""
+        """Exit status, negative if a signal killed it; None while it runs."""
         return self._process.poll()
 
     def become(self, spec: ServiceSpec) -> bool:
-        """Have it take the place of a process of `spec`, whose name and ready file it has from here on. False: it has
-        ended.
+        """Makes it take the place of a process of `spec`, whose name and ready file it has from now on. Returns False
+        if it has ended.
         """
         assert self._process.stdin is not None
         ready_file = _ready_file(self._ready_file.parent, spec)
@@ -122,7 +124,7 @@ class Child:
             echo(f"{self.name:<11} | {line}")
 
     def check(self) -> None:
-        """Raise ChildDied if it has ended."""
+        """Raises ChildDied if it has ended."""
         status = self._process.poll()
         if status is None:
             return
@@ -132,40 +134,40 @@ class Child:
         raise ChildDied(f"{self.name} {how}; its last lines:\n{last}")
 
     def ready_lines(self) -> tuple[str, ...] | None:
-        """The lines of its ready file; None: not ready yet."""
+        """Returns the lines of its ready file, or None if it is not ready yet."""
         try:
             return tuple(self._ready_file.read_text(encoding="utf-8").split())
         except FileNotFoundError:
             return None
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM)."""
+        """Asks it to end (SIGTERM)."""
         self._process.terminate()
 
     def hang_up(self) -> None:
-        """Ask it to read its files again (SIGHUP)."""
+        """Asks it to read its files again (SIGHUP)."""
         self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
-        """End it now (SIGKILL)."""
+        """Ends it now (SIGKILL)."""
         self._process.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within `seconds`."""
+        """Returns whether it has ended within `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.0, seconds))
         return self._process.poll() is not None
 
 
 def _ready_file(directory: Path, spec: ServiceSpec) -> Path:
-    """Where a service says that it is ready; not that a life before this one was."""
+    """Returns the file in which a service says that it is ready, after removing the one of its predecessor."""
     file = directory / f"{spec.name}.ready"
     file.unlink(missing_ok=True)
     return file
 
 
 def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: float) -> list[tuple[str, ...]]:
-    """The ready lines of `waited`, in order, once all are there.
+    """Returns the ready lines of `waited`, in order, once all are there.
 
     Raises ChildDied as soon as any of `all_children` ends, StartupError after `seconds`.
     """
@@ -184,8 +186,9 @@ def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: 
 
 
 def end(children: Sequence[Child], grace_s: float) -> None:
-    """Send SIGTERM to all and, after `grace_s` seconds, SIGKILL to those that still run. Returns when all have
-    ended."""
+    """Sends SIGTERM to all and, after `grace_s` seconds, SIGKILL to those still running. Returns when all have
+    ended.
+    """
     for child in children:
         child.terminate()
     deadline = time.monotonic() + grace_s

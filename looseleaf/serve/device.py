@@ -1,4 +1,6 @@
-"""Whether a launch computes on a GPU or on the CPU. Asks torch's version file and the driver; does not import torch."""
+"""Decides whether a launch computes on a GPU or on the CPU. Reads torch's version file and asks the driver; does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ Device = Literal["cpu", "cuda"]
 
 
 def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
-    """`auto` is cuda where torch was built for it and the driver sees a GPU, as it is for a worker.
+    """Resolves `auto` to cuda if torch was built for it and the driver sees a GPU, as a worker does.
 
-    StartupError: cuda was asked for and is unavailable.
+    Raises StartupError if cuda was asked for and is unavailable.
     """
     if asked == "cpu":
         return "cpu"
@@ -32,7 +34,7 @@ def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def why_no_gpu() -> str | None:
-    """One sentence; None: there is a GPU that torch can use."""
+    """Returns why there is no GPU that torch can use, in one sentence, or None if there is one."""
     if torch_cuda() is None:
         return "the torch that is installed here was not built for CUDA"
     # In a process of its own: one that has called the driver cannot fork others that use it, and `LLM` has no say in
@@ -45,7 +47,7 @@ def why_no_gpu() -> str | None:
 
 
 def driver_obstacle() -> str | None:
-    """Why the driver gives no GPU; None: it does."""
+    """Returns why the driver provides no GPU, or None if it does."""
     try:
         return None if Cuda().num_devices else "the CUDA driver sees no GPU"
     except CudaUnavailable as error:
@@ -53,7 +55,9 @@ def driver_obstacle() -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built for; None: for the CPU, or there is no torch."""
+    """Returns the CUDA version that the installed torch was built for, or None if it is a CPU build or not
+    installed.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face Hub: from the local cache, else downloaded with progress."""
+"""Finds models by their name on the Hugging Face Hub: in the local cache, else by a download with progress."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from common.errors import StartupError
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WANTED = ("*.json", "*.jinja", "*.safetensors", "*.txt", "tokenizer.model")
 _UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
-"""Second copies of the weights, in other formats."""
+"""Files that repeat the weights in other formats."""
 
 
 def is_name(given: str) -> bool:
-    """Whether `given` is ORGANIZATION/NAME rather than a directory that exists."""
+    """Returns whether `given` is ORGANIZATION/NAME rather than a directory that exists."""
     return _NAME.fullmatch(given) is not None and not Path(given).exists()
 
 
 def cached(name: str) -> Path | None:
-    """The model's directory in the local cache, if its configuration and weights are there."""
+    """Returns the model's directory in the local cache, if its configuration and weights are there."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -30,7 +30,7 @@ def cached(name: str) -> Path | None:
 
 
 def fetch(name: str) -> Path:
-    """The model's directory in the local cache, after a download if need be. Raises StartupError."""
+    """Returns the model's directory in the local cache, after a download if necessary. Raises StartupError."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 

@@ -1,7 +1,7 @@
-"""Runs every service on this machine: Redis, block store, workers, gateway, as child processes that end together.
+"""Runs every service on this machine as child processes that end together: Redis, block store, workers, gateway.
 
-Knows in which order they start and stop, and that one which ends is started again: what it must not forget is in the
-arena, in Redis, or the launcher's. `children` knows how a process is kept, `service_flags` what it is told.
+Knows the order in which they start and stop, and restarts a service that ends: what it must not forget is in the arena,
+in Redis, or kept by the launcher. `children` handles the processes, `service_flags` their flags.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from looseleaf.serve.standby import NAME, PACKAGE, Standby, wanted
 
 _FAILED_GRACE_S = 3.0
 _ENDING_S = 5.0
-"""What a service gets beyond the grace period of its requests, to tell those that are left and to end."""
+"""Time that a service gets beyond the grace period of its requests, to inform the remaining ones and to end."""
 _PORT_FLAGS = {"block_store": ("--port",), "gateway": ("--port", "--grpc-port")}
-"""Of services that others keep an address of: the flags for the lines of their ready files."""
+"""Flags for the lines of the ready files of services whose address others keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a launch listens, as host:port that a client on this machine reaches."""
+    """The addresses of a launch, as host:port that a client on this machine reaches."""
 
     http: str
     grpc: str
     block_store: str
     services: Mapping[str, str]
-    """The gRPC address of every service, by its name; each answers the health service."""
+    """The gRPC address of every service, by name. Each answers the health service."""
     is_tls: bool = False
-    """HTTP and gRPC in front speak TLS."""
+    """Whether the front's HTTP and gRPC use TLS."""
     notice: str | None = None
-    """What the user should know about the model."""
+    """A note about the model for the user."""
 
 
 def echo_to_stderr(line: str) -> None:
@@ -74,7 +74,7 @@ def echo_to_stderr(line: str) -> None:
 
 
 class Launcher:
-    """One launch. `start`, then `check` now and then, then `stop`; or as a context manager."""
+    """One launch. Call `start`, then `check` from time to time, then `stop`; or use it as a context manager."""
 
     def __init__(self, settings: ServeSettings, echo: Echo = echo_to_stderr) -> None:
         self._settings = settings
@@ -88,7 +88,7 @@ class Launcher:
         self._salt_secret = secrets.token_hex(32)
 
     def start(self) -> Addresses:
-        """Start every service; returns when the gateway serves. Raises StartupError and leaves nothing running."""
+        """Starts every service. Returns when the gateway serves. Raises StartupError and leaves nothing running."""
         try:
             return self._start()
         except BaseException:
@@ -107,7 +107,7 @@ class Launcher:
         write_secret(self._secret_file)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
         self._echo(describe(asked, settings))
-        # Workers beside the store: who needs its address waits for it itself.
+        # Workers start in parallel with the store; a service that needs its address waits for it.
         redis_url = settings.redis_url or self._start_redis()
         flags = store_flags(settings, self._shared.path, source)
         store = self._spawn("block_store", "block_store", flags, store_secrets(redis_url))
@@ -128,7 +128,7 @@ class Launcher:
         return self._addresses(ready, source.notice)
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
-        """A spare worker from now on, if there is room for it; `flags`: what all workers are told."""
+        """Keeps a spare worker from now on, if there is room for one. `flags` are those that all workers get."""
         from block_store.server.sizing import (
             available_memory,  # here, so that services are started before numpy is loaded
         )
@@ -145,7 +145,7 @@ class Launcher:
         self._standby.check()
 
     def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
-        """From the ready lines of all services; the gateway's are HTTP, then gRPC."""
+        """Reads the addresses from the ready lines of all services. The gateway has two: HTTP, then gRPC."""
         lines = {child.name: lines for child, lines in zip(self._children, ready, strict=True)}
         for child in self._children:
             ports = dict(zip(_PORT_FLAGS.get(child.name, ()), lines[child.name], strict=False))
@@ -155,7 +155,7 @@ class Launcher:
         return Addresses(http, grpc_address, services["block_store"], services, self._is_tls, notice)
 
     def _start_redis(self) -> str:
-        """A private Redis of the launch, which outlives the block store; its URL."""
+        """Starts a private Redis of the launch, which outlives the block store. Returns its URL."""
         assert self._shared is not None
         try:
             self._redis = PrivateServer(
@@ -196,29 +196,31 @@ class Launcher:
 
     @property
     def _secret_file(self) -> Path:
-        """With what all internal calls of this launch must show. Beside the arena: who can write there need not ask."""
+        """Writes the secret that all internal calls of this launch must show. It lies beside the arena: a process that
+        can write there needs no secret.
+        """
         assert self._shared is not None
         return self._shared.path / "secret"
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process of each service, by name."""
+        """Returns the process id of each service, by name."""
         return {child.name: child.pid for child in self._children}
 
     @property
     def spare_pids(self) -> list[int]:
-        """Of spare workers, loaded or not."""
+        """Returns the process ids of spare workers, loaded or not."""
         return [child.pid for child in self._spare]
 
     @property
     def spare_is_loaded(self) -> bool:
-        """Whether a worker that dies now has its successor at once."""
+        """Returns whether a worker that dies now has a successor at once."""
         return self._standby is not None and self._standby.is_loaded
 
     def check(self) -> None:
-        """Start services that have ended again. Raise ChildDied if one keeps ending.
+        """Restarts services that have ended. Raises ChildDied if one keeps ending.
 
-        The private Redis is started again by its own thread; here it is only asked whether that goes on.
+        The private Redis is restarted by its own thread; here it is only checked that this still works.
         """
         if self._redis is not None and self._redis.failure is not None:
             raise ChildDied(str(self._redis.failure))
@@ -242,21 +244,21 @@ class Launcher:
         return self._restarts.allow(spec.name)
 
     def reload(self) -> None:
-        """The gateway reads its key file again."""
+        """Makes the gateway read its key file again."""
         for child in self._children:
             if child.spec.package == "gateway":
                 child.hang_up()
 
     def kill(self) -> None:
-        """SIGKILL to every service, for callers that do not wait for `stop`."""
+        """Sends SIGKILL to every service, for callers that do not wait for `stop`."""
         for child in [*self._children, *self._spare]:
             child.kill()
         if self._redis is not None:
             self._redis.kill()
 
     def stop(self, most_s: float | None = None) -> None:
-        """End the services from the gateway down to Redis; a second call does nothing. Who has not ended after
-        `most_s` (default: the grace period and a little) is killed.
+        """Ends the services, from the gateway down to Redis. A second call does nothing. Services that have not ended
+        after `most_s` (default: the grace period plus a margin) are killed.
         """
         most_s = self._settings.grace_s + _ENDING_S if most_s is None else most_s
         store, workers, gateway = self._children[:1], self._children[1:-1], self._children[1:][-1:]

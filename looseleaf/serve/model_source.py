@@ -1,4 +1,4 @@
-"""Which model directory a launch serves, and the small random model for when none is given. Loads no weights."""
+"""Finds the model directory that a launch serves, or makes a small random model if none is given. Loads no weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUILT_IN = _IN_WHEEL if _IN_WHEEL.is_dir() else REPOSITORY / "models" / "storyte
 _MAKE = "import sys; from engine.tiny import make_checkpoint; make_checkpoint(sys.argv[1], 'llama', seed=0)"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _VERSION = 1
-"""Raised when the random model's shape changes, so that an old cached one is not taken."""
+"""Incremented when the random model's shape changes, so that an old cached one is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class ModelSource:
 
     directory: Path
     notice: str | None = None
-    """What the user should know about it."""
+    """A note about the model for the user."""
     is_tiny: bool = False
 
 
 def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
-    """The directory or name on the Hugging Face Hub `given`, else the built-in model, else a small random one.
-    Raises StartupError if it is not a model.
+    """Resolves `given`, a directory or a name on the Hugging Face Hub, else the built-in model, else a small random
+    one. Raises StartupError if it is not a model.
 
     With `dummy` weights a config.json is enough: a missing tokenizer is replaced by the small random model's.
     """
@@ -65,12 +65,12 @@ def _checked(directory: Path) -> Path:
 
 
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/looseleaf, else ~/.cache/looseleaf."""
+    """Returns $XDG_CACHE_HOME/looseleaf, else ~/.cache/looseleaf."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "looseleaf"
 
 
 def tiny_checkpoint(cache: Path) -> Path:
-    """A small random Llama below `cache`; made in a process of its own (it loads torch) on first use."""
+    """Returns a small random Llama below `cache`. On first use it is made in a separate process, which loads torch."""
     target = cache / f"tiny-llama-{_VERSION}"
     if (target / "config.json").is_file():
         return target
@@ -90,7 +90,9 @@ def tiny_checkpoint(cache: Path) -> Path:
 
 
 def with_tokenizer(directory: Path, cache: Path) -> Path:
-    """A directory of the same name below `cache`: `directory`'s config.json and the small random model's tokenizer."""
+    """Returns a directory of the same name below `cache`, with `directory`'s config.json and the small random model's
+    tokenizer.
+    """
     tiny = tiny_checkpoint(cache)
     config = (directory / "config.json").read_bytes()
     target = cache / f"dummy-{hashlib.sha256(config).hexdigest()[:16]}" / directory.resolve().name

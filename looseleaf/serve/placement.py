@@ -1,6 +1,6 @@
-"""Which processes a launch has and how they share the cores of this machine: roles, threads, how threads wait.
+"""Decides which processes a launch has and how they share this machine's cores: roles, threads, how threads wait.
 
-Only decides; knows no flags of services and starts nothing. What was measured is in docs/log.
+It only decides: it knows no flags of services and starts nothing. The measurements are in docs/log.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from looseleaf.serve.model_source import REPOSITORY
 from looseleaf.serve.settings import ServeSettings
 
 SPLIT_FROM_CORES = 8
-"""From so many cores on prefill and decode have processes, and halves of the cores, of their own. On two cores one
-process by turns did more on every kind of load; larger machines have not been measured."""
+"""With at least this many cores, prefill and decode have separate processes with half of the cores each. On two cores,
+one process that alternates did more on every kind of load. Larger machines have not been measured.
+"""
 _TORCHLESS = ("block_store", "gateway")
 
 
 def settled(settings: ServeSettings) -> ServeSettings:
-    """`settings` with device and roles decided. StartupError: the device is unavailable, or the counts differ."""
+    """Returns `settings` with device and roles decided. Raises StartupError if the device is unavailable or the counts
+    differ.
+    """
     device = resolve_device(settings.device)
     paired = settings.prefill == settings.decode
     roles = settings.roles
@@ -38,12 +41,12 @@ def settled(settings: ServeSettings) -> ServeSettings:
 
 
 def is_small() -> bool:
-    """Whether two roles at once would get less done here than one after the other with all cores."""
+    """Returns whether two roles at once would get less done here than one after the other with all cores."""
     return usable_cores() < SPLIT_FROM_CORES
 
 
 def describe(asked: ServeSettings, settings: ServeSettings) -> str:
-    """One line for the log: how the roles share the machine, and why; `settings` are `asked`, settled."""
+    """Returns one line for the log: how the roles share the machine, and why. `settings` are `asked`, settled."""
     cores, threads = usable_cores(), threads_per_worker(settings)
     if settings.roles == "both":
         how, other = "prefill and decode in one process", "split has them apart"
@@ -64,7 +67,7 @@ def describe(asked: ServeSettings, settings: ServeSettings) -> str:
 
 
 def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
-    """(name, package) of every worker process of settled `settings`."""
+    """Returns (name, package) of every worker process of settled `settings`."""
     if settings.roles == "both":
         return [(name, "looseleaf.both_roles") for name in numbered("worker", settings.prefill)]
     counts = {"prefill": settings.prefill, "decode": settings.decode}
@@ -76,8 +79,9 @@ def numbered(name: str, count: int) -> list[str]:
 
 
 def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
-    """`--threads`, else the user's OMP_NUM_THREADS, else an even share of the cores this process may use; on few cores
-    each role may take them all, since one often waits while the other has much to do."""
+    """Returns `--threads`, else the user's OMP_NUM_THREADS, else an even share of the cores that this process may use.
+    On few cores each role may use all of them, because one often waits while the other has much to do.
+    """
     if settings.threads:
         return settings.threads
     asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind commas: nested teams, which we have not
@@ -88,9 +92,10 @@ def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.env
 
 
 def by_turns(settings: ServeSettings) -> bool:
-    """Whether prefill and decode, apart, each compute with all cores, one at a time. At once, their threads would wait
-    for each other at the end of every loop, and decode would have half of the machine for batches of few sequences
-    while first tokens wait."""
+    """Returns whether prefill and decode, in separate processes, each compute with all cores, one at a time. At once,
+    their threads would wait for each other at the end of every loop, and decode would occupy half of the machine for
+    batches of few sequences while first tokens wait.
+    """
     return _apart_on_few(settings) and threads_per_worker(settings) >= usable_cores()
 
 
@@ -99,12 +104,11 @@ def _apart_on_few(settings: ServeSettings) -> bool:
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:
-    """The environment of the service `name`, whose model, if it has one, computes in `threads` threads.
+    """Returns the environment of the service `name`, whose model, if it has one, computes in `threads` threads.
 
-    OpenMP threads that find nothing to do sleep: on few cores, those that spin keep others from working. numpy's
-    OpenBLAS, which nobody here computes with, gets no pool of its own. Weights lie in huge pages where the system has
-    them for processes that ask (glibc 2.35 and later): they are read whole for every token. What the user has set
-    stays.
+    Idle OpenMP threads sleep: on few cores, spinning ones keep others from working. numpy's OpenBLAS, which no service
+    computes with, gets no thread pool. Weights lie in huge pages if the system has them for processes that ask (glibc
+    2.35 and later), because they are read completely for every token. What the user has set stays.
     """
     environment = dict(base)
     environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)

@@ -1,4 +1,4 @@
-"""What a launch tells its services, as flags and variables. Starts nothing."""
+"""What a launch passes to its services, as flags and variables. Starts nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WORKER_SETTINGS = (
     "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
     "gpu_memory_utilization", "model_impl", "allow_variant_numerics",
 )  # fmt: skip
-"""What `serve` passes on to its workers by the same name."""
+"""Settings that `serve` passes on to its workers under the same name."""
 _TINY_BLOCKS = 4096
 """KV blocks for the small random model: 65,536 tokens, a few megabytes."""
 _SALT_SECRET = "LOOSELEAF_GATEWAY_SALT_SECRET"
 
 
 def flags_of(values: Mapping[str, object | None]) -> list[str]:
-    """{"max_queue": 5, "seed": None, "enforce_eager": True} as ["--max-queue", "5", "--enforce-eager"]."""
+    """Converts {"max_queue": 5, "seed": None, "enforce_eager": True} to ["--max-queue", "5", "--enforce-eager"]."""
     flags: list[str] = []
     for name, value in values.items():
         if value is not None and value is not False:
@@ -31,7 +31,7 @@ def flags_of(values: Mapping[str, object | None]) -> list[str]:
 
 
 def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -> list[str]:
-    """Flags of `python -m block_store`."""
+    """Returns the flags of `python -m block_store`."""
     tiny_default = _TINY_BLOCKS if source.is_tiny and settings.memory_budget is None else None
     return flags_of(
         {
@@ -49,7 +49,7 @@ def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -
 
 
 def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Flags of `python -m prefill_svc`, `python -m decode_svc` and `python -m looseleaf.both_roles`."""
+    """Returns the flags of `python -m prefill_svc`, `python -m decode_svc` and `python -m looseleaf.both_roles`."""
     return flags_of(
         {
             "model": source.directory,
@@ -64,12 +64,12 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str)
 
 
 def decode_flags(settings: ServeSettings) -> list[str]:
-    """Flags that only workers take which decode."""
+    """Returns the flags that only workers that decode take."""
     return flags_of({"preemption": settings.preemption, "swap_space": settings.swap_space})
 
 
 def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Flags of `python -m gateway`."""
+    """Returns the flags of `python -m gateway`."""
     names = (
         "host",
         "port",
@@ -95,20 +95,22 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
 
 
 def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:
-    """What every service takes: how it and the others know each other."""
+    """Returns the flags of every service by which it and the others authenticate each other."""
     names = ("tls_cert", "tls_key", "tls_ca")
     flags = flags_of({"secret_file": secret_file, **{name: getattr(settings, name) for name in names}})
     return flags if settings.reflection else [*flags, "--no-reflection"]
 
 
 def store_secrets(redis_url: str) -> dict[str, str]:
-    """A URL may hold a password, and flags can be read by every user of the machine."""
+    """Returns the store's secrets as variables: a URL may hold a password, and every user of the machine can read
+    flags.
+    """
     return {"LOOSELEAF_BLOCK_STORE_REDIS_URL": redis_url}
 
 
 def gateway_secrets(settings: ServeSettings, redis_url: str, salt_secret: str) -> dict[str, str]:
-    """What must be in no flag, as variables. A gateway that is started again must have the salt of the one before, or
-    no prompt finds its blocks; one that the user has set stays.
+    """Returns the gateway's secrets as variables. A restarted gateway must have its predecessor's salt, or no prompt
+    finds its blocks. A salt that the user has set stays.
     """
     secrets = {"LOOSELEAF_GATEWAY_REDIS_URL": redis_url}
     secrets |= {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt_secret}
@@ -116,7 +118,9 @@ def gateway_secrets(settings: ServeSettings, redis_url: str, salt_secret: str) -
 
 
 def with_ports(flags: Sequence[str], ports: Mapping[str, str]) -> tuple[str, ...]:
-    """`flags` with the ports that a service has bound in place of those it was told: its successor gets the same."""
+    """Returns `flags` with the ports that a service has bound in place of those it was given, so that its successor
+    gets the same.
+    """
     kept = list(flags)
     for flag, address in ports.items():
         kept[kept.index(flag) + 1] = address.rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""Settings of `looseleaf serve` and of `LLM`. Flags are called as in vLLM where they mean the same."""
+"""Settings of `looseleaf serve` and of `LLM`. Flags have vLLM's names where they mean the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.settings import AttentionBackend, Settings, settings_config
 
 
 class ServeSettings(Settings):
-    """Serve a model on this machine: block store, prefill and decode workers, and the gateway.
+    """Serves a model on this machine: block store, prefill and decode workers, and the gateway.
 
     Services also read their own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*, LOOSELEAF_DECODE_*,
     LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*); a flag given here wins.

@@ -1,7 +1,8 @@
-"""The launcher's directory in shared memory: made for a launch, removed after it, swept up if a launch was killed.
+"""The launcher's directory in shared memory: created for a launch, removed after it, cleaned up later if a launch was
+killed.
 
-The directory is locked (flock) by the launcher and, through an inherited descriptor, by every service it starts. A lock
-that is free says that all of them are gone, whatever became of their pids.
+The directory is locked (flock) by the launcher and, through an inherited descriptor, by every service that it starts. A
+free lock proves that all of them are gone, whatever processes have their pids now.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _LOCK = "launcher.lock"
 
 
 class SharedDirectory:
-    """A locked directory below `root`; `close` removes it."""
+    """A locked directory below `root`. `close` removes it."""
 
     def __init__(self, root: Path = ROOT) -> None:
-        """Raises StartupError where there is no shared memory to write to."""
+        """Raises StartupError if there is no shared memory to write to."""
         sweep(root)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
@@ -35,7 +36,7 @@ class SharedDirectory:
         fcntl.flock(self.lock_fd, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Remove the directory; a second call does nothing."""
+        """Removes the directory. A second call does nothing."""
         if self.lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock_fd)
@@ -43,7 +44,7 @@ class SharedDirectory:
 
 
 def sweep(root: Path) -> int:
-    """Remove what killed launches of this user left below `root`; how many directories that were."""
+    """Removes what killed launches of this user left below `root`. Returns the number of directories."""
     if not root.is_dir():
         return 0
     stale = [path for path in root.glob(f"{_PREFIX}*") if is_stale(path)]
@@ -53,7 +54,7 @@ def sweep(root: Path) -> int:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether a launch of this user left the directory, and none of its processes lives."""
+    """Returns whether a launch of this user left the directory and none of its processes lives."""
     try:
         if path.stat().st_uid != os.getuid():
             return False

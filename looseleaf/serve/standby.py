@@ -13,15 +13,17 @@ from looseleaf.serve.settings import ServeSettings
 NAME = "spare"
 PACKAGE = "looseleaf.both_roles.spare"
 WORKERS = ("prefill_svc", "decode_svc", "looseleaf.both_roles")
-"""Packages whose places it can take."""
+"""Packages whose workers it can replace."""
 FREE_WEIGHTS = 4
-"""So many times the weights must be free for a spare worker that nobody has asked for."""
+"""A default spare worker needs this many times the size of the weights as free memory."""
 _LEAST_BYTES = 1 << 30
-"""And so much for its process, however small the model."""
+"""And this much for its process, however small the model is."""
 
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
-    """Whether a launch of settled `settings` has a spare worker, and why, for the log. `weights_bytes`: of a worker."""
+    """Returns whether a launch of settled `settings` has a spare worker, and why, for the log. `weights_bytes` are a
+    worker's.
+    """
     from block_store.server.sizing import gib  # here, so that services are started before numpy is loaded
 
     if settings.spare is not None:
@@ -34,7 +36,7 @@ def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tupl
 
 
 class Standby:
-    """At most one spare worker. It is started when all workers serve, and again after it has taken a place."""
+    """At most one spare worker. It is started when all workers serve, and again after it has replaced one."""
 
     def __init__(self, start: Callable[[], Child], may_restart: Callable[[], bool], echo: Echo) -> None:
         self._start = start
@@ -42,7 +44,7 @@ class Standby:
         self._echo = echo
         self._child: Child | None = None
         self._successor: Child | None = None
-        """Took a dead worker's place and does not serve yet."""
+        """A spare worker that has taken a dead worker's place and does not serve yet."""
         self._has_failed = False
 
     @property
@@ -54,7 +56,9 @@ class Standby:
         return self._child is not None and self._child.ready_lines() is not None
 
     def take_place(self, spec: ServiceSpec) -> Child | None:
-        """The spare worker, which is now the process of `spec`; None: there is none, or it is not loaded yet."""
+        """Returns the spare worker, which is now the process of `spec`, or None if there is none or it has not loaded
+        yet.
+        """
         child = self._child
         if child is None or spec.package not in WORKERS or not self.is_loaded or not child.become(spec):
             return None
@@ -62,7 +66,7 @@ class Standby:
         return child
 
     def check(self) -> None:
-        """Start the spare worker, or the next one; one that keeps dying is given up, which ends nothing else."""
+        """Starts the spare worker, or the next one. One that keeps dying is given up, which affects nothing else."""
         if self._has_failed or (self._successor is not None and self._is_starting(self._successor)):
             return
         self._successor = None

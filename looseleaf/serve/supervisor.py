@@ -1,4 +1,4 @@
-"""Looks after a launch: services that have ended are started again."""
+"""Watches a launch and restarts services that have ended."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import threading
 from looseleaf.serve.launcher import Launcher
 
 CHECK_S = 0.05
-"""How late a death may be noticed, which is part of the pause that it makes."""
+"""The longest time until a death is noticed, which is part of the pause that it causes."""
 
 
 def supervise(launcher: Launcher, ended: threading.Event) -> None:
-    """`launcher.check` until `ended`. Raises ChildDied for a service that keeps ending."""
+    """Calls `launcher.check` until `ended`. Raises ChildDied for a service that keeps ending."""
     while not ended.wait(CHECK_S):
         launcher.check()
 
 
 class Supervisor(threading.Thread):
-    """`supervise` in a thread of its own, until `end` or a death that cannot be mended (`failure`)."""
+    """Runs `supervise` in a thread, until `end` or a death that cannot be repaired (`failure`)."""
 
     def __init__(self, launcher: Launcher) -> None:
         super().__init__(name="supervisor", daemon=True)

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class BlockStoreServiceStub:
-    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves it.
+    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves
+    it.
     """
 
     def __init__(self, channel):
@@ -53,11 +54,12 @@ class BlockStoreServiceStub:
 
 
 class BlockStoreServiceServicer:
-    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves it.
+    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves
+    it.
     """
 
     def Attach(self, request, context):
-        """Attach brings a worker's needs and returns where the arena is, once every expected worker has attached.
+        """Attach takes a worker's needs and returns the location of the arena, once every expected worker has attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +73,7 @@ class BlockStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """ReadBlocks streams the bytes of sealed blocks to another host, to which the ticket was issued that holds them.
+        """ReadBlocks streams the bytes of sealed blocks to the host whose ticket holds them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +106,8 @@ def add_BlockStoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlockStoreService:
-    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves it.
+    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves
+    it.
     """
 
     @staticmethod

@@ -47,8 +47,8 @@ class DecodeServiceServicer:
     """
 
     def Session(self, request_iterator, context):
-        """Session carries all sequences of one gateway on one worker; each step sends one message. When it ends, its sequences
-        are cancelled.
+        """Session carries all sequences of one gateway on one worker; each step sends one message. When it ends, its
+        sequences are cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
