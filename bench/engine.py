@@ -110,6 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_e4m3"], default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--quantization", choices=["int8", "int4"])
     parser.add_argument("--model-impl", choices=["auto", "native", "transformers"], default="auto")
     return parser.parse_args()
 

@@ -10,11 +10,14 @@ import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from common.types import DType, KvKind, KvLayout, KvSpec
 from engine.errors import ModelError, UnsupportedModel, refuse_unless
 from engine.rope_config import RopeConfig, read_rope
+
+if TYPE_CHECKING:
+    from engine.quantized import WeightFormat
 
 logger = logging.getLogger("engine")
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "opt"]
@@ -60,6 +63,8 @@ class ModelConfig:
     """LayerNorm before (True) or after each sublayer (OPT-350m)."""
     final_norm: bool = True
     checkpoint_dtype: DType = "float32"
+    weight_format: WeightFormat | None = None
+    """How quantized weights are stored; None if they are not quantized."""
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -98,7 +103,7 @@ class ModelConfig:
         except (KeyError, TypeError, ValueError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else f"has a bad value ({error})"
             raise ModelError(f"{directory / 'config.json'} {what}") from error
-        return _with_eos(config, raw, directory)
+        return _with_eos(replace(config, weight_format=_weight_format(raw)), raw, directory)
 
     def kv_spec(self, dtype: DType) -> KvSpec:
         """Returns what one token position stores. All layers form one KV group."""
@@ -166,11 +171,16 @@ def _foreign(directory: Path) -> ModelConfig:
 
 
 def _refuse_common(raw: dict[str, Any]) -> None:
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(f"quantization_config ({method}) is not supported; use an unquantized checkpoint")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
+
+
+def _weight_format(raw: dict[str, Any]) -> WeightFormat | None:
+    if not (raw.get("quantization_config") or raw.get("compression_config")):
+        return None
+    from engine.quantized import read_format  # needs torch
+
+    return read_format(raw)
 
 
 def _llama_like(raw: dict[str, Any], family: Family) -> ModelConfig:

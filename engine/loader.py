@@ -20,10 +20,14 @@ from rich.progress import Progress, TaskID
 from safetensors import SafetensorError, safe_open
 
 from common.digests import check_digests
+from engine import quantized
 from engine.checkpoint import WeightFile, weight_files
 from engine.config import ModelConfig
 from engine.errors import ModelError
+from engine.quantized import Matrix, WeightFormat
+from kernels.cpu.selection import count_fallback
 from kernels.linear import PackedLinear
+from kernels.quantization import Bits, QuantizedWeight, quantize
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 logger = logging.getLogger("engine")
@@ -44,6 +48,8 @@ class Target:
     device: torch.device
     deterministic: bool
     """Whether linear layers must not depend on the batch. On a CPU they never do."""
+    bits: Bits | None = None
+    """Matrices of floats are rounded to as many bits; None: they are not."""
 
 
 class TensorSource(Protocol):
@@ -52,6 +58,8 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def raw(self, name: str) -> torch.Tensor: ...
 
     def unused(self) -> list[str]: ...
 
@@ -81,12 +89,19 @@ class SafetensorsSource:
         found = file.tensors[name][1]
         if found != shape:
             raise ModelError(f"tensor {name} in {file.path} has shape {list(found)}, the config asks for {list(shape)}")
+        return self.raw(name).to(dtype)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """Returns a tensor as it is stored. Raises ModelError if there is none."""
+        if name not in self._place:
+            raise ModelError(f"the checkpoint lacks tensor {name}")
         self._unused.discard(name)
-        tensor: torch.Tensor = self._open[file.path].get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor.to(dtype)
+        tensor: torch.Tensor = self._open[self._place[name].path].get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
 
     def unused(self) -> list[str]:
-        return sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIXES))
+        ignored = (*IGNORED_SUFFIXES, *quantized.IGNORED_SUFFIXES)
+        return sorted(name for name in self._unused if not name.endswith(ignored))
 
 
 class DummySource:
@@ -111,6 +126,9 @@ class DummySource:
         cut = self._pool[start : start + min(size, DUMMY_POOL)]
         return cut.repeat(-(-size // DUMMY_POOL))[:size].view(shape).to(dtype)
 
+    def raw(self, name: str) -> torch.Tensor:
+        raise ModelError(f"dummy weights are not quantized: there is no {name}")
+
     def unused(self) -> list[str]:
         return []
 
@@ -118,9 +136,17 @@ class DummySource:
 class Weights:
     """What a model's constructor takes its parameters from: in the compute dtype, on the device, fused and packed."""
 
-    def __init__(self, source: TensorSource, target: Target, progress: Progress | None, task: TaskID) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        target: Target,
+        weight_format: WeightFormat | None = None,
+        progress: Progress | None = None,
+        task: TaskID = TaskID(0),  # noqa: B008
+    ) -> None:
         self.device = target.device
         self._target = target
+        self._format = weight_format
         self.num_bytes = 0
         self._source = source
         self._progress = progress
@@ -139,23 +165,53 @@ class Weights:
         """Returns the projections `names` (each [out, size_in]) as one, outputs in order; optionally with their
         biases.
         """
-        parts = list(zip(names, outs, strict=True))
-        weight = self._count(self._joined([(f"{name}.weight", (out, size_in)) for name, out in parts]))
-        biases = self._count(self._joined([(f"{name}.bias", (out,)) for name, out in parts])) if bias else None
-        return PackedLinear(weight, biases, deterministic=self._target.deterministic)
-
-    def _joined(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
-        """Joins tensors one below the other, in our own memory."""
-        return torch.cat([self._source.take(name, shape, self._target.dtype) for name, shape in parts])
+        parts = [Matrix(name, out, size_in) for name, out in zip(names, outs, strict=True)]
+        dtype = self._target.dtype
+        biases = [self._source.take(f"{part.name}.bias", (part.n_out,), dtype) for part in parts] if bias else []
+        return self._packed(self._weight(parts), self._count(torch.cat(biases)) if bias else None)
 
     def pack(self, weight: torch.Tensor) -> PackedLinear:
         """Returns a linear layer of a parameter that is also used elsewhere. It is counted again if packing copies
         it.
         """
-        packed = PackedLinear(weight, deterministic=self._target.deterministic)
-        if packed.is_packed:
-            self._count(weight)
+        counted = self.num_bytes
+        packed = self._packed(self._rounded(weight))
+        if not packed.is_packed:
+            self.num_bytes = counted
         return packed
+
+    def _packed(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, QuantizedWeight):
+            self.num_bytes += weight.num_bytes
+        else:
+            self._count(weight)
+        return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self._target.dtype)
+
+    def _weight(self, parts: Sequence[Matrix]) -> torch.Tensor | QuantizedWeight:
+        """Returns matrices one below the other, in our own memory."""
+        found = [self._matrix(part) for part in parts]
+        quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
+        if len(quantized) == len(found):
+            with contextlib.suppress(ValueError):
+                return QuantizedWeight.joined(quantized)
+        if quantized:
+            count_fallback("quantized linear", f"{parts[0].name} and its like are quantized differently", "dequantized")
+        dtype = self._target.dtype
+        floats = [weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight for weight in found]
+        return self._rounded(torch.cat(floats))
+
+    def _matrix(self, matrix: Matrix) -> torch.Tensor | QuantizedWeight:
+        dtype = self._target.dtype
+        stored = self._format.read(self._source, matrix) if self._format is not None else None
+        if stored is None:
+            return self._source.take(f"{matrix.name}.weight", (matrix.n_out, matrix.n_in), dtype)
+        if isinstance(stored, torch.Tensor):
+            return stored.to(dtype).to(self.device)
+        return stored if self.device.type == "cpu" else stored.to(self.device)
+
+    def _rounded(self, weight: torch.Tensor) -> torch.Tensor | QuantizedWeight:
+        """Rounds a matrix to the target's bits, if it is to be rounded at all."""
+        return weight if self._target.bits is None else quantize(weight, self._target.bits)
 
     def finish(self, allowed: Sequence[str] = ()) -> None:
         """Refuses a checkpoint with unused tensors: it is another model than the config says."""
@@ -195,6 +251,6 @@ def open_weights(
         if sys.stderr.isatty():
             progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
             task = progress.add_task("loading layers", total=config.num_layers)
-        weights = Weights(source, target, progress, task)
+        weights = Weights(source, target, config.weight_format, progress, task)
         yield weights
     logger.info("loaded %.2f GiB of weights", weights.num_bytes / 2**30)

@@ -41,9 +41,11 @@ from kernels.providers.base import (
     Unavailable,
 )
 from kernels.providers.choice import choose
+from kernels.quantization import Bits
 
 logger = logging.getLogger("engine")
 Model = Opt | Decoder | TransformersModel
+BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class RunnerSettings:
     model_impl: ModelImpl = "auto"
     allow_variant_numerics: bool = False
     """Run a model of transformers even if its rows depend on their batch."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Round the matrices of a checkpoint that is not quantized to 8 or 4 bits."""
     block_size: int = 16
     max_model_len: int | None = None
     """Longest sequence in tokens; None: the model's own limit."""
@@ -90,6 +94,8 @@ class ModelRunner:
         """
         self.settings = settings
         self.config = ModelConfig.from_directory(settings.model, settings.model_impl)
+        if settings.quantization is not None and self.config.weight_format is not None:
+            raise ModelError(f"quantization {settings.quantization} is for checkpoints that are not quantized already")
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
         self.device = open_device(settings.device, settings.num_threads, urgent)
@@ -103,7 +109,7 @@ class ModelRunner:
         self.model = model or self._load()
         self.device.wait()  # another runner's stream may read the weights from now on
         self.attention_by_layer = self._attention_by_layer()
-        self._numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings.deterministic)
+        self._numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings)
         self._bound: Binding | None = None
         self.peaks: dict[tuple[int, int, bool], int] = {}
         """Peak bytes that `start_up.profile` has measured, by its arguments."""
@@ -245,7 +251,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _load(self) -> Model:
         settings = self.settings
-        target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic)
+        bits = BITS[settings.quantization] if settings.quantization is not None else None
+        target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic, bits)
         if self.config.family == "transformers":
             where = (Path(settings.model), self.config, target, settings.load_format, settings.seed)
             foreign = TransformersModel(*where, self.max_model_len)

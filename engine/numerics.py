@@ -4,6 +4,8 @@ blocks (docs/design.md, Blocks and the arena: hash domain).
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 import kernels
@@ -14,16 +16,31 @@ from kernels.linear import provider_of
 from kernels.providers.base import AttentionProvider
 
 
-def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, deterministic: bool) -> str:
-    """Returns `name=value` pairs. `deterministic` is what was asked for; it holds only if the attention provider keeps
-    it.
+class Asked(Protocol):
+    """The settings that decide bits by themselves."""
+
+    @property
+    def deterministic(self) -> bool: ...
+
+    @property
+    def quantization(self) -> str | None: ...
+
+
+def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, settings: Asked) -> str:
+    """Returns `name=value` pairs. `settings.deterministic` is what was asked for; it holds only if the attention
+    provider keeps it.
     """
     said = {
         "dtype": dtype,
         "kv": kv_dtype,
         "attention": f"{attention.name}/{attention.version}",
-        **(_on_cpu(dtype) if device.compute_capability is None else _on_gpu(device.compute_capability, deterministic)),
+        **(
+            _on_cpu(dtype)
+            if device.compute_capability is None
+            else _on_gpu(device.compute_capability, settings.deterministic)
+        ),
         "deterministic": attention.deterministic,
+        **({"weights": settings.quantization} if settings.quantization is not None else {}),
     }
     return " ".join(f"{name}={value}" for name, value in said.items())
 

@@ -1,6 +1,7 @@
 """Linear layers whose weights are packed once; on a GPU cuBLAS, or Triton where rows must not depend on each other.
 
-On a CPU no row depends on the others; tests/kernels/test_linear.py checks it. The providers are:
+On a CPU no row depends on the others; tests/kernels/test_linear.py checks it. Weights of 4 or 8 bits have one product
+("int4", "int8"), ours, in vectors. The providers for other weights are:
 - "amx": ours, for bf16 on Intel's AMX tiles. (From 33 rows on, oneDNN's AMX product splits the sum over inputs.)
 - "simd": ours, in vectors.
 - "onednn": measured to give a row the same bits in every batch, except for a single row (fp32, some bf16 shapes),
@@ -26,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu import amx
+from kernels.cpu import amx, linear_int
 from kernels.cpu import linear as simd
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import Isa, count_fallback
 from kernels.environment import choices_directory, linear_provider
+from kernels.quantization import QuantizedWeight
 
 _LOG = logging.getLogger("looseleaf.kernels")
 Provider = Literal["amx", "onednn", "simd", "torch"]
@@ -196,6 +198,8 @@ class PackedLinear:
         packed product disagrees with F.linear on a probe, runs through F.linear; this is logged once and counted under
         "linear". On a GPU nothing is packed, and fp16 is allowed: F.linear runs, or with `deterministic` the Triton
         kernel, whose tiles are fixed.
+        A QuantizedWeight needs `dtype`, that of inputs and outputs. Where our product of it is not available (a GPU, a
+        build without C++ kernels) it runs as a matrix of `dtype`, which is logged once and counted.
     keep_weight: keeps the unpacked weight beside the packed one.
     provider: the provider to use on a CPU; None: the one the environment requests, else the one measured to be best.
     """
@@ -204,18 +208,26 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None = None,
         *,
         keep_weight: bool = False,
         deterministic: bool = False,
         provider: Provider | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        weight = weight.detach()
         self.bias = None if bias is None else bias.detach().contiguous()
-        self.how: Provider | Literal["triton"]
+        self.how: Provider | Literal["triton", "int4", "int8"]
         self.packed: Tensor | None
+        if isinstance(weight, QuantizedWeight):
+            assert dtype is not None
+            if (found := _on_integers(weight, self.bias, dtype)) is not None:
+                self.how, self.packed, self._product = "int4" if weight.bits == 4 else "int8", *found
+                self.weight = None
+                return
+            weight = weight.dequantized(dtype)
+        weight = weight.detach()
         if on_triton(weight):
             self.how, self.packed, self._product = _on_gpu(weight, self.bias, deterministic)
         else:
@@ -237,6 +249,22 @@ class PackedLinear:
 def provider_of(dtype: torch.dtype) -> str:
     """Returns the provider that CPU linears of ordinary shapes run on; their bits depend on it."""
     return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how
+
+
+def _on_integers(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Packed | None:
+    """Packs for our product of integers, or returns None where there is none."""
+    entry, n_out = linear_int.entry(), weight.shape[0]
+    if weight.values.is_cuda or entry is None or dtype not in (torch.bfloat16, torch.float32):
+        count_fallback("quantized linear", f"no kernel for {weight.bits} bits and {dtype} here", "dequantized")
+        return None
+    packed = linear_int.pack(weight, dtype)
+
+    def product(x: Tensor) -> Tensor:
+        if x.dtype != dtype:
+            raise ValueError(f"x is {x.dtype}, the weight was packed for {dtype}")
+        return linear_int.linear(entry, _last_contiguous(x), packed, bias, n_out)
+
+    return packed, product
 
 
 def _on_gpu(

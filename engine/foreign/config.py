@@ -75,7 +75,7 @@ def _refuse(config: Any, name: str) -> None:
         raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(f"quantization_config ({method}) is not supported; use an unquantized checkpoint")
+        raise UnsupportedModel(f"quantization_config ({method}) needs a native implementation, which {name} has not")
     kinds = set(getattr(text, "layer_types", None) or KINDS[:1])
     if other := sorted(kinds - set(KINDS)):
         raise UnsupportedModel(f"architecture {name} has layers of kind {', '.join(other)}, which is not supported")

@@ -46,7 +46,7 @@ class TransformersModel:
         found = foreign_config.read(directory)
         self._model = _build(directory, found, target, load_format, seed)
         steady_rope(self._model, max_len)
-        matrices = packed_weight.pack(self._model, target.deterministic)
+        matrices = packed_weight.pack(self._model, target.deterministic, target.bits)
         self.num_bytes = sum(map(_bytes, self._model.parameters())) + sum(map(_bytes, (m.raw for m in matrices)))
         self.layers = self._recorded(config, target.device)
         for each in matrices:

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 
 from engine.errors import UnsupportedModel
 from kernels.linear import PackedLinear
+from kernels.quantization import Bits, QuantizedWeight, quantize
+
+NOT_ROUNDED = ("gate.weight", "router.weight")
+"""Routers of experts: small, and a small error in them chooses other experts."""
 
 _CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half}
 _TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
@@ -32,8 +36,9 @@ class _Matrices:
     used.
     """
 
-    def __init__(self, raw: Tensor, name: str, deterministic: bool) -> None:
+    def __init__(self, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> None:
         self.name = name
+        self.bits = bits
         self.raw: Tensor | None = raw
         self.deterministic = deterministic
         self.packed: dict[tuple[torch.dtype, bool], list[PackedLinear]] = {}
@@ -53,7 +58,10 @@ class _Matrices:
         return self.packed[key][index]
 
     def _pack(self, matrix: Tensor, dtype: torch.dtype) -> PackedLinear:
-        return PackedLinear(matrix.to(dtype).contiguous(), deterministic=self.deterministic)
+        weight: Tensor | QuantizedWeight = matrix.to(dtype).contiguous()
+        if self.bits is not None and not self.name.endswith(NOT_ROUNDED):
+            weight = quantize(matrix, self.bits)
+        return PackedLinear(weight, deterministic=self.deterministic, dtype=dtype)
 
     def plain(self) -> Tensor:
         if self.raw is None:
@@ -88,9 +96,9 @@ class PackedWeight(Tensor):
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def of(cls, raw: Tensor, name: str, deterministic: bool) -> Self:
+    def of(cls, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> Self:
         """Wraps `raw`, whose memory the weight takes over."""
-        return cls(_Matrices(raw, name, deterministic), raw.shape, raw.dtype, raw.device)
+        return cls(_Matrices(raw, name, deterministic, bits), raw.shape, raw.dtype, raw.device)
 
     def _like(self, shape: Sequence[int], **changes: Any) -> PackedWeight:
         found = {"index": self.index, "outputs_first": self.outputs_first, "dtype": self.dtype} | changes
@@ -178,11 +186,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def pack(model: nn.Module, deterministic: bool) -> list[_Matrices]:
+def pack(model: nn.Module, deterministic: bool, bits: Bits | None = None) -> list[_Matrices]:
     """Replaces the matrices of every module except embeddings. Returns what to `settle` once every use was seen."""
     found = []
     for prefix, module, name, parameter in _matrices_of(model):
-        weight = PackedWeight.of(parameter.detach(), f"{prefix}.{name}", deterministic)
+        weight = PackedWeight.of(parameter.detach(), f"{prefix}.{name}", deterministic, bits)
         del module._parameters[name]
         setattr(module, name, weight)
         found.append(weight.matrices)

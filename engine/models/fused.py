@@ -15,7 +15,7 @@ from engine.config import ModelConfig
 from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.step import StepInput
-from kernels.cpu import amx
+from kernels.cpu import amx, linear_int
 from kernels.cpu.forward import Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
 from kernels.cpu.loader import current
 from kernels.linear import PackedLinear
@@ -28,7 +28,7 @@ def objection(decoder: Decoder, caches: Sequence[LayerCache]) -> str | None:
     dtype = decoder.embed.dtype
     if dtype not in (torch.bfloat16, torch.float32) or caches[0].keys.dtype != dtype:
         return f"it takes neither {dtype} nor blocks of another type"
-    found = {linear.how for linear in _linears(decoder)} - {"amx", "simd"}
+    found = {linear.how for linear in _linears(decoder)} - {"amx", "simd", "int4", "int8"}
     return f"linears run on {', '.join(sorted(found))}" if found else None
 
 
@@ -118,5 +118,6 @@ def _layer(layer: DecoderLayer, cache: LayerCache) -> Layer:
 
 
 def _linear(linear: PackedLinear) -> Linear:
-    on_tiles = amx.address() if linear.how == "amx" else None
-    return Linear(pointer(linear.packed), pointer(linear.bias), on_tiles, linear.in_features, linear.out_features)
+    entries = {"amx": amx.address, "int4": linear_int.address, "int8": linear_int.address}
+    at = entries[linear.how]() if linear.how in entries else None
+    return Linear(pointer(linear.packed), pointer(linear.bias), at, linear.in_features, linear.out_features)

@@ -11,12 +11,12 @@
 namespace ll {
 namespace {
 
-using AmxLinear = int (*)(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
+using Entry = int (*)(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
                           int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t threads);
 
 struct Linear {
     const void *packed, *bias;
-    AmxLinear amx;  // null: ll_linear
+    Entry entry;  // of another product; null: ll_linear
     int64_t n_in, n_out;
 };
 
@@ -63,7 +63,7 @@ struct Forward {
     }
 
     int linear(const Linear& l, const void* x, void* out, int64_t rows) const {
-        if (l.amx) return l.amx(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, p.threads);
+        if (l.entry) return l.entry(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, p.threads);
         return ll_linear(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, m.is_bf16, p.threads);
     }
 

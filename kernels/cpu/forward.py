@@ -22,9 +22,9 @@ ALIGNMENT = 64
 
 
 class Linear(ctypes.Structure):
-    """A packed product. `amx` is its entry point on AMX tiles, or null for `ll_linear`."""
+    """A packed product. `entry` is its entry point (of AMX tiles, of integers), or null for `ll_linear`."""
 
-    _fields_ = [(name, PTR) for name in ("packed", "bias", "amx")] + [(name, I64) for name in ("n_in", "n_out")]
+    _fields_ = [(name, PTR) for name in ("packed", "bias", "entry")] + [(name, I64) for name in ("n_in", "n_out")]
 
 
 class Layer(ctypes.Structure):

@@ -13,7 +13,7 @@ from looseleaf.serve.settings import ServeSettings
 _WORKER_SETTINGS = (
     "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed", "device",
     "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
-    "gpu_memory_utilization", "model_impl", "allow_variant_numerics",
+    "gpu_memory_utilization", "model_impl", "allow_variant_numerics", "quantization",
 )  # fmt: skip
 """Settings that `serve` passes on to its workers under the same name."""
 _TINY_BLOCKS = 4096

@@ -50,6 +50,9 @@ class ServeSettings(Settings):
     model_impl: Literal["auto", "native", "transformers"] = Field(
         "auto", description="whose model definition is run; auto: ours where there is one, else that of transformers"
     )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None, description="round the weights of linear layers to 8 or 4 bits; default: as the checkpoint has them"
+    )
     allow_variant_numerics: bool = Field(
         False,
         description="serve a model whose rows depend on their batch, so that tokens may differ by load",

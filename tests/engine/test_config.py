@@ -68,7 +68,7 @@ def test_generation_config_wins_for_the_end_of_sequence(tmp_path: Path) -> None:
         ("llama", {"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "no native implementation"]),
         ("llama", {"architectures": [], "model_type": "t5"}, ["t5"]),
         ("llama", {"is_encoder_decoder": True}, ["is_encoder_decoder"]),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ("llama", {"quantization_config": {"quant_method": "eetq"}}, ["quantization_config", "eetq"]),
         ("llama", {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope", "llama3"]),
         ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
@@ -96,7 +96,7 @@ def test_what_is_not_supported_is_refused_by_name(
     [
         ({"architectures": ["BertModel"]}, "BertModel is not a decoder-only language model"),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not a decoder-only"),  # of model_type llama
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq) is not supported"),
+        ({"quantization_config": {"quant_method": "eetq"}}, "quantization_config (eetq) is not supported"),
         ({"dtype": "float8_e4m3fn"}, "checkpoint dtype float8_e4m3fn"),
     ],
 )

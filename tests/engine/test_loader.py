@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.progress import TaskID
 from safetensors.torch import load_file, save_file
 
 from common.errors import StartupError
@@ -178,7 +177,7 @@ def test_125m_dummy_weights_load_in_three_seconds(tmp_path: Path, caplog: pytest
 def test_tied_embeddings_count_twice_only_where_packing_copies(dtype: torch.dtype, copies: int) -> None:
     """fp16 stands for a GPU: neither packs."""
     target = Target(dtype, torch.device("cpu"), deterministic=False)
-    weights = Weights(DummySource(0, target), target, None, TaskID(0))
+    weights = Weights(DummySource(0, target), target)
     head = weights.pack(weights.tensor("embed.weight", 64, 32))
     assert head.is_packed == (copies == 2) and weights.num_bytes == copies * 64 * 32 * dtype.itemsize
 

@@ -21,11 +21,14 @@ from engine.tiny import make_checkpoint
 from testing.equality.cases import KINDS, Answer, Case, Text, differences, expect, make_cases
 from testing.equality.workers import Workers
 from testing.oracle import Oracle
+from testing.quantized import FORMATS, make_quantized
 from testing.zoo import ZOO, make_foreign
 
 FOREIGN = ("deepseek-v3", "gemma2", "gemma3", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe")
 """Run by the backend over transformers; `tests/engine/test_foreign.py` compares their logits with transformers'."""
-FAMILIES = (*ARCHITECTURES.values(), *FOREIGN)
+QUANTIZED = ("qwen3-awq", "llama-int8", "gemma3-int4")
+"""A checkpoint of 4 bits, and weights that are rounded on load, of a model of ours and of one of transformers."""
+FAMILIES = (*ARCHITECTURES.values(), *FOREIGN, *QUANTIZED)
 TIGHT = 26
 """Blocks that hold a part of what the requests need together; the largest group needs 15."""
 
@@ -50,11 +53,17 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subj
     def make(family: Any) -> Subject:
         directory = tmp_path_factory.mktemp(family)
         how: dict[str, Any] = {"seed": FAMILIES.index(family), "dtype": torch.bfloat16}
-        if family in FOREIGN:
-            make_foreign(directory, ZOO[family], **how)
+        base, _, quantization = str(family).partition("-") if family in QUANTIZED else (family, "", None)
+        if quantization == "awq":
+            make_quantized(directory, directory / "twin", FORMATS["awq"], base, seed=3)
+        elif base in ZOO:
+            make_foreign(directory, ZOO[base], **how)
         else:
-            make_checkpoint(directory, family, **how)
-        runner = ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=256, device="cpu"))
+            make_checkpoint(directory, base, **how)
+        rounded: Any = quantization if quantization != "awq" else None
+        runner = ModelRunner(
+            RunnerSettings(directory, num_threads=1, max_model_len=256, device="cpu", quantization=rounded)
+        )
         assert runner.dtype == "bfloat16"
         cases, oracle = make_cases(runner.config.vocab_size), Oracle(runner)
         return Subject(runner, cases, [expect(oracle, case) for case in cases])

@@ -20,6 +20,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.linear import PackedLinear
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
+from kernels.quantization import Bits, quantize
 from kernels.rms_norm import rms_norm
 from kernels.sampling import log_softmax_top, sample
 from kernels.silu_mul import silu_mul
@@ -43,6 +44,16 @@ def _silu_mul(dtype: torch.dtype, scatter: Any) -> Compute:
 def _linear(dtype: torch.dtype, scatter: Any) -> Compute:
     x, linear = torch.randn(ROWS, 320).to(dtype), PackedLinear((torch.randn(200, 320) / 18).to(dtype))
     return lambda rows: (linear(x[rows]),)
+
+
+def _linear_int(dtype: torch.dtype, scatter: Any, bits: Bits = 4) -> Compute:
+    x, weight = torch.randn(ROWS, 320).to(dtype), quantize(torch.randn(200, 320) / 18, bits)
+    linear = PackedLinear(weight, dtype=dtype)
+    return lambda rows: (linear(x[rows]),)
+
+
+def _linear_int8(dtype: torch.dtype, scatter: Any) -> Compute:
+    return _linear_int(dtype, scatter, 8)
 
 
 def _write_blocks(dtype: torch.dtype, scatter: Any) -> Compute:
@@ -111,7 +122,8 @@ def _paged_prefill(dtype: torch.dtype, scatter: Any) -> Compute:
 
 
 KERNELS: list[Callable[[torch.dtype, Any], Compute]] = [
-    _rms_norm, _silu_mul, _linear, _write_blocks, _copy_blocks, _sampling, _paged_attention, _paged_prefill
+    _rms_norm, _silu_mul, _linear, _linear_int, _linear_int8, _write_blocks, _copy_blocks, _sampling,
+    _paged_attention, _paged_prefill,
 ]  # fmt: skip
 
 

@@ -1,0 +1,131 @@
+"""`python -m bench.quantization`: weights of 16, 8 and 4 bits side by side, on this CPU.
+
+Speed: decode steps and a prompt of a 125M Llama shape with random weights. The arms take turns step by step, so that
+other load on the machine meets all of them. Quality: the perplexity of the built-in model over stories from its own
+grammar that it was not trained on, in fp32. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer
+
+from engine.model_runner import ModelRunner, RunnerSettings
+from engine.rows import DecodeRows
+from engine.sampler import Sampler
+from engine.sequence import Chunk
+from testing.engine import Batch
+from testing.oracle import Oracle
+from tools.storyteller.data import story_document
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+Quantization = Literal["int8", "int4"] | None
+ARMS: dict[str, Quantization] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
+SEED = 20_261_123
+"""Of stories; training used 0 and 1."""
+
+
+class Decoding:
+    """One arm: `num_seqs` sequences at position `context`, the same step again and again."""
+
+    def __init__(self, runner: ModelRunner, num_seqs: int, context: int) -> None:
+        tokens = [token % runner.config.vocab_size for token in range(context)]
+        self._runner, self._sequences = runner, Batch.of(runner, [tokens] * num_seqs, 1).sequences
+        runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on it
+        for sequence in self._sequences:
+            sequence.num_computed = context - 1
+        self._rows, self._sampler = DecodeRows(runner.layout.block_size), Sampler()
+        self.seconds = list[float]()
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        logits = self._runner.step(self._rows.lay_out(self._sequences).batch)
+        self._sampler.draw(logits, self._sequences)
+        self.seconds.append(time.perf_counter() - start)
+
+
+def decode_ms(runners: dict[str, ModelRunner], num_seqs: int, context: int, steps: int) -> dict[str, float]:
+    """Median milliseconds of a step, by arm."""
+    arms = {name: Decoding(runner, num_seqs, context) for name, runner in runners.items()}
+    for _ in range(steps + 3):
+        for arm in arms.values():
+            arm.step()
+    return {name: statistics.median(arm.seconds[3:]) * 1e3 for name, arm in arms.items()}
+
+
+def prefill_ms(runners: dict[str, ModelRunner], num_tokens: int, times: int = 5) -> dict[str, float]:
+    """Median milliseconds of one prompt in one chunk, by arm."""
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(times):
+        for name, runner in runners.items():
+            batch = Batch.of(runner, [[token % runner.config.vocab_size for token in range(num_tokens)]], 1)
+            start = time.perf_counter()
+            batch.step([Chunk(batch.sequences[0], num_tokens)])
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+
+
+def perplexity(quantization: Quantization, num_stories: int) -> tuple[float, int]:
+    """Perplexity of the built-in model, and over how many tokens."""
+    runner = ModelRunner(
+        RunnerSettings(MODELS / "storyteller", dtype="float32", device="cpu", quantization=quantization)
+    )
+    tokenizer = Tokenizer.from_file(str(MODELS / "storyteller" / "tokenizer.json"))
+    rng, oracle, total, count = random.Random(SEED), Oracle(runner), 0.0, 0
+    for _ in range(num_stories):
+        ids = tokenizer.encode(story_document(rng)).ids[: runner.max_model_len]
+        logprobs = oracle.logits(ids).log_softmax(-1)[:-1]
+        total -= float(logprobs.gather(1, torch.tensor(ids[1:])[:, None]).sum())
+        count += len(ids) - 1
+    return math.exp(total / count), count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.quantization", description=__doc__)
+    parser.add_argument(
+        "--model", type=Path, default=MODELS / "configs" / "llama-125m", help="a config.json's directory"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--stories", type=int, default=60)
+    args = parser.parse_args()
+    runners = {
+        name: ModelRunner(RunnerSettings(args.model, load_format="dummy", device="cpu", quantization=quantization))
+        for name, quantization in ARMS.items()
+    }
+    found: dict[str, Any] = {name: {"weights_mb": runner.weights_bytes / 1e6} for name, runner in runners.items()}
+    for size in args.batches:
+        for name, ms in decode_ms(runners, size, args.context, args.steps).items():
+            found[name][f"decode {size} ms"] = ms
+    for name, ms in prefill_ms(runners, args.context).items():
+        found[name][f"prefill {args.context} ms"] = ms
+    for name, quantization in ARMS.items():
+        found[name]["perplexity"], num_tokens = perplexity(quantization, args.stories)
+    report(found, num_tokens)
+    about = {"bench": "quantization", "model": str(args.model), "numerics": runners["bfloat16"].numerics}
+    print(json.dumps({**about, "cpu": platform.processor(), "tokens": num_tokens, "arms": found}))
+
+
+def report(found: dict[str, Any], num_tokens: int) -> None:
+    """One line for each figure: every arm's, and the ratio to the first arm's."""
+    first = found[next(iter(found))]
+    print(f"{'':16}" + "".join(f"{name:>22}" for name in found))
+    for figure in first:
+        cells = (f"{arm[figure]:.4g} ({first[figure] / arm[figure]:.2f}x)" for arm in found.values())
+        print(f"{figure:16}" + "".join(f"{cell:>22}" for cell in cells))
+    print(f"perplexity over {num_tokens:,} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The linear over weights of 4 or 8 bits, of the C++ build in use: packing and calling.
+
+A row's bits depend neither on the other rows nor on threads; linear_int.cpp explains why and states the packed form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import current
+from kernels.quantization import QuantizedWeight
+
+_PANEL, _LINE, _UNIT = 16, 64, 8
+
+
+def entry() -> Callable[..., int] | None:
+    """Returns the C function of the build in use; None for the torch reference or a build older than the function."""
+    function = getattr(current().handle, "ll_linear_int", None)
+    if function is None:
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6, ctypes.c_int
+    return function  # type: ignore[no-any-return]
+
+
+def address() -> int | None:
+    """Returns the address of the C function, for callers in C, or None if there is none."""
+    found = entry()
+    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value  # type: ignore[arg-type]
+
+
+def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Packs a weight for inputs of `dtype` (bf16 or fp32) as uint8: the form that linear_int.cpp describes."""
+    n_out, _ = weight.shape
+    panels, groups = -(-n_out // _PANEL), weight.scales.shape[1]
+    rows = panels * _PANEL - n_out
+    wide = weight.scales.dtype == torch.float32
+    header = torch.zeros(_LINE // 8, dtype=torch.int64)
+    is_bf16 = int(dtype == torch.bfloat16)
+    header[:5] = torch.tensor([weight.bits, weight.group, int(weight.offsets is not None), int(wide), is_bf16])
+
+    def factors(of: Tensor) -> Tensor:
+        """[panels, groups * 16], padded to whole lines, as bytes."""
+        laid = torch.nn.functional.pad(of, (0, 0, 0, rows)).view(panels, _PANEL, groups).transpose(1, 2)
+        as_bytes = laid.contiguous().view(panels, -1).view(torch.uint8)
+        return torch.nn.functional.pad(as_bytes, (0, -as_bytes.shape[1] % _LINE))
+
+    values = torch.nn.functional.pad(weight.values, (0, groups * weight.group - weight.shape[1], 0, rows))
+    scales = weight.scales * 2**-24 if weight.bits == 8 else weight.scales
+    parts = [factors(scales), *([factors(weight.offsets)] if weight.offsets is not None else [])]
+    parts.append(_bytes(values, panels) if weight.bits == 8 else _words(values, panels))
+    return torch.cat([header.view(torch.uint8), torch.cat(parts, dim=1).view(-1)])
+
+
+def _bytes(values: Tensor, panels: int) -> Tensor:
+    """Words of four values each, the first in the lowest bits."""
+    laid = values.view(panels, _PANEL, -1, 4).transpose(1, 2)  # panel, unit, output, input
+    return laid.contiguous().view(panels, -1).view(torch.uint8)
+
+
+def _words(values: Tensor, panels: int) -> Tensor:
+    """Words of eight values each: even inputs in the low half, lowest bits first, odd ones in the high half."""
+    eight = (values.view(panels, _PANEL, -1, _UNIT) & 15).to(torch.int32)  # panel, output, unit, input
+    words = torch.zeros(eight.shape[:-1], dtype=torch.int32)
+    for i in range(_UNIT):
+        words |= eight[..., i] << (4 * (i // 2) + 16 * (i % 2))
+    return words.transpose(1, 2).contiguous().view(panels, -1).view(torch.uint8)
+
+
+def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
+    """Maps x [rows, in], last dimension contiguous, to [rows, out]; bias: [out] or None. x and bias have the dtype that
+    the weight was packed for.
+    """
+    out = x.new_empty((x.shape[0], n_out))
+    bias_at = None if bias is None else bias.data_ptr()
+    sizes = (x.shape[0], x.shape[1], n_out, x.stride(0), n_out, torch.get_num_threads())
+    entry(x.data_ptr(), packed.data_ptr(), bias_at, out.data_ptr(), *sizes)
+    return out

@@ -1,0 +1,128 @@
+"""Weights of 4 or 8 bits: the values and their scales, and how a matrix of floats is rounded to them.
+
+A weight is value * scale + offset. One scale, and one offset if there are any, belongs to an output and `group`
+consecutive inputs. All formats that are read (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K and Q8_0) are of
+this form. Independent of files and devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+Bits = Literal[4, 8]
+GROUPS: dict[Bits, int] = {4: 64, 8: 128}
+"""Inputs that share a scale when a matrix of floats is rounded, by bits."""
+UNIT = 8
+"""Divisor of every group's size."""
+_SHRINKS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.78, 0.76)
+"""Further scales that rounding to 4 bits tries, as shares of the one that makes the largest weight -8."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A matrix [out, in] whose element (o, i) is values[o, i] * scales[o, i // group] + offsets[o, i // group]."""
+
+    values: Tensor
+    """int8 [out, in]; of 4 bits from -8 to 7."""
+    scales: Tensor
+    """fp32 or bf16 [out, ceil(in / group)]."""
+    offsets: Tensor | None
+    """Of the dtype and shape of the scales; None: all zero."""
+    bits: Bits
+    group: int
+
+    def __post_init__(self) -> None:
+        if self.group % UNIT or self.group < UNIT:
+            raise ValueError(f"group is {self.group}, but must be a multiple of {UNIT}")
+        n_out, n_in = self.values.shape
+        shape = (n_out, -(-n_in // self.group))
+        for name, factors in (("scales", self.scales), ("offsets", self.offsets)):
+            if factors is not None and (factors.shape != shape or factors.dtype != self.scales.dtype):
+                raise ValueError(f"{name} are {factors.dtype} {list(factors.shape)}, want {list(shape)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n_out, n_in = self.values.shape
+        return n_out, n_in
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values, scales and offsets as kernels store them."""
+        factors = self.scales.numel() * self.scales.element_size() * (1 + (self.offsets is not None))
+        return self.values.numel() * self.bits // 8 + factors
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Returns the matrix [out, in]."""
+        n_in = self.values.shape[1]
+
+        def spread(factors: Tensor) -> Tensor:
+            return factors.float().repeat_interleave(self.group, dim=1)[:, :n_in]
+
+        found = self.values.float() * spread(self.scales)
+        return (found if self.offsets is None else found + spread(self.offsets)).to(dtype)
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the weight on a device."""
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
+
+    @classmethod
+    def joined(cls, parts: list[Self]) -> Self:
+        """Returns the matrices one below the other. Raises ValueError if they are of different forms."""
+        first = parts[0]
+        form = (first.bits, first.group, first.offsets is None, first.scales.dtype)
+        if any((p.bits, p.group, p.offsets is None, p.scales.dtype) != form for p in parts):
+            raise ValueError("matrices of different bits, group sizes or kinds of scales cannot be joined")
+        offsets = [p.offsets for p in parts if p.offsets is not None]
+        return replace(
+            first,
+            values=torch.cat([p.values for p in parts]),
+            scales=torch.cat([p.scales for p in parts]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
+
+
+def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
+    """Rounds a matrix [out, in] to `bits`, with a bf16 scale for every GROUPS[bits] inputs of an output and no offsets.
+
+    Of 8 bits, the scale makes the largest weight of a group 127. Of 4 bits, the weight of largest magnitude becomes -8
+    or a little more: of several scales, each group takes the one with the least squared error.
+    """
+    n_out, n_in = weight.shape
+    group = GROUPS[bits]
+    groups = -(-n_in // group)
+    padded = torch.nn.functional.pad(weight.float(), (0, groups * group - n_in)).view(n_out, groups, group)
+    if bits == 8:
+        values, scales = _rounded(padded, padded.abs().amax(-1) / 127, 8)
+    else:
+        values, scales = _best_of_several(padded)
+    return QuantizedWeight(values.view(n_out, -1)[:, :n_in].contiguous(), scales, None, bits, group)
+
+
+def _best_of_several(weight: Tensor) -> tuple[Tensor, Tensor]:
+    extreme = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))[..., 0] / -8
+    values, scales = _rounded(weight, extreme, 4)
+    least = _error(weight, values, scales)
+    for shrink in _SHRINKS:
+        tried, with_scales = _rounded(weight, extreme * shrink, 4)
+        error = _error(weight, tried, with_scales)
+        better = error < least
+        values, scales = torch.where(better[..., None], tried, values), torch.where(better, with_scales, scales)
+        least = torch.where(better, error, least)
+    return values, scales
+
+
+def _rounded(weight: Tensor, scales: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
+    """Returns int8 values [out, groups, group] and the bf16 scales [out, groups] that they were rounded with."""
+    scales = scales.bfloat16()
+    by = torch.where(scales == 0, 1.0, scales.float())[..., None]
+    low, high = (-8, 7) if bits == 4 else (-127, 127)
+    return (weight / by).round().clamp(low, high).to(torch.int8), scales
+
+
+def _error(weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    return (values * scales.float()[..., None] - weight).square().sum(-1)
