@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from looseleaf.results import Completion, Delta, join
 from looseleaf.serve.model_source import BUILT_IN
 from testing.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
 from testing.oracle import Oracle
+from testing.quantized import FORMATS, make_quantized
 from testing.system import assert_nothing_held
 from testing.zoo import ZOO, make_foreign
 
@@ -109,19 +111,33 @@ async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[C
 
 @pytest.mark.parametrize("name", [*FOREIGN, *(pytest.param(name, marks=pytest.mark.families) for name in MORE_FOREIGN)])
 async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_midway(name: str, tmp_path: Path) -> None:
-    model, cases = make_foreign(tmp_path, ZOO[name], dtype=torch.bfloat16), make_cases(512)
-    oracle = Oracle(ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu")))
+    await served_swapped_and_killed(make_foreign(tmp_path, ZOO[name], dtype=torch.bfloat16), 512)
+
+
+@pytest.mark.parametrize("how", ["awq", "int4"])
+async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(how: str, tmp_path: Path) -> None:
+    """A checkpoint of 4 bits, and the built-in model rounded on load."""
+    if how == "awq":
+        make_quantized(tmp_path / "model", tmp_path / "twin", FORMATS[how], "qwen2", seed=1)
+        return await served_swapped_and_killed(tmp_path / "model", 512)
+    await served_swapped_and_killed(BUILT_IN, 2048, quantization=how)
+
+
+async def served_swapped_and_killed(model: Path, vocab_size: int, **settings: Any) -> None:
+    cases = make_cases(vocab_size)
+    how = RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu", **settings)
+    oracle = Oracle(ModelRunner(how))
     expected = [expect(oracle, case) for case in cases]
     longest = max(range(len(cases)), key=lambda i: min(len(text.token_ids) for text in expected[i]))
     for those in (cases, expected):  # decode is killed in the middle of the first
         those.insert(0, those.pop(longest))  # type: ignore[attr-defined]
-    with WatchedServer(str(model), TIGHT, {"PREEMPTION": "swap"}) as server:
+    with WatchedServer(str(model), TIGHT | settings, {"PREEMPTION": "swap"}) as server:
         swapped = lambda: server.steps()[-1].preemption["swapped_groups"] > 0  # noqa: E731
         await answered_until(server, 3 * cases, 3 * expected, swapped)
         counts = server.steps()[-1].preemption
         assert counts["swapped_groups"] == counts["resumed_groups"] > 0
         assert_nothing_held(server.addresses.block_store)
-    with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split") as llm:
+    with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", **settings) as llm:
         pid = llm.pids["decode"]
         check(cases, expected, await streamed(llm.addresses.grpc, cases, lambda: os.kill(pid, signal.SIGKILL)))
         assert llm.requests_by_worker()["prefill"] > len(cases), "some came back"
