@@ -37,7 +37,7 @@ RUN index=; \
     then index="--extra-index-url $TORCH_INDEX"; fi; \
     pip install $index "$TORCH" && du -sh /opt/venv
 COPY --from=build /wheels /wheels
-RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine,transformers]" && pip check
+RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine,transformers,gguf]" && pip check
 # The model that is served when none is given: a small one with random weights.
 RUN python -c "from engine.tiny import make_checkpoint; make_checkpoint('/opt/looseleaf/tiny', 'llama', seed=0)" \
     && chmod -R a+rX /opt/looseleaf

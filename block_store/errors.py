@@ -1,4 +1,4 @@
-"""Errors of the block store, one class per refusal of the ledger (docs/design.md, Ledger). Independent of gRPC."""
+"""Errors of the block store, one class per refusal of the ledger (docs/design.md, Ledger). Does not use gRPC."""
 
 from __future__ import annotations
 

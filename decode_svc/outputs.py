@@ -30,7 +30,7 @@ class Rejection(Enum):
 
 
 class PlainToken(NamedTuple):
-    """One token of a sequence that goes on, without anything else: the most frequent output."""
+    """The most common output: a single token, without extra data, of a sequence that continues."""
 
     handle: int
     attempt: int

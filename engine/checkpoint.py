@@ -17,6 +17,8 @@ from engine.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
+GGUF_NAME = "model.gguf"
+"""The link to a GGUF file in a directory that was made for it (`engine.gguf_file`)."""
 SAMPLE_BYTES = 512
 """Bytes that a fingerprint reads at the start and in the middle of each tensor."""
 
@@ -38,6 +40,10 @@ def weight_files(directory: Path) -> list[WeightFile]:
 
     Raises ModelError, which names the file that is missing or corrupt.
     """
+    if (directory / GGUF_NAME).exists():
+        from engine.gguf_file import weight_file  # needs the gguf package
+
+        return [weight_file(directory)]
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")

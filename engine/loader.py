@@ -24,6 +24,7 @@ from engine import quantized
 from engine.checkpoint import WeightFile, weight_files
 from engine.config import ModelConfig
 from engine.errors import ModelError
+from engine.gguf_file import GgufSource
 from engine.quantized import Matrix, WeightFormat
 from kernels.cpu.selection import count_fallback
 from kernels.linear import PackedLinear
@@ -180,22 +181,21 @@ class Weights:
             self.num_bytes = counted
         return packed
 
-    def _packed(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> PackedLinear:
-        if isinstance(weight, QuantizedWeight):
-            self.num_bytes += weight.num_bytes
-        else:
+    def _packed(self, weight: torch.Tensor | list[QuantizedWeight], bias: torch.Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, torch.Tensor):
             self._count(weight)
+        else:
+            self.num_bytes += sum(part.num_bytes for part in weight)
         return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self._target.dtype)
 
-    def _weight(self, parts: Sequence[Matrix]) -> torch.Tensor | QuantizedWeight:
+    def _weight(self, parts: Sequence[Matrix]) -> torch.Tensor | list[QuantizedWeight]:
         """Returns matrices one below the other, in our own memory."""
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
         if len(quantized) == len(found):
-            with contextlib.suppress(ValueError):
-                return QuantizedWeight.joined(quantized)
+            return quantized
         if quantized:
-            count_fallback("quantized linear", f"{parts[0].name} and its like are quantized differently", "dequantized")
+            count_fallback("quantized linear", f"only some of {parts[0].name} and its like are", "dequantized")
         dtype = self._target.dtype
         floats = [weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight for weight in found]
         return self._rounded(torch.cat(floats))
@@ -209,9 +209,9 @@ class Weights:
             return stored.to(dtype).to(self.device)
         return stored if self.device.type == "cpu" else stored.to(self.device)
 
-    def _rounded(self, weight: torch.Tensor) -> torch.Tensor | QuantizedWeight:
+    def _rounded(self, weight: torch.Tensor) -> torch.Tensor | list[QuantizedWeight]:
         """Rounds a matrix to the target's bits, if it is to be rounded at all."""
-        return weight if self._target.bits is None else quantize(weight, self._target.bits)
+        return weight if self._target.bits is None else [quantize(weight, self._target.bits)]
 
     def finish(self, allowed: Sequence[str] = ()) -> None:
         """Refuses a checkpoint with unused tensors: it is another model than the config says."""
@@ -228,6 +228,10 @@ class Weights:
         return tensor
 
 
+def _kind(load_format: LoadFormat, files: Sequence[WeightFile]) -> str:
+    return "dummy" if load_format == "dummy" else "GGUF" if files[0].path.suffix == ".gguf" else "safetensors"
+
+
 @contextlib.contextmanager
 def open_weights(
     directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int
@@ -242,9 +246,10 @@ def open_weights(
         source = DummySource(seed, target)
     else:
         files = weight_files(directory)
-        source = SafetensorsSource(files, target.device)
+        is_gguf = files[0].path.suffix == ".gguf"
+        source = GgufSource(files[0], target.device) if is_gguf else SafetensorsSource(files, target.device)
     check_digests(directory, ["config.json", "generation_config.json", *(file.path.name for file in files)])
-    logger.info("loading %s weights of %s", "dummy" if load_format == "dummy" else "safetensors", directory)
+    logger.info("loading %s weights of %s", _kind(load_format, files), directory)
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None
         task = TaskID(0)

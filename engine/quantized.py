@@ -1,4 +1,4 @@
-"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors and FP8, read as weights that kernels take.
+"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, read as weights that kernels take.
 
 Formats of 4 and 8 bits become `QuantizedWeight`s, without a change of their numbers. FP8 weights become floats of the
 compute dtype. Only weights are quantized here: activations are not, whatever a checkpoint suggests for them.
@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from engine import gguf_blocks
 from engine.errors import ModelError, UnsupportedModel
 from kernels.quantization import UNIT, Bits, QuantizedWeight
 
@@ -61,6 +62,7 @@ def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
         "awq": _awq,
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
+        "gguf": lambda _: Gguf(),
     }
     if method not in readers:
         names = ", ".join(readers)
@@ -268,3 +270,22 @@ def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
     if scales.numel() == 1:
         return scales.view(1, 1)
     return scales.view(shape[0], -1) if scales.numel() != shape.numel() else scales.view(shape)
+
+
+# --- GGUF
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """Blocks of a GGUF file, uint8 [out, bytes], and the number of their type."""
+
+    def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | None:
+        name = f"{matrix.name}.weight"
+        decode = gguf_blocks.DECODERS.get(int(tensors.raw(f"{name}.type"))) if tensors.has(name) else None
+        if decode is None:
+            return None
+        found = decode(tensors.raw(f"{name}.blocks"))
+        if found.shape != (matrix.n_out, matrix.n_in):
+            want = [matrix.n_out, matrix.n_in]
+            raise ModelError(f"tensor {name} has shape {list(found.shape)}, the config asks for {want}")
+        return found

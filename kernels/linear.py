@@ -19,7 +19,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -32,7 +32,7 @@ from kernels.cpu import linear as simd
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import Isa, count_fallback
 from kernels.environment import choices_directory, linear_provider
-from kernels.quantization import QuantizedWeight
+from kernels.quantization import QuantizedWeight, merged
 
 _LOG = logging.getLogger("looseleaf.kernels")
 Provider = Literal["amx", "onednn", "simd", "torch"]
@@ -198,8 +198,9 @@ class PackedLinear:
         packed product disagrees with F.linear on a probe, runs through F.linear; this is logged once and counted under
         "linear". On a GPU nothing is packed, and fp16 is allowed: F.linear runs, or with `deterministic` the Triton
         kernel, whose tiles are fixed.
-        A QuantizedWeight needs `dtype`, that of inputs and outputs. Where our product of it is not available (a GPU, a
-        build without C++ kernels) it runs as a matrix of `dtype`, which is logged once and counted.
+        QuantizedWeights, whose outputs follow each other, need `dtype`, that of inputs and outputs. Where our product
+        of them is not available (a GPU, a build without C++ kernels) they run as a matrix of `dtype`, which is logged
+        once and counted.
     keep_weight: keeps the unpacked weight beside the packed one.
     provider: the provider to use on a CPU; None: the one the environment requests, else the one measured to be best.
     """
@@ -208,7 +209,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor | QuantizedWeight,
+        weight: Tensor | Sequence[QuantizedWeight],
         bias: Tensor | None = None,
         *,
         keep_weight: bool = False,
@@ -216,17 +217,19 @@ class PackedLinear:
         provider: Provider | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         self.how: Provider | Literal["triton", "int4", "int8"]
         self.packed: Tensor | None
-        if isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, Tensor):
             assert dtype is not None
+            self.out_features, self.in_features = sum(part.shape[0] for part in weight), weight[0].shape[1]
             if (found := _on_integers(weight, self.bias, dtype)) is not None:
-                self.how, self.packed, self._product = "int4" if weight.bits == 4 else "int8", *found
+                self.how = "int4" if any(part.bits == 4 for part in weight) else "int8"
+                self.packed, self._product = found
                 self.weight = None
                 return
-            weight = weight.dequantized(dtype)
+            weight = torch.cat([part.dequantized(dtype) for part in weight])
+        self.out_features, self.in_features = weight.shape
         weight = weight.detach()
         if on_triton(weight):
             self.how, self.packed, self._product = _on_gpu(weight, self.bias, deterministic)
@@ -251,13 +254,13 @@ def provider_of(dtype: torch.dtype) -> str:
     return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how
 
 
-def _on_integers(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Packed | None:
+def _on_integers(weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype) -> Packed | None:
     """Packs for our product of integers, or returns None where there is none."""
-    entry, n_out = linear_int.entry(), weight.shape[0]
-    if weight.values.is_cuda or entry is None or dtype not in (torch.bfloat16, torch.float32):
-        count_fallback("quantized linear", f"no kernel for {weight.bits} bits and {dtype} here", "dequantized")
+    entry, n_out = linear_int.entry(), sum(weight.shape[0] for weight in weights)
+    if weights[0].values.is_cuda or entry is None or dtype not in (torch.bfloat16, torch.float32):
+        count_fallback("quantized linear", f"no kernel for weights of few bits and {dtype} here", "dequantized")
         return None
-    packed = linear_int.pack(weight, dtype)
+    packed = linear_int.pack(merged(weights), dtype)
 
     def product(x: Tensor) -> Tensor:
         if x.dtype != dtype:

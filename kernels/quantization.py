@@ -7,6 +7,7 @@ this form. Independent of files and devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -70,20 +71,27 @@ class QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
 
-    @classmethod
-    def joined(cls, parts: list[Self]) -> Self:
-        """Returns the matrices one below the other. Raises ValueError if they are of different forms."""
-        first = parts[0]
-        form = (first.bits, first.group, first.offsets is None, first.scales.dtype)
-        if any((p.bits, p.group, p.offsets is None, p.scales.dtype) != form for p in parts):
-            raise ValueError("matrices of different bits, group sizes or kinds of scales cannot be joined")
-        offsets = [p.offsets for p in parts if p.offsets is not None]
-        return replace(
-            first,
-            values=torch.cat([p.values for p in parts]),
-            scales=torch.cat([p.scales for p in parts]),
-            offsets=torch.cat(offsets) if offsets else None,
-        )
+    @property
+    def form(self) -> tuple[Bits, int, bool, torch.dtype]:
+        """What matrices must have in common to be stored as one."""
+        return self.bits, self.group, self.offsets is None, self.scales.dtype
+
+    def above(self, other: Self) -> Self:
+        """Returns this matrix on top of another one of the same form."""
+        assert self.form == other.form
+        offsets = None
+        if self.offsets is not None and other.offsets is not None:
+            offsets = torch.cat((self.offsets, other.offsets))
+        values, scales = torch.cat((self.values, other.values)), torch.cat((self.scales, other.scales))
+        return replace(self, values=values, scales=scales, offsets=offsets)
+
+
+def merged(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Returns matrices that are one below the other, with neighbours of the same form as one."""
+    found = [parts[0]]
+    for part in parts[1:]:
+        found[-1:] = [found[-1].above(part)] if found[-1].form == part.form else [found[-1], part]
+    return found
 
 
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:

@@ -1,7 +1,7 @@
 """The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead. It has the
 ledger built anew when Redis has lost it or is another Redis.
 
-It runs in a thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Independent of gRPC.
+It runs in a thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Does not use gRPC.
 """
 
 from __future__ import annotations

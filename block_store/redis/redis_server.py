@@ -85,10 +85,10 @@ def connect(url: str | None, directory: str | os.PathLike[str], *, confined: boo
 def open_client(
     url: str, run_id: str | Callable[[], str] | None = None, call_timeout_s: float = CALL_TIMEOUT_S
 ) -> redis.Redis:
-    """Returns a thread-safe client (a pool). With `run_id`, a new connection is used only if that very server answers;
+    """Returns a thread-safe client (a pool). With `run_id`, a connection is used only if the server has that run ID;
     if `run_id` is a function, it is called for each connection.
 
-    Connections are made by the first call, which raises redis.ConnectionError if they fail or find another server.
+    The first call opens the connections, which raises redis.ConnectionError if they fail or find another server.
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
     # The retries of redis-py are off: a repeated call must carry the same running number, which LedgerClient ensures.

@@ -1,7 +1,7 @@
 """The life of the store's arena: it is found, or sized and made; its ledger is opened; silent holders are reaped; at
 the end it is removed.
 
-Methods block; the service calls them in threads. Independent of gRPC.
+Methods block; the service calls them in threads. Does not use gRPC.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Run `python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`
 
 Prints every difference. A running store changes while it is read in parts, so it is read again a few times if something
 differs (`invariants.lasting`). A repair is a rebuild (`rebuild`): the ledger is built from the header, then every
-worker asserts what it holds. Independent of gRPC.
+worker asserts what it holds. Does not use gRPC.
 """
 
 from __future__ import annotations

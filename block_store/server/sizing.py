@@ -1,7 +1,7 @@
 """Computes how many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Also reads
 the memory limits of a node or a device.
 
-Independent of gRPC. All sizes are in bytes.
+Does not use gRPC. All sizes are in bytes.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ class _Matrices:
         return self.packed[key][index]
 
     def _pack(self, matrix: Tensor, dtype: torch.dtype) -> PackedLinear:
-        weight: Tensor | QuantizedWeight = matrix.to(dtype).contiguous()
+        weight: Tensor | list[QuantizedWeight] = matrix.to(dtype).contiguous()
         if self.bits is not None and not self.name.endswith(NOT_ROUNDED):
-            weight = quantize(matrix, self.bits)
+            weight = [quantize(matrix, self.bits)]
         return PackedLinear(weight, deterministic=self.deterministic, dtype=dtype)
 
     def plain(self) -> Tensor:

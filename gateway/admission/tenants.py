@@ -31,7 +31,7 @@ class Bucket:
         return max(0.0, missing * 60.0 / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
-        """Takes an amount. A negative one is given back."""
+        """Takes an amount. A negative amount is credited."""
         self._fill(now)
         self._level = min(self._level - amount, float(self.per_minute))
 

@@ -1,6 +1,6 @@
 """Assembles one HTTP answer, whole or in chunks: choices, echoes, log-probabilities. No I/O.
 
-Each prompt has as many choices as samples (`n`), or as returned beams.
+Each prompt has one choice per sample (`n`) or per returned beam.
 """
 
 from __future__ import annotations

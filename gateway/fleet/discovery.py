@@ -1,8 +1,8 @@
 """Discovery: polls the registry in Redis, informs router and sessions, and looks up cached prefixes for routing.
 
 All Redis calls run in threads, within a time budget. Without Redis the gateway routes by load alone, to the workers
-that it knows. After a few lookups without an answer no request waits for one, until a poll is answered as fast as a
-lookup must be. When Redis is back it may have forgotten the workers, or they could not write to it, so no worker counts
+that it knows. After a few unanswered lookups, requests skip them until a poll is answered within the time of a lookup.
+When Redis is back it may have forgotten the workers, or they may have been unable to write to it, so no worker counts
 as gone until all had time to register again.
 """
 

@@ -122,7 +122,7 @@ class Router:
         return self._least(candidates, lambda d: d.sequences(now) / max(1, d.record.max_num_seqs), now)
 
     def capacity(self) -> int:
-        """Returns how many sequences all decode workers can have in their batches."""
+        """Returns the total batch capacity of all decode workers, in sequences."""
         return sum(d.record.max_num_seqs for d in self._of_role("decode"))
 
     def max_model_len(self) -> int | None:

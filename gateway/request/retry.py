@@ -62,7 +62,9 @@ class Retry:
             raise lost.final
 
     async def _come_back(self, state: RequestState, place: Place) -> None:
-        """Waits for the blocks of a group that decode gave back. The group is ahead of all new requests."""
+        """Waits until there are enough blocks for a group that decode gave back. New requests of the same or a lower
+        rank wait behind it.
+        """
         began = time.monotonic()
         try:
             async with asyncio.timeout(state.remaining_s()):

@@ -64,8 +64,8 @@ class Sample:
                 self._cumulative_logprob += details[number].logprob
 
     def accept_token(self, outlet: Outlet, index: int, token_id: int) -> None:
-        """Does what `accept` does for one token without log-probability that is not the worker's last. This is the hot
-        path.
+        """Does what `accept` does for a single token that has no log-probability and is not the worker's last. This is
+        the hot path.
         """
         if self._has_stops or index != len(self.output_ids):
             return self.accept(outlet, index, (token_id,), (), None)

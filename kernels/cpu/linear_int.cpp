@@ -4,7 +4,8 @@
 // times the sum of the group's inputs. Values are exact in bf16, so with AVX512-BF16 a dot product takes them as they
 // are. A row's bits depend neither on the other rows nor on threads.
 //
-// The caller packs the weights (kernels/cpu/linear_int.py): a header of 64 bytes, then panels of 16 outputs. A panel
+// The caller packs the weights (kernels/cpu/linear_int.py) in sections of outputs that are stored alike. A section is a
+// header of 64 bytes, then panels of 16 outputs. A panel
 // holds 16 scales for each group, then 16 offsets for each group if there are any, then the values, each part padded to
 // 64 bytes. Values of 8 bits: 16 words for every four inputs, the first in the lowest bits. Of 4 bits: 16 words for every
 // eight inputs, with the even inputs in the low half, lowest bits first, and the odd ones in the high half. Inputs are
@@ -21,8 +22,10 @@ constexpr int MOST_SUMS = 24;  // of 32 registers, for rows times panels
 constexpr int MOST_SUMS = 6;  // of two registers each: 12 of 16
 #endif
 
+constexpr int64_t HEADER_BYTES = 64;
 struct Header {
-    int64_t bits, group, has_offsets, wide_scales, is_bf16;
+    int64_t bits, group, has_offsets, wide_scales, is_bf16, n_out;
+    int64_t bytes;  // from this header to the next section's; 0: the last section
 };
 
 constexpr int64_t to_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -206,18 +209,24 @@ struct Ints {
 // in elements.
 LL_EXPORT int ll_linear_int(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
                             int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t threads) {
-    const ll::Header header = ll::load_as<ll::Header>(packed);
-    auto run = [&](auto tag, auto bits) {
-        using T = decltype(tag);
-        using Weights = ll::Ints<T, bits()>;
-        const Weights weights{static_cast<const char*>(packed) + 64, header, (n_in + header.group - 1) / header.group};
-        ll::Product<Weights>{weights, static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out),
-                             rows, n_in, n_out, x_stride, out_stride}
-            .run(threads);
-    };
-    auto with_bits = [&](auto tag) {
-        header.bits == 4 ? run(tag, std::integral_constant<int, 4>()) : run(tag, std::integral_constant<int, 8>());
-    };
-    header.is_bf16 ? with_bits(ll::bf16{}) : with_bits(float{});
+    const char* section = static_cast<const char*>(packed);
+    for (int64_t from = 0; from < n_out;) {
+        const ll::Header header = ll::load_as<ll::Header>(section);
+        auto run = [&](auto tag, auto bits) {
+            using T = decltype(tag);
+            using Weights = ll::Ints<T, bits()>;
+            const Weights weights{section + ll::HEADER_BYTES, header, (n_in + header.group - 1) / header.group};
+            const T* add = bias ? static_cast<const T*>(bias) + from : nullptr;
+            ll::Product<Weights>{weights, static_cast<const T*>(x), add, static_cast<T*>(out) + from,
+                                 rows, n_in, header.n_out, x_stride, out_stride}
+                .run(threads);
+        };
+        auto with_bits = [&](auto tag) {
+            header.bits == 4 ? run(tag, std::integral_constant<int, 4>()) : run(tag, std::integral_constant<int, 8>());
+        };
+        header.is_bf16 ? with_bits(ll::bf16{}) : with_bits(float{});
+        from += header.n_out;
+        section += header.bytes;
+    }
     return 0;
 }

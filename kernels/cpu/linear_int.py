@@ -6,7 +6,7 @@ A row's bits depend neither on the other rows nor on threads; linear_int.cpp exp
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,15 +32,22 @@ def address() -> int | None:
     return None if found is None else ctypes.cast(found, ctypes.c_void_p).value  # type: ignore[arg-type]
 
 
-def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Packs a weight for inputs of `dtype` (bf16 or fp32) as uint8: the form that linear_int.cpp describes."""
+def pack(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tensor:
+    """Packs weights, one below the other, for inputs of `dtype` (bf16 or fp32) as uint8, as linear_int.cpp says."""
+    sections = [_section(weight, dtype) for weight in weights]
+    for section in sections[:-1]:
+        section[:_LINE].view(torch.int64)[6] = len(section)
+    return torch.cat(sections)
+
+
+def _section(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     n_out, _ = weight.shape
     panels, groups = -(-n_out // _PANEL), weight.scales.shape[1]
     rows = panels * _PANEL - n_out
     wide = weight.scales.dtype == torch.float32
     header = torch.zeros(_LINE // 8, dtype=torch.int64)
     is_bf16 = int(dtype == torch.bfloat16)
-    header[:5] = torch.tensor([weight.bits, weight.group, int(weight.offsets is not None), int(wide), is_bf16])
+    header[:6] = torch.tensor([weight.bits, weight.group, int(weight.offsets is not None), int(wide), is_bf16, n_out])
 
     def factors(of: Tensor) -> Tensor:
         """[panels, groups * 16], padded to whole lines, as bytes."""

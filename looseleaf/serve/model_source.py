@@ -56,7 +56,7 @@ def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
 
 def _checked(directory: Path) -> Path:
     if directory.suffix == ".gguf" and directory.is_file():
-        raise StartupError(f"{directory} is a GGUF file, which is not supported; name a directory of safetensors files")
+        return gguf_directory(directory, cache_directory())
     if not directory.is_dir():
         raise StartupError(f"model directory {directory} does not exist")
     if not (directory / "config.json").is_file():
@@ -86,6 +86,29 @@ def tiny_checkpoint(cache: Path) -> Path:
     except OSError as error:
         if not (target / "config.json").is_file():  # another launch may have been quicker
             raise StartupError(f"cannot write the small random model to {target}: {error.strerror}") from error
+    return target
+
+
+def gguf_directory(file: Path, cache: Path) -> Path:
+    """Returns a model directory for a GGUF file below `cache`; made in a separate process, which loads transformers.
+
+    The weights stay in the file. Another file under the same name gets another directory.
+    """
+    state = file.resolve().stat()
+    identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns}"
+    target = cache / f"gguf-{hashlib.sha256(identity.encode()).hexdigest()[:16]}" / file.stem
+    if (target / "config.json").is_file():
+        return target
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    command = [sys.executable, "-m", "engine.gguf_file", str(file.resolve()), str(partial)]
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+        if made.returncode != 0:
+            raise StartupError(_last_line(made.stderr))
+        partial.rename(target)
+    except OSError as error:
+        if not (target / "config.json").is_file():  # another launch may have been quicker
+            raise StartupError(f"cannot write to {target}: {error.strerror}") from error
     return target
 
 

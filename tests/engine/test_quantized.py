@@ -195,7 +195,7 @@ def test_families_without_an_implementation_of_ours_are_refused(tmp_path: Path) 
         ModelConfig.from_directory(tmp_path)
 
 
-def test_layers_that_are_quantized_differently_are_joined_as_floats(
+def test_layers_of_which_only_some_are_quantized_are_joined_as_floats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a checkpoint whose q_proj is in `ignore`."""

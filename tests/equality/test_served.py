@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from bench.served.server import Request, WatchedServer, send_all
 from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
 from looseleaf.results import Completion, Delta, join
-from looseleaf.serve.model_source import BUILT_IN
+from looseleaf.serve.model_source import BUILT_IN, gguf_directory
 from testing.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
+from testing.gguf_files import make_gguf
 from testing.oracle import Oracle
 from testing.quantized import FORMATS, make_quantized
 from testing.system import assert_nothing_held
@@ -114,9 +116,13 @@ async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_mid
     await served_swapped_and_killed(make_foreign(tmp_path, ZOO[name], dtype=torch.bfloat16), 512)
 
 
-@pytest.mark.parametrize("how", ["awq", "int4"])
+@pytest.mark.parametrize("how", ["awq", "int4", "gguf"])
 async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(how: str, tmp_path: Path) -> None:
-    """A checkpoint of 4 bits, and the built-in model rounded on load."""
+    """A checkpoint of 4 bits, the built-in model rounded on load, and a GGUF file of several types."""
+    if how == "gguf":
+        mixed = {"attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "blk": Type.Q4_K}
+        make_gguf(tmp_path / "a.gguf", tmp_path / "twin", "llama", mixed)
+        return await served_swapped_and_killed(gguf_directory(tmp_path / "a.gguf", tmp_path), 512)
     if how == "awq":
         make_quantized(tmp_path / "model", tmp_path / "twin", FORMATS[how], "qwen2", seed=1)
         return await served_swapped_and_killed(tmp_path / "model", 512)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import cpu
 from kernels.cpu import fallbacks
 from kernels.linear import PackedLinear
-from kernels.quantization import GROUPS, Bits, QuantizedWeight, quantize
+from kernels.quantization import GROUPS, Bits, QuantizedWeight, merged, quantize
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -46,7 +46,7 @@ def test_any_shape_and_form_against_float64(
     form = {name: data.draw(st.booleans(), label=name) for name in ("wide", "offsets")}
     weight = random_weight(n_out, n_in, bits, group, **form)
     bias = torch.randn(n_out).to(dtype) if data.draw(st.booleans(), label="bias") else None
-    linear = PackedLinear(weight, bias, dtype=dtype)
+    linear = PackedLinear([weight], bias, dtype=dtype)
     assert linear.how == f"int{bits}" and linear.is_packed
     x = torch.randn(40, n_in + 3).to(dtype)[:, 2 : n_in + 2]
     whole = linear(x)
@@ -62,7 +62,7 @@ def test_any_shape_and_form_against_float64(
 def test_large_matrices_on_two_threads(native_isa: str, dtype: torch.dtype, bits: Any, n_in: int, n_out: int) -> None:
     """Enough for several slabs of rows and groups of panels, each of which threads share."""
     weight = random_weight(n_out, n_in, bits, 128, wide=False, offsets=True)
-    linear, x = PackedLinear(weight, dtype=dtype), torch.randn(140, n_in).to(dtype)
+    linear, x = PackedLinear([weight], dtype=dtype), torch.randn(140, n_in).to(dtype)
     whole = linear(x)
     want = expected(x, weight, None)
     assert (whole - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
@@ -96,18 +96,23 @@ def test_rounding_keeps_zeros_and_extremes(bits: Any) -> None:
     assert torch.equal(quantize(weight.bfloat16(), bits).values, quantize(weight, bits).values)
 
 
-def test_matrices_of_one_form_are_joined_and_others_refused() -> None:
-    parts = [random_weight(n, 64, 4, 32, wide=True, offsets=True) for n in (8, 24)]
-    joined = QuantizedWeight.joined(parts)
-    assert torch.equal(joined.dequantized(torch.float32), torch.cat([p.dequantized(torch.float32) for p in parts]))
-    for other in (
-        random_weight(8, 64, 8, 32, wide=True, offsets=True),
-        random_weight(8, 64, 4, 64, wide=True, offsets=True),
-        random_weight(8, 64, 4, 32, wide=False, offsets=True),
-        random_weight(8, 64, 4, 32, wide=True, offsets=False),
-    ):
-        with pytest.raises(ValueError, match="cannot be joined"):
-            QuantizedWeight.joined([parts[0], other])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrices_of_several_forms_are_one_below_the_other(native_isa: str, dtype: Any) -> None:
+    """Neighbours of one form become one; the outputs of others start in the middle of a panel."""
+    forms: list[tuple[int, Bits, int, bool, bool]] = [
+        (24, 4, 32, True, True), (9, 4, 32, True, True), (7, 8, 32, True, True), (40, 8, 16, False, False),
+        (1, 4, 96, False, True), (33, 4, 96, True, True),
+    ]  # fmt: skip
+    parts = [random_weight(n, 100, bits, group, wide=wide, offsets=off) for n, bits, group, wide, off in forms]
+    assert [part.shape[0] for part in merged(parts)] == [33, 7, 40, 1, 33]
+    x, bias = torch.randn(30, 100).to(dtype), torch.randn(sum(form[0] for form in forms)).to(dtype)
+    linear = PackedLinear(parts, bias, dtype=dtype)
+    want = torch.cat([expected(x, part, None) for part in parts], dim=1) + bias.double()
+    assert linear.out_features == 114 and linear.how == "int4"
+    assert ((linear(x) - want).abs() <= TOLERANCE[dtype] * want.abs().max()).all()
+    assert torch.equal(linear(x[3:4]), linear(x)[3:4])
+    alone = [PackedLinear([part], dtype=dtype)(x) for part in parts]
+    assert torch.equal(torch.cat(alone, dim=1), PackedLinear(parts, dtype=dtype)(x))
 
 
 @pytest.mark.parametrize("group", [0, 4, 12])
@@ -123,13 +128,13 @@ def test_without_c_kernels_it_is_a_matrix_of_floats_which_is_counted(caplog: pyt
     weight = random_weight(20, 64, 4, 32, wide=True, offsets=True)
     with cpu.using("reference"), caplog.at_level(logging.WARNING, "looseleaf.kernels"):
         before = fallbacks().get("quantized linear", 0)
-        linear = PackedLinear(weight, dtype=torch.float32)
+        linear = PackedLinear([weight], dtype=torch.float32)
         assert linear.how not in ("int4", "int8") and fallbacks()["quantized linear"] == before + 1
         x = torch.randn(3, 64)
         assert torch.allclose(linear(x).double(), expected(x, weight, None), rtol=1e-4, atol=1e-4)
 
 
 def test_inputs_of_another_dtype_are_refused() -> None:
-    linear = PackedLinear(quantize(torch.randn(16, 64), 8), dtype=torch.bfloat16)
+    linear = PackedLinear([quantize(torch.randn(16, 64), 8)], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"x is torch.float32, the weight was packed for torch.bfloat16"):
         linear(torch.randn(2, 64))

@@ -47,7 +47,7 @@ def _linear(dtype: torch.dtype, scatter: Any) -> Compute:
 
 
 def _linear_int(dtype: torch.dtype, scatter: Any, bits: Bits = 4) -> Compute:
-    x, weight = torch.randn(ROWS, 320).to(dtype), quantize(torch.randn(200, 320) / 18, bits)
+    x, weight = torch.randn(ROWS, 320).to(dtype), [quantize(torch.randn(200, 320) / 18, bits)]
     linear = PackedLinear(weight, dtype=dtype)
     return lambda rows: (linear(x[rows]),)
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from common.errors import StartupError
 from engine.tiny import make_checkpoint
 from looseleaf.serve.model_source import resolve
+from testing.gguf_files import make_gguf
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 EXTRA = ("README.md", "original/consolidated.00.pth", "flax_model.msgpack")
@@ -106,9 +108,21 @@ def test_what_cannot_be_fetched_says_what_to_do(hub: Any, tmp_path: Path) -> Non
     assert f"grants access on {hub.address}/acme/gated" in resolved("acme/gated", tmp_path / "hf", hub.address)
 
 
+def test_a_gguf_file_gets_a_directory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "tale.gguf"
+    make_gguf(file, tmp_path / "twin", "qwen3", {})
+    found = resolve(str(file)).directory
+    made = (found / "config.json").stat().st_mtime_ns
+    assert found.name == "tale" and (found / "tokenizer.json").is_file()
+    assert resolve(str(file)).directory == found and (found / "config.json").stat().st_mtime_ns == made
+    make_gguf(file, tmp_path / "twin", "qwen3", {"blk": Type.Q4_0})
+    assert resolve(str(file)).directory != found, "another file under the same name"
+
+
 def test_a_file_of_another_format_is_named_as_one(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(StartupError, match=r"model\.gguf is a GGUF file"):
+    with pytest.raises(StartupError, match=r"model\.gguf is not a GGUF file that can be read"):
         resolve(str(tmp_path / "model.gguf"))
     with pytest.raises(StartupError, match="model directory nowhere/at-all does not exist"):
         resolve("./nowhere/at-all")

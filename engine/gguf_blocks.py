@@ -1,0 +1,82 @@
+"""The blocks of GGUF's quantized types, decoded into integers with scales, without a change of their numbers.
+
+Layouts as in llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Independent of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.quantization import Bits, QuantizedWeight
+
+F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
+"""Numbers of types in a file."""
+
+
+def _half(blocks: Tensor) -> Tensor:
+    """fp32 of the fp16 in the last dimension, [..., 2] bytes -> [..., 1]."""
+    return blocks.contiguous().view(torch.float16).float()
+
+
+def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, group: int) -> QuantizedWeight:
+    """Of values [out, ...] in order, and scales and offsets in the order of their groups."""
+    n_out = values.shape[0]
+    flat = None if offsets is None else offsets.reshape(n_out, -1).contiguous()
+    integers = values.reshape(n_out, -1).to(torch.int8).contiguous()
+    return QuantizedWeight(integers, scales.reshape(n_out, -1).contiguous(), flat, bits, group)
+
+
+def _nibbles(bytes_: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2 n]: all low halves, then all high ones."""
+    return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
+
+
+def q8_0(rows: Tensor) -> QuantizedWeight:
+    """32 values: scale fp16, values int8."""
+    blocks = rows.view(rows.shape[0], -1, 34)
+    return _weight(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks[..., :2]), None, 8, 32)
+
+
+def q4_0(rows: Tensor) -> QuantizedWeight:
+    """32 values: scale fp16, values + 8 in 16 bytes."""
+    blocks = rows.view(rows.shape[0], -1, 18)
+    return _weight(_nibbles(blocks[..., 2:]).to(torch.int8) - 8, _half(blocks[..., :2]), None, 4, 32)
+
+
+def q4_1(rows: Tensor) -> QuantizedWeight:
+    """32 values: scale fp16, offset fp16, values in 16 bytes."""
+    blocks = rows.view(rows.shape[0], -1, 20)
+    scales, offsets = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    return _weight(_nibbles(blocks[..., 4:]).to(torch.int8) - 8, scales, offsets + 8 * scales, 4, 32)
+
+
+def q4_k(rows: Tensor) -> QuantizedWeight:
+    """256 values in 8 groups: scale and offset fp16, 6 bits of both for each group in 12 bytes, values in 128."""
+    blocks = rows.view(rows.shape[0], -1, 144)
+    packed = blocks[..., 4:16].to(torch.int32)
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scale_bits = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)  # [out, blocks, 8]
+    offset_bits = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
+    scales, offsets = _half(blocks[..., :2]) * scale_bits, _half(blocks[..., 2:4]) * offset_bits
+    values = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
+    return _weight(values.to(torch.int8) - 8, scales, 8 * scales - offsets, 4, 32)
+
+
+def q6_k(rows: Tensor) -> QuantizedWeight:
+    """256 values in 16 groups: 4 low bits in 128 bytes, 2 high bits in 64, int8 scales of groups, scale fp16."""
+    blocks = rows.view(rows.shape[0], -1, 210)
+    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).view(*blocks.shape[:2], 2, 4, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    values = (low | (high >> shifts & 3) << 4).to(torch.int8) - 32
+    scales = _half(blocks[..., 208:]) * blocks[..., 192:208].contiguous().view(torch.int8)
+    return _weight(values, scales, None, 8, 16)
+
+
+DECODERS: dict[int, Callable[[Tensor], QuantizedWeight]] = {
+    Q8_0: q8_0, Q4_0: q4_0, Q4_1: q4_1, Q4_K: q4_k, Q6_K: q6_k,
+}  # fmt: skip
+"""By the number of a type; matrices of other types become floats."""
