@@ -32,7 +32,7 @@ from kernels.cpu import linear as simd
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import Isa, count_fallback
 from kernels.environment import choices_directory, linear_provider
-from kernels.quantization import QuantizedWeight, merged
+from kernels.quantization import QuantizedWeight
 
 _LOG = logging.getLogger("looseleaf.kernels")
 Provider = Literal["amx", "onednn", "simd", "torch"]
@@ -223,7 +223,7 @@ class PackedLinear:
         if not isinstance(weight, Tensor):
             assert dtype is not None
             self.out_features, self.in_features = sum(part.shape[0] for part in weight), weight[0].shape[1]
-            if (found := _on_integers(weight, self.bias, dtype)) is not None:
+            if (found := linear_int.packed_product(weight, self.bias, dtype)) is not None:
                 self.how = "int4" if any(part.bits == 4 for part in weight) else "int8"
                 self.packed, self._product = found
                 self.weight = None
@@ -252,22 +252,6 @@ class PackedLinear:
 def provider_of(dtype: torch.dtype) -> str:
     """Returns the provider that CPU linears of ordinary shapes run on; their bits depend on it."""
     return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how
-
-
-def _on_integers(weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype) -> Packed | None:
-    """Packs for our product of integers, or returns None where there is none."""
-    entry, n_out = linear_int.entry(), sum(weight.shape[0] for weight in weights)
-    if weights[0].values.is_cuda or entry is None or dtype not in (torch.bfloat16, torch.float32):
-        count_fallback("quantized linear", f"no kernel for weights of few bits and {dtype} here", "dequantized")
-        return None
-    packed = linear_int.pack(merged(weights), dtype)
-
-    def product(x: Tensor) -> Tensor:
-        if x.dtype != dtype:
-            raise ValueError(f"x is {x.dtype}, the weight was packed for {dtype}")
-        return linear_int.linear(entry, _last_contiguous(x), packed, bias, n_out)
-
-    return packed, product
 
 
 def _on_gpu(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.loader import current
-from kernels.quantization import QuantizedWeight
+from kernels.cpu.selection import count_fallback
+from kernels.quantization import QuantizedWeight, merged
 
 _PANEL, _LINE, _UNIT = 16, 64, 8
 
@@ -86,3 +87,23 @@ def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | 
     sizes = (x.shape[0], x.shape[1], n_out, x.stride(0), n_out, torch.get_num_threads())
     entry(x.data_ptr(), packed.data_ptr(), bias_at, out.data_ptr(), *sizes)
     return out
+
+
+def packed_product(
+    weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """Packs weights, one below the other. Returns them with a function from x [rows, in] to [rows, out], or None where
+    no kernel takes them, which is counted.
+    """
+    function, n_out = entry(), sum(weight.shape[0] for weight in weights)
+    if weights[0].values.is_cuda or function is None or dtype not in (torch.bfloat16, torch.float32):
+        count_fallback("quantized linear", f"no kernel for weights of few bits and {dtype} here", "dequantized")
+        return None
+    packed = pack(merged(weights), dtype)
+
+    def product(x: Tensor) -> Tensor:
+        if x.dtype != dtype:
+            raise ValueError(f"x is {x.dtype}, the weight was packed for {dtype}")
+        return linear(function, x if x.stride(1) == 1 else x.contiguous(), packed, bias, n_out)
+
+    return packed, product
