@@ -58,10 +58,12 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     context = settings.context or config.max_model_len
     dtype_bytes = DTYPE_BYTES[settings.dtype]
     parameters = num_parameters(directory, config)
-    weights = parameters * dtype_bytes
+    weights, factors = parameters * dtype_bytes, f"{parameters:,} parameters x {dtype_bytes} bytes"
+    if config.weight_format is not None and (stored := stored_bytes(directory)):
+        weights, factors = stored, f"{parameters:,} parameters, quantized"
     shape = f"{config.num_layers} layers, {config.num_heads} query heads"
     yield f"model    {directory.name}: {shape}, implementation {config.family}"
-    yield f"weights  {parameters:,} parameters x {dtype_bytes} bytes = {sizing.gib(weights)}"
+    yield f"weights  {factors} = {sizing.gib(weights)}"
     layout = config.kv_layout(
         settings.block_size, "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
     )
@@ -97,6 +99,15 @@ def _hosts(settings: PlanSettings, weights: int, sequence: int) -> Iterator[str]
     yield f"         room for {each:,} such sequences; hosts for {settings.sequences:,}: {hosts:,}"
 
 
+def stored_bytes(directory: Path) -> int:
+    """Returns the bytes of the tensors in the checkpoint's files; 0 if there are none."""
+    from engine.checkpoint import GGUF_NAME, weight_files
+
+    if not any(directory.glob("*.safetensors")) and not (directory / GGUF_NAME).exists():
+        return 0
+    return sum(end - begin for file in weight_files(directory) for _, _, begin, end in file.tensors.values())
+
+
 def num_parameters(directory: Path, config: ModelConfig) -> int:
     """Counts the parameters in the checkpoint's files, or computes them from the configuration if there are no
     files.
@@ -104,7 +115,7 @@ def num_parameters(directory: Path, config: ModelConfig) -> int:
     from engine.checkpoint import weight_files
     from engine.tiny import parameter_shapes
 
-    if any(directory.glob("*.safetensors")):
+    if any(directory.glob("*.safetensors")) and config.weight_format is None:
         return sum(math.prod(shape) for file in weight_files(directory) for _, shape, _, _ in file.tensors.values())
     if config.family != "transformers":
         return sum(math.prod(shape) for _, shape in parameter_shapes(config))

@@ -9,6 +9,7 @@ import pytest
 
 from engine.tiny import make_checkpoint
 from looseleaf.cli import main
+from testing.quantized import FORMATS, make_quantized
 from testing.zoo import ZOO, make_foreign
 
 OPT_13B = {
@@ -53,6 +54,14 @@ def test_parameters_are_those_of_the_files_or_of_the_definition(
         with_files = planned(capsys, str(directory), "--memory", "8")
         (directory / "model.safetensors").unlink()
         assert planned(capsys, str(directory), "--memory", "8") == with_files
+
+
+def test_quantized_weights_take_what_their_files_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_quantized(tmp_path / "four", tmp_path / "twin", FORMATS["gptq-4"])
+    said = [planned(capsys, str(tmp_path / name), "--dtype", "float32") for name in ("four", "twin")]
+    parameters = [line.split()[1] for text in said for line in text.splitlines() if line.startswith("weights")]
+    assert parameters[0] == parameters[1] and "parameters, quantized = " in said[0]
+    assert "parameters x 4 bytes" in said[1]
 
 
 def test_a_wrong_length_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
