@@ -1,1 +1,1 @@
-"""Load test: seeded workloads, and locust users for gRPC and HTTP that report TTFT, ITL and E2E apart."""
+"""The load test: seeded workloads, and locust users for gRPC and HTTP that report TTFT, ITL and E2E separately."""

@@ -1,6 +1,6 @@
-"""`python -m loadtest`: locust, headless, for a while. Exit status 1 if any request failed.
+"""`python -m loadtest`: runs locust without its web page for some time. Exit status 1 if any request failed.
 
-Where nothing answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
+If nothing answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(settings: LoadSettings) -> int:
 
 
 def locust_command(settings: LoadSettings) -> list[str]:
-    """The command line of the run."""
+    """Returns the command line of the run."""
     command = [
         sys.executable, "-m", "locust", "--headless", "--only-summary", "-f", str(_LOCUSTFILE),
         "--users", str(settings.users), "--spawn-rate", str(settings.spawn_rate), "--run-time", settings.run_time,
@@ -37,14 +37,14 @@ def locust_command(settings: LoadSettings) -> list[str]:
 
 
 def is_ready(address: str) -> bool:
-    """Whether a service that is ready answers at `address`."""
+    """Returns whether a ready service answers at `address`."""
     command = [sys.executable, "-m", "looseleaf", "health", address]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @contextlib.contextmanager
 def server(settings: LoadSettings) -> Iterator[None]:
-    """A server for the run: the one that answers already, else one of our own."""
+    """A server for the run: the one that already answers, else our own."""
     if is_ready(settings.grpc):
         print(f"loadtest: using the server at {settings.grpc}", flush=True)
         yield
@@ -61,7 +61,7 @@ def server(settings: LoadSettings) -> Iterator[None]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], settings: LoadSettings) -> None:
-    """Return once the server is ready. Raises StartupError if it ends or takes too long."""
+    """Returns once the server is ready. Raises StartupError if it ends or takes too long."""
     deadline = time.monotonic() + settings.start_timeout_s
     while not is_ready(settings.grpc):
         if process.poll() is not None:

@@ -1,8 +1,8 @@
-"""What continuous batching buys, through the whole stack: `python -m loadtest.batching`.
+"""Measures what continuous batching gains, through the whole stack: `python -m loadtest.batching`.
 
 Serves the 125M shape with random weights on this machine and sends the same requests twice in one run, in turns: one at
-a time, and 16 at once. Prints tokens a second of both and their ratio; the last line is JSON. Rounds are interleaved,
-so that a machine that gets slower meanwhile does so for both.
+a time, and 16 at once. Prints tokens per second of both and their ratio; the last line is JSON. Rounds are interleaved,
+so that a machine that becomes slower meanwhile affects both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL = Path(__file__).resolve().parent.parent / "models" / "configs" / "llama-1
 
 
 class BatchingSettings(Settings):
-    """Measure 16 requests at once against one at a time."""
+    """Measures 16 requests at once against one at a time."""
 
     model_config = settings_config("LOOSELEAF_BATCHING_", "loadtest.batching")
 
@@ -39,7 +39,9 @@ class BatchingSettings(Settings):
 
 
 async def run_round(client: AsyncClient, settings: BatchingSettings, num_requests: int, seed: int) -> float:
-    """Send `num_requests` at once, fresh prompts; tokens a second from first send to last token."""
+    """Sends `num_requests` at once, with new prompts. Returns tokens per second from the first send to the last
+    token.
+    """
     lengths = (settings.prompt_tokens, settings.prompt_tokens)
     started = time.perf_counter()
     done = await asyncio.gather(
@@ -53,7 +55,7 @@ async def run_round(client: AsyncClient, settings: BatchingSettings, num_request
 
 
 async def measure(address: str, settings: BatchingSettings) -> tuple[float, float]:
-    """Median tokens a second: (one at a time, `at_once` at once)."""
+    """Returns median tokens per second: (one at a time, `at_once` at once)."""
     alone: list[float] = []
     together: list[float] = []
     async with AsyncClient(address) as client:

@@ -1,9 +1,9 @@
-"""How soon a busy system answers what needs no model: `python -m loadtest.latency`.
+"""Measures how soon a busy system answers calls that need no model: `python -m loadtest.latency`.
 
-Serves the 125M shape with random weights on this machine and measures, over gRPC: the health of every service while
-prompts of 4,000 tokens are prefilled; refusals while the gateway's queue is full, one request at a time and 1,000 in
-one instant, these beside a server that does nothing but refuse (`loadtest.refuser`). Prints percentiles; the last line
-is JSON.
+Serves the 125M shape with random weights on this machine and measures over gRPC: the health of every service while
+prompts of 4,000 tokens are prefilled; refusals while the gateway's queue is full, one request at a time and 1,000 at
+one instant, the latter beside a server that does nothing but refuse (`loadtest.refuser`). Prints percentiles; the last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from testing.system import prompts
 
 
 class LatencySettings(Settings):
-    """Measure health checks under prefill, and refusals under a full queue."""
+    """Measures health checks during prefill, and refusals while the queue is full."""
 
     model_config = settings_config("LOOSELEAF_LATENCY_", "loadtest.latency")
 
@@ -45,7 +45,7 @@ class LatencySettings(Settings):
 
 
 async def probe_health(address: str, interval_s: float, busy: asyncio.Event) -> list[float]:
-    """Seconds per health check of one service until `busy` is set."""
+    """Returns the seconds per health check of one service until `busy` is set."""
     waits: list[float] = []
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -58,7 +58,7 @@ async def probe_health(address: str, interval_s: float, busy: asyncio.Event) -> 
 
 
 async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str, list[float]]:
-    """Waits by service while long prompts are computed."""
+    """Returns waits by service while long prompts are computed."""
     done = asyncio.Event()
     services = llm.addresses.services
     probes = [asyncio.create_task(probe_health(address, settings.interval_s, done)) for address in services.values()]
@@ -71,7 +71,9 @@ async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str,
 
 
 async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) -> dict[str, list[float]]:
-    """Seconds until each of many requests beyond the limit is refused: one after the other, then all in one instant."""
+    """Returns the seconds until each of many requests beyond the limit is refused: in sequence, then all at one
+    instant.
+    """
     waits: list[float] = []
     async with AsyncClient(llm.addresses.grpc) as client:
         wave = [
@@ -96,7 +98,7 @@ async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) ->
 
 
 async def refusals_at_once(address: str, num: int) -> list[float]:
-    """Seconds until each of `num` calls, all sent in one instant, is refused."""
+    """Returns the seconds until each of `num` calls, all sent at one instant, is refused."""
     request = pb.GenerateRequest(text="Once upon a time there was a fox and a crow.")
 
     async def refused(stub: inference_pb2_grpc.InferenceServiceStub) -> float:
@@ -117,7 +119,7 @@ async def refusals_at_once(address: str, num: int) -> list[float]:
 
 @contextmanager
 def refuser() -> Iterator[str]:
-    """The address of a process that only refuses."""
+    """Yields the address of a process that only refuses."""
     with subprocess.Popen([sys.executable, "-m", "loadtest.refuser"], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -127,7 +129,7 @@ def refuser() -> Iterator[str]:
 
 
 def percentile_ms(waits: Sequence[float], share: float) -> float:
-    """The value below which `share` of the waits lie, in milliseconds."""
+    """Returns the value below which `share` of the waits lie, in milliseconds."""
     return round(1e3 * sorted(waits)[min(len(waits) - 1, int(len(waits) * share))], 2)
 
 

@@ -33,7 +33,7 @@ _TIMEOUT_S = 120.0
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def add_arguments(parser: Any) -> None:
-    """Flags of the workload."""
+    """Adds the flags of the workload."""
     parser.add_argument("--grpc-address", default="127.0.0.1:50051", help="host:port of the gateway's gRPC")
     parser.add_argument("--workload-seed", type=int, default=0, help="seed of lengths, prompts and sampling")
     parser.add_argument("--prompt-median", type=float, default=96.0, help="median prompt length in tokens")
@@ -45,7 +45,7 @@ def add_arguments(parser: Any) -> None:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def prepare(environment: Any, **_: Any) -> None:
-    """One workload and one request counter for all users of this process."""
+    """Creates one workload and one request counter for all users of this process."""
     options = environment.parsed_options
     model = the_model(options.grpc_address)
     trace = read_trace(Path(options.trace), divisor=options.trace_divisor) if options.trace else ()
@@ -63,14 +63,14 @@ def prepare(environment: Any, **_: Any) -> None:
 
 
 def the_model(address: str) -> Any:
-    """The first model that the gateway lists."""
+    """Returns the first model that the gateway lists."""
     with grpc.insecure_channel(address) as channel:
         stub: Any = pb_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         return stub.ListModels(pb.ListModelsRequest(), timeout=10.0).models[0]
 
 
 class GrpcUser(User):  # type: ignore[misc]
-    """Speaks InferenceService.Generate with blocking stubs; a connection each."""
+    """A user of InferenceService.Generate, with blocking stubs and its own connection."""
 
     wait_time = constant(0)  # type: ignore[misc]
 
@@ -100,7 +100,7 @@ class GrpcUser(User):  # type: ignore[misc]
 
 
 class OpenAIUser(User):  # type: ignore[misc]
-    """Speaks POST /v1/completions with server-sent events; a connection each, http.client being enough."""
+    """A user of POST /v1/completions with server-sent events, with its own connection; http.client suffices."""
 
     wait_time = constant(0)  # type: ignore[misc]
 
@@ -141,12 +141,12 @@ class OpenAIUser(User):  # type: ignore[misc]
 
 
 def num_tokens(event: dict[str, Any], *, first: bool) -> int:
-    """1 for an event with text, or for an end that is all there is: a token may have no text of its own."""
+    """Returns 1 for an event with text, or for an end without any: a token may have no text of its own."""
     return sum(1 for choice in event["choices"] if choice["text"] or (first and choice["finish_reason"]))
 
 
 def sse_events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON of each event until [DONE]. Raises RuntimeError for an error event or a stream cut short."""
+    """Yields the JSON of each event until [DONE]. Raises RuntimeError for an error event or an incomplete stream."""
     for line in lines:
         if not line.startswith(b"data: "):
             continue

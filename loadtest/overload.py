@@ -1,9 +1,9 @@
-"""More requests than a service can take: `python -m loadtest.overload`.
+"""Sends more requests than a service can take: `python -m loadtest.overload`.
 
-Serves the built-in model and sends streamed completions over HTTP: first as many at once as fill it, which says what it
-can do; then, at times that do not wait for answers, 0.8 and 4 times that many a second; at last 1,000 in one instant,
-beside a server that does nothing but refuse. Prints goodput (answers finished a second), times to first token of what
-was let in, times of refusals; the last line is JSON.
+Serves the built-in model and sends streamed completions over HTTP. First it keeps as many requests in flight as fill
+the service, which shows its capacity. Then it sends 0.8 and 4 times that many per second, at times that do not depend
+on answers. Last it sends 1,000 at one instant, beside a server that does nothing but refuse. Prints goodput (answers
+finished per second), times to first token of admitted requests, and times of refusals; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from testing.system import prompts
 
 PATH = "/v1/completions"
 FILL_S = 16.0
-"""How long the overload lasts in which many come in one instant."""
+"""Duration of the overload in which many requests arrive at one instant."""
 
 
 class OverloadSettings(Settings):
-    """Measure goodput, first tokens and refusals at several times of what the machine can do."""
+    """Measures goodput, first tokens and refusals at several multiples of the machine's capacity."""
 
     model_config = settings_config("LOOSELEAF_OVERLOAD_", "loadtest.overload")
 
@@ -49,12 +49,12 @@ class OverloadSettings(Settings):
 
 @dataclass(slots=True)
 class Seen:
-    """What one phase saw."""
+    """The observations of one phase."""
 
     seconds: float
     replies: list[Reply] = field(default_factory=list)
     done_at: list[float] = field(default_factory=list)
-    """Of answers, in seconds since the phase began."""
+    """End of each answer, in seconds since the phase began."""
     failed: int = 0
 
     @property
@@ -67,7 +67,9 @@ class Seen:
 
     @property
     def goodput(self) -> float:
-        """Answers that ended within the phase, after its first tenth, a second; 0 for what took an instant."""
+        """Returns answers per second that ended within the phase, without its first tenth; 0 for a phase of an
+        instant.
+        """
         began = self.seconds / 10
         if not began:
             return 0.0
@@ -103,7 +105,7 @@ class Load:
         return self._random.choice(self._bodies)
 
     async def closed(self, at_once: int, seconds: float) -> Seen:
-        """So many in flight, all the time."""
+        """Keeps this many requests in flight all the time."""
         seen, started = Seen(seconds), time.perf_counter()
 
         async def one_after_the_other() -> None:
@@ -116,7 +118,7 @@ class Load:
         return seen
 
     async def open(self, rate: float, seconds: float) -> Seen:
-        """`rate` a second, at random times."""
+        """Sends `rate` requests per second, at random times."""
         seen, started, tasks = Seen(seconds), time.perf_counter(), set[asyncio.Task[Reply | None]]()
         at = 0.0
         while (at := at + self._random.expovariate(rate)) < seconds:
@@ -142,7 +144,7 @@ class Load:
 
 
 async def at_one_instant(address: str, num: int, body: bytes) -> Seen:
-    """`num` requests on connections that are open already."""
+    """Sends `num` requests on connections that are already open."""
     connections = [await Connection.open(address) for _ in range(num)]
     seen = Seen(0.0)
     for reply in await asyncio.gather(*(c.post(PATH, body) for c in connections), return_exceptions=True):
@@ -175,7 +177,7 @@ async def measure(address: str, settings: OverloadSettings) -> dict[str, Seen]:
 
 @contextmanager
 def refuser() -> Iterator[str]:
-    """The address of a process that only refuses, over HTTP."""
+    """Yields the HTTP address of a process that only refuses."""
     command = [sys.executable, "-m", "loadtest.refuser", "http"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,6 +1,6 @@
-"""An HTTP/1.1 client that costs next to nothing, for loads on the machine that serves: POST, status, first event, end.
+"""A minimal HTTP/1.1 client for loads on the machine that serves: POST, status, first event, end.
 
-One request at a time on a connection, which is kept for the next one. Independent of models.
+A connection carries one request at a time and is kept for the next one. Independent of models.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _HEAD_LIMIT = 1 << 16
 
 @dataclass(slots=True)
 class Reply:
-    """What came back, and when, in seconds since the request was sent."""
+    """A response and its times, in seconds since the request was sent."""
 
     status: int
     retry_after: str | None
     head_s: float
-    """The status line and headers."""
+    """Arrival of the status line and headers."""
     first_s: float
-    """The first piece of the body."""
+    """Arrival of the first piece of the body."""
     whole_s: float
 
 
@@ -38,7 +38,7 @@ class Connection:
         return cls(*await asyncio.open_connection(host, int(port), limit=_HEAD_LIMIT))
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Raises OSError or asyncio.IncompleteReadError when the connection is lost."""
+        """Raises OSError or asyncio.IncompleteReadError if the connection is lost."""
         started = time.perf_counter()
         head = f"POST {path} HTTP/1.1\r\nhost: load\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         self._writer.write(head.encode() + b"\r\n\r\n" + body)
@@ -50,7 +50,7 @@ class Connection:
         return Reply(status, headers.get("retry-after"), head_s, first_s, time.perf_counter() - started)
 
     async def _read_body(self, headers: dict[str, str], started: float) -> float:
-        """When its first piece was there."""
+        """Reads the body. Returns when its first piece arrived."""
         if headers.get("transfer-encoding") != "chunked":
             await self._reader.readexactly(int(headers.get("content-length", "0")))
             return time.perf_counter() - started
@@ -66,7 +66,7 @@ class Connection:
 
 
 class Pool:
-    """Connections to one address, used again."""
+    """Connections to one address, which are reused."""
 
     def __init__(self, address: str) -> None:
         self._address = address

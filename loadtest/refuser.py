@@ -1,4 +1,4 @@
-"""A server that refuses every call: what grpc.aio or uvicorn take for a refusal, to compare a gateway's with.
+"""A server that refuses every call: the cost of a refusal in grpc.aio or uvicorn, to compare a gateway's with.
 
 `python -m loadtest.refuser [http]` prints its address and serves until it is terminated.
 """

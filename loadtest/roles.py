@@ -1,8 +1,8 @@
-"""Prefill and decode in two processes, or in one (`--roles both`): `python -m loadtest.roles`.
+"""Compares prefill and decode in two processes and in one (`--roles both`): `python -m loadtest.roles`.
 
-Serves the 125M shape with random weights on this machine, one arrangement after the other and all of them again, and
-lets clients send requests one after the other. Prints the median over the rounds; the last line is JSON. An arrangement
-is measured some seconds after another, so a machine that others use at the same time needs more rounds.
+Serves the 125M shape with random weights on this machine, one arrangement after the other and then all of them again,
+while clients send requests in sequence. Prints the median over the rounds; the last line is JSON. Arrangements are
+measured some seconds apart, so a machine with other users needs more rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from testing.system import prompts
 
 
 class RolesSettings(Settings):
-    """Measure where prefill and decode run: split, both by turns, both in their own time with half the cores each."""
+    """Measures where prefill and decode run: split; both, in turns; or both independently, with half of the cores
+    each.
+    """
 
     model_config = settings_config("LOOSELEAF_ROLES_", "loadtest.roles")
 
@@ -72,7 +74,7 @@ def arrangements(num_cores: int) -> tuple[Arrangement, ...]:
 
 @dataclass(slots=True)
 class Seen:
-    """What the clients of one load saw."""
+    """The observations of the clients of one load."""
 
     num_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -91,7 +93,7 @@ class Seen:
 
 
 async def send(client: AsyncClient, load: Load, seed: int, seen: Seen) -> None:
-    """One request."""
+    """Sends one request."""
     [prompt] = prompts(1, seed=seed, lengths=(load.prompt_tokens, load.prompt_tokens))
     times = [time.perf_counter()]
     stream = client.stream(prompt, max_tokens=load.output_tokens, temperature=0.0, ignore_eos=True, seed=0)
@@ -105,7 +107,7 @@ async def send(client: AsyncClient, load: Load, seed: int, seen: Seen) -> None:
 
 
 async def run_load(client: AsyncClient, load: Load, seconds: float, seed: int) -> dict[str, float]:
-    """All clients of `load` until `seconds` are over; requests that run then are finished and counted."""
+    """Runs all clients of `load` until `seconds` are over. Requests that run then are finished and counted."""
     seen, started = Seen(), time.perf_counter()
 
     async def one(number: int) -> None:

@@ -8,7 +8,7 @@ from common.settings import Settings, settings_config
 
 
 class LoadSettings(Settings):
-    """Run locust without its web page against a running Looseleaf, or against one that is started for it."""
+    """Runs locust without its web page against a running Looseleaf, or against one that is started for it."""
 
     model_config = settings_config("LOOSELEAF_LOADTEST_", "loadtest")
 

@@ -1,6 +1,6 @@
 """Times of one streamed request, reported to locust as separate events: ttft, itl (one per gap), e2e.
 
-Knows locust's event interface and nothing of gRPC or HTTP.
+Depends on locust's event interface, not on gRPC or HTTP.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 Fire = Callable[..., Any]
-"""`environment.events.request.fire` of locust."""
+"""locust's `environment.events.request.fire`."""
 
 
 class StreamTimer:
-    """Started when a request is sent; told of every message with new tokens; reports once at the end."""
+    """Timer of one stream. It starts when a request is sent, is called for every message with new tokens, and reports
+    once at the end.
+    """
 
     def __init__(self, fire: Fire, protocol: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`protocol` is the request type under which locust groups the events; `clock` gives seconds."""
+        """`protocol` is the request type by which locust groups the events. `clock` returns seconds."""
         self._fire = fire
         self._protocol = protocol
         self._clock = clock
@@ -25,7 +27,7 @@ class StreamTimer:
         self.num_tokens = 0
 
     def tokens(self, count: int) -> None:
-        """`count` new tokens have arrived: the first ones give the TTFT, later ones a gap."""
+        """Notes that `count` new tokens have arrived. The first ones give the TTFT, later ones a gap."""
         now = self._clock()
         if count == 0:
             return
@@ -34,14 +36,14 @@ class StreamTimer:
         self.num_tokens += count
 
     def done(self) -> None:
-        """The stream ended well. One without tokens is a failure."""
+        """Notes that the stream ended well. A stream without tokens is a failure."""
         if self.num_tokens == 0:
             self.failed(RuntimeError("the stream ended without a token"))
             return
         self._report("e2e", self._clock() - self._start, self.num_tokens)
 
     def failed(self, error: Exception) -> None:
-        """The stream was refused or broke."""
+        """Notes that the stream was refused or broke."""
         self._report("e2e", self._clock() - self._start, self.num_tokens, error)
 
     def _report(self, name: str, seconds: float, size: int, error: Exception | None = None) -> None:

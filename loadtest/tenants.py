@@ -1,9 +1,9 @@
-"""What one tenant can do to another: `python -m loadtest.tenants`.
+"""Measures what one tenant can do to another: `python -m loadtest.tenants`.
 
-Serves the built-in model with two tenants. Flood: one keeps many streams open, at the best priority that its key may
-claim, while the other sends one request after the other; printed are the other's times to first token and refusals.
-Timing: how well a prompt that was seen before is told from a new one by its time to first token, by who sent it and by
-the other tenant (area under the ROC curve: 0.5 is a guess, 1 is certain). The last line is JSON.
+Serves the built-in model with two tenants. Flood: one tenant keeps many streams open, at the best priority that its key
+allows, while the other sends one request after the other; the other's times to first token and refusals are printed.
+Timing: how well a prompt that was seen before can be told from a new one by its time to first token, for prompts of the
+tenant itself and of the other one (area under the ROC curve: 0.5 is a guess, 1 is certain). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from testing.system import prompts
 KEYS = "greedy greedy-key best_priority=-10\nother other-key\n"
 BEST_PRIORITY = -10
 SETTLE_S = 5.0
-"""The streams are there, and their rate is known."""
+"""Until then the streams have started and their rate is known."""
 
 
 class TenantsSettings(Settings):
-    """Measure a tenant's first tokens while another floods the service, and what it learns of the other's prompts."""
+    """Measures a tenant's first tokens while another one floods the service, and what it learns about the other's
+    prompts.
+    """
 
     model_config = settings_config("LOOSELEAF_TENANTS_", "loadtest.tenants")
 
@@ -48,7 +50,7 @@ class TenantsSettings(Settings):
 
 @dataclass(slots=True)
 class Seen:
-    """What the other tenant saw."""
+    """The observations of the other tenant."""
 
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
@@ -56,7 +58,7 @@ class Seen:
 
 
 def flood(address: str, streams: int, tokens: int) -> None:
-    """Keep so many streams open until this process is ended."""
+    """Keeps this many streams open until this process is ended."""
     asyncio.run(_flood(address, streams, tokens))
 
 
@@ -74,7 +76,7 @@ async def _flood(address: str, streams: int, tokens: int) -> None:
 
 
 async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
-    """One request after the other for a while."""
+    """Sends one request after the other for some time."""
     seen, until = Seen(), time.perf_counter() + settings.flood_s
     async with AsyncClient(llm.addresses.grpc, api_key="other-key") as client:
         for prompt in prompts(100_000, seed=2, lengths=(16, 48)):
@@ -93,7 +95,7 @@ async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
 
 
 async def _time(client: AsyncClient, prompt: list[int], tokens: int) -> float:
-    """Seconds to the first token; returns after the last."""
+    """Returns the seconds to the first token, after the last token has arrived."""
     started, first_s = time.perf_counter(), 0.0
     async for piece in client.stream(prompt, max_tokens=tokens, ignore_eos=True, temperature=0.0):
         if piece.token_ids and not first_s:
@@ -102,7 +104,9 @@ async def _time(client: AsyncClient, prompt: list[int], tokens: int) -> float:
 
 
 async def timings(llm: LLM, settings: TenantsSettings) -> dict[str, list[float]]:
-    """Times to first token of prompts that are new, and of those that "greedy" has sent: by itself and by "other"."""
+    """Returns times to first token of new prompts, and of prompts that "greedy" has sent: for itself and for
+    "other".
+    """
     length = (settings.probe_tokens, settings.probe_tokens)
     kinds = prompts(3 * settings.probes, seed=3, lengths=length)
     waits: dict[str, list[float]] = {"new": [], "own": [], "another's": [], "new to both": []}
@@ -122,13 +126,13 @@ async def timings(llm: LLM, settings: TenantsSettings) -> dict[str, list[float]]
 
 
 def area_under_curve(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """The probability that one of `slow` took longer than one of `fast`; a tie counts as half."""
+    """Returns the probability that one of `slow` took longer than one of `fast`. A tie counts as half."""
     wins = sum((a > b) + 0.5 * (a == b) for a in slow for b in fast)
     return round(wins / (len(slow) * len(fast)), 3)
 
 
 def flooded(llm: LLM, settings: TenantsSettings) -> dict[str, object]:
-    """The first part."""
+    """Runs the first part."""
     arguments = (llm.addresses.grpc, settings.streams, settings.stream_tokens)
     process = multiprocessing.get_context("spawn").Process(target=flood, args=arguments)
     process.start()

@@ -1,7 +1,7 @@
-"""Tokens a second through the whole stack, on a CPU or a GPU: `python -m loadtest.throughput`.
+"""Measures tokens per second through the whole stack, on a CPU or a GPU: `python -m loadtest.throughput`.
 
 Serves a model with random weights on this machine and keeps a number of requests of one shape in flight until all are
-done. Prints tokens a second, time to first token and between tokens; the last line is JSON.
+done. Prints tokens per second, time to first token and between tokens; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVE = (
 
 
 class ThroughputSettings(Settings):
-    """Measure how many tokens a second a machine serves."""
+    """Measures how many tokens per second a machine serves."""
 
     model_config = settings_config("LOOSELEAF_THROUGHPUT_", "loadtest.throughput")
 
@@ -51,7 +51,7 @@ class ThroughputSettings(Settings):
 
 @dataclass(slots=True)
 class Seen:
-    """What clients saw."""
+    """The observations of clients."""
 
     first_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Seen:
 
 
 async def client_loop(client: AsyncClient, work: Iterator[list[int]], length: int, seen: Seen) -> None:
-    """Send one request after the other until there are none left."""
+    """Sends one request after the other until none are left."""
     for prompt in work:
         at = started = time.perf_counter()
         first = True
@@ -73,7 +73,7 @@ async def client_loop(client: AsyncClient, work: Iterator[list[int]], length: in
 
 
 async def run(address: str, settings: ThroughputSettings) -> Seen:
-    """All requests once, after a few to warm up."""
+    """Sends all requests once, after a few to warm up."""
     lengths = (settings.prompt_tokens, settings.prompt_tokens)
     async with AsyncClient(address) as client:
         await asyncio.gather(*(client.generate(p, max_tokens=4) for p in prompts(4, seed=1, lengths=lengths)))

@@ -1,8 +1,8 @@
-"""What the load test asks for: request number i of a seed is always the same request. Does no I/O but reading a trace.
+"""The requests of the load test: request number i of a seed is always the same. No I/O except reading a trace.
 
-Lengths are drawn from lognormal distributions, or taken from a trace in the form of Azure's (columns ContextTokens and
+Lengths are drawn from lognormal distributions, or taken from a trace in Azure's format (columns ContextTokens and
 GeneratedTokens; lines that begin with # are comments). A share of the prompts begins with one of a few common prefixes,
-as system prompts and few-shot examples do.
+like system prompts and few-shot examples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Lengths:
 
     @classmethod
     def of_mean(cls, mean: float, sigma: float, most: int) -> Lengths:
-        """The one whose cut lengths have this mean (before rounding). ValueError: none has, `most` is too small."""
+        """Returns the distribution whose cut lengths have this mean (before rounding). Raises ValueError if `most` is
+        too small for any.
+        """
         low, high = 0.0, math.log(most) + 8 * sigma
         for _ in range(60):
             middle = (low + high) / 2
@@ -42,7 +44,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: what to send and what to ask for."""
+    """One request: the prompt and the parameters."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -63,12 +65,12 @@ class Workload:
     num_prefixes: int = 4
     prefix_len: int = 64
     first_token_id: int = 16
-    """Smaller ids, where special tokens usually are, are not drawn."""
+    """Smaller ids, which are usually special tokens, are not drawn."""
     trace: tuple[tuple[int, int], ...] = ()
     """(prompt, output) lengths in tokens, used in turn instead of the distributions."""
 
     def request(self, number: int) -> Request:
-        """Request `number` (from 0), a pure function of the workload and the number."""
+        """Returns request `number` (from 0), a pure function of the workload and the number."""
         rng = random.Random(f"{self.seed}/{number}")
         prompt_len, output_len = self._lengths(number, rng)
         prompt_len = max(1, min(prompt_len, self.max_model_len - output_len))
@@ -93,7 +95,7 @@ class Workload:
 
 
 def _cut_mean(mu: float, sigma: float, most: int) -> float:
-    """Mean of min(X, most) where log X is normal (mu, sigma)."""
+    """Returns the mean of min(X, most), where log X is normal (mu, sigma)."""
     reach = (math.log(most) - mu) / sigma
     return math.exp(mu + sigma**2 / 2) * _normal_cdf(reach - sigma) + most * _normal_cdf(-reach)
 
@@ -103,7 +105,7 @@ def _normal_cdf(x: float) -> float:
 
 
 def read_trace(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], ...]:
-    """(prompt, output) lengths of a trace in Azure's form, divided by `divisor` and at least 1."""
+    """Returns (prompt, output) lengths of a trace in Azure's format, divided by `divisor` and at least 1."""
     with path.open(encoding="utf-8") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
         pairs = [(float(row["ContextTokens"]), float(row["GeneratedTokens"])) for row in rows]
