@@ -125,7 +125,7 @@ def test_what_would_give_wrong_numbers_is_refused_by_name(checkpoint: Make, name
 def test_products_of_torch_are_noticed_and_refused_unless_allowed(
     checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_weight, "pack", lambda model, deterministic: [])
+    monkeypatch.setattr(packed_weight, "pack", lambda model, deterministic, bits: [])
     runner = runner_of(checkpoint("llama"))
     with pytest.raises(UnsupportedModel, match="depends on what is computed beside it"):
         row_check.check_rows(runner)
