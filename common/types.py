@@ -62,8 +62,33 @@ class KvSpec:
         return self.bytes_per_token * block_size
 
     def max_blocks(self, max_model_len: int, block_size: int) -> int:
-        """Returns the most blocks that one sequence of `max_model_len` tokens can hold in this group."""
+        """Returns the most blocks that one sequence of `max_model_len` tokens can hold in this group: those of its
+        whole prompt, which prefill allocates together.
+        """
         return -(-max_model_len // block_size)
+
+    @property
+    def slides(self) -> bool:
+        """Whether a sequence stops needing its early blocks as it grows."""
+        return self.window is not None
+
+    def first_needed(self, num_computed: int, block_size: int) -> int:
+        """Returns the index of the first block that positions from `num_computed` on read. The last computed block
+        counts as needed in any case.
+
+        A sequence releases the blocks before it, and continues from a cached prefix of that length if the others are
+        there. Schedulers and the ledger know nothing more of a kind of attention.
+        """
+        if self.window is None:
+            return 0
+        first = max(0, num_computed - self.window + 1) // block_size
+        return min(first, max(0, -(-num_computed // block_size) - 1))
+
+    def num_needed(self, num_computed: int, block_size: int) -> int:
+        """Returns how many blocks a sequence holds after `num_computed` positions, without those that it no longer
+        needs.
+        """
+        return -(-num_computed // block_size) - self.first_needed(num_computed, block_size)
 
 
 KvOrder = Literal["heads_first", "slots_first"]

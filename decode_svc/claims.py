@@ -17,6 +17,7 @@ from block_store.ledger.lane import Attempt
 from block_store.ledger.prefix_hash import next_hash
 from common.group_need import GroupNeed, blocks_of
 from common.ticket import Ticket
+from common.types import KvLayout
 from decode_svc.scheduler import Group
 from engine.beam_search import Candidates
 from engine.block_table import BlockTable
@@ -38,7 +39,7 @@ class Claim:
     """Samples that were cancelled before the ticket was claimed."""
 
 
-def fits_ticket(group: Group, ticket: Ticket, block_size: int) -> bool:
+def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
     """Returns whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked.
 
     The newest token of a sample has no KV yet. A beam search begins with the prompt alone; its first tokens come from
@@ -46,7 +47,7 @@ def fits_ticket(group: Group, ticket: Ticket, block_size: int) -> bool:
     """
     newest = 0 if group.search is not None else 1
     return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
-        [len(table) for table in tables] == [blocks_of(num_tokens, block_size)]
+        [len(table) for table in tables] == [spec.num_needed(num_tokens, layout.block_size) for spec in layout.groups]
         and sequence.num_tokens == num_tokens + newest
         and len(sequence.output_ids) >= newest
         for tables, num_tokens, sequence in zip(ticket.tables, ticket.num_tokens, group.sequences, strict=True)
@@ -68,7 +69,8 @@ def adopt(group: Group, claim: Claim, block_size: int) -> None:
     if first.sampling.width > 1:
         first.extend_hashes(len(first.prompt_ids) // block_size, block_size, next_hash)
     for sequence, groups, num_tokens in zip(group.sequences, ticket.tables, ticket.num_tokens, strict=True):
-        sequence.table = BlockTable(groups[0])
+        num_blocks = blocks_of(num_tokens, block_size)
+        sequence.set_tables(BlockTable(refs, num_blocks - len(refs)) for refs in groups)
         sequence.num_computed = num_tokens
         sequence.num_sealed = num_tokens // block_size
         sequence.tail_sealed = num_tokens % block_size != 0

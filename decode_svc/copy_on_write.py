@@ -22,6 +22,8 @@ class CopyOnWrite:
         self._runner = runner
         self._attached = attached  # whose `held` is another one after each renewal
         self._block_size = runner.layout.block_size
+        self.num_groups = len(runner.layout.groups)
+        """A position needs a block in each KV group."""
 
     def needing_block(self, live: Seq[Sequence]) -> list[Sequence]:
         """Returns the live sequences of a group that need another block before their next position can be written.
@@ -32,7 +34,7 @@ class CopyOnWrite:
         found = [s for s in live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
         if len(live) == 1 or len(found) == len(live):  # groups share sealed blocks only
             return found
-        leaving = Counter(s.copy_from for s in live if s.copy_from is not None)  # sources of a step that did not run
+        leaving = Counter(s.copy_from[0] for s in live if s.copy_from)  # sources of a step that did not run
         needing_block: list[Sequence] = []
         for sequence in live:
             if sequence in found:
@@ -42,35 +44,32 @@ class CopyOnWrite:
                 needing_block.append(sequence)
         return needing_block
 
-    def give(self, sequence: Sequence, fresh: BlockRef) -> None:
-        """Returns a block for the next position: an additional one, or a replacement for the last one, whose content
-        must then be copied.
+    def give(self, sequence: Sequence, fresh: Seq[BlockRef]) -> None:
+        """Gives a sequence one block per KV group for its next position: additional ones, or replacements for the last
+        ones, whose content must then be copied.
         """
         if self._is_full(sequence):
-            sequence.table.append(fresh)
+            for table, ref in zip(sequence.tables, fresh, strict=True):
+                table.append(ref)
             return
-        sequence.copy_from = sequence.table[-1]
-        sequence.table[-1] = fresh
+        sequence.copy_from = tuple(table[-1] for table in sequence.tables)
+        for table, ref in zip(sequence.tables, fresh, strict=True):
+            table[-1] = ref
         sequence.tail_sealed = False
 
     def copy(self, copying: Seq[Sequence]) -> None:
         """Makes all copies of the step in one call. Their sources stay held until `copied`."""
         if copying:
-            self._runner.copy_blocks([source_of(s).block for s in copying], [s.table[-1].block for s in copying])
+            sources = [ref.block for s in copying for ref in s.copy_from]
+            self._runner.copy_blocks(sources, [table[-1].block for s in copying for table in s.tables])
 
     def copied(self, copying: Seq[Sequence]) -> None:
         """Releases the sources of the copies, which are good."""
         if not copying:
             return
-        self._attached.held.release_many([[source_of(sequence)] for sequence in copying])
+        self._attached.held.release_many([[ref] for sequence in copying for ref in sequence.copy_from])
         for sequence in copying:
-            sequence.copy_from = None
+            sequence.copy_from = ()
 
     def _is_full(self, sequence: Sequence) -> bool:
         return sequence.num_computed // self._block_size == len(sequence.table)
-
-
-def source_of(sequence: Sequence) -> BlockRef:
-    """Returns the block that a sequence copies."""
-    assert sequence.copy_from is not None
-    return sequence.copy_from

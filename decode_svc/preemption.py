@@ -122,7 +122,8 @@ class Preemption:
             return False
         if group.search is not None:  # given back it would start over, with steps that no prefill can spare it
             return True
-        num_bytes, num_tokens = num_blocks * self._swap.block_bytes, num_blocks * self._swap.block_size
+        num_bytes = num_blocks * self._swap.block_bytes
+        num_tokens = num_blocks * self._swap.block_size // self._swap.num_groups
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:

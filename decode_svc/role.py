@@ -31,7 +31,8 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
         runner.weights_bytes,
         start_up.profile(runner, settings.max_num_seqs, settings.max_num_seqs, graphs=True),
         runner.max_model_len,
-        floor_blocks=longest_group(runner) + 1,  # copy-on-write holds a source beside its copy for one step
+        # copy-on-write holds a source beside its copy, in each KV group, for one step
+        floor_blocks=longest_group(runner) + len(runner.layout.groups),
         reserve_blocks=settings.reserve_blocks,
         device=str(runner.device.torch_device),
     )

@@ -14,12 +14,12 @@ from block_store.holder.attach import Attached
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import next_hash
 from common.types import BlockRef
-from decode_svc.copy_on_write import CopyOnWrite, source_of
+from decode_svc.copy_on_write import CopyOnWrite
 from decode_svc.scheduler import Group
-from engine.block_table import BlockTable
 from engine.model_runner import ModelRunner
 from engine.sequence import Sequence, Step
 from worker.loop import stale_owners
+from worker.sealing import seal_items
 
 Plan = list[tuple[Group, Sequence]]
 """The sequences whose next position one step computes. Those of a group are adjacent, in the order of its live ones."""
@@ -31,7 +31,8 @@ class RunningBlocks:
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._attached = attached
         self.writes = CopyOnWrite(runner, attached)
-        self._block_size = runner.layout.block_size
+        self._layout = runner.layout
+        self._slides = any(group.slides for group in runner.layout.groups)
 
     # --- before the step, and after it
 
@@ -41,8 +42,8 @@ class RunningBlocks:
         """
         arena = self._attached.arena
         found = stale_owners(arena, (group for group, _ in plan), step)
-        if copying and not arena.check_refs([source_of(s) for s in copying]):
-            lost = [s for s in copying if not arena.check_refs([source_of(s)])]
+        if copying and not arena.check_refs([ref for s in copying for ref in s.copy_from]):
+            lost = [s for s in copying if not arena.check_refs(s.copy_from)]
             found |= {group for group, sequence in plan if sequence in lost}
         return found
 
@@ -51,20 +52,23 @@ class RunningBlocks:
         sent.
 
         Each was written by one sequence alone, so no block is listed twice. If equal content is already published, even
-        by another sequence of this step, that block replaces it.
+        by another sequence of this step, that block replaces it. Blocks that slid out of a window are released.
         """
-        size = self._block_size
+        size = self._layout.block_size
         filled = [s for s in sequences if s.num_computed // size > s.num_sealed]
         if not filled:
             return
         items: list[SealItem] = []
         for sequence in filled:
             sequence.extend_hashes(sequence.num_sealed + 1, size, next_hash)
-            block = sequence.num_sealed
-            items.append(SealItem(sequence.table[block], sequence.block_hash(block), sequence.quota_of(block)))
-        for sequence, ref in zip(filled, self._attached.held.seal(items), strict=True):
-            sequence.table[sequence.num_sealed] = ref
+            items += seal_items(sequence, sequence.num_sealed)
+        final = iter(self._attached.held.seal(items))
+        for sequence in filled:
+            for table in sequence.tables:
+                table[sequence.num_sealed] = next(final)
             sequence.num_sealed += 1
+        if self._slides:
+            self._attached.held.release_many([sequence.drop_unneeded(self._layout) for sequence in filled])
 
     def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
         """Returns the sequences after a step of beam search. `parents[i]` is the index of the sequence that number i
@@ -78,7 +82,7 @@ class RunningBlocks:
         for index, parent in enumerate(parents):
             sequence = live[parent]
             if parent in taken:
-                self._attached.held.share(sequence.table)
+                self._attached.held.share(sequence.live_refs())
                 sequence = sequence.fork(index)
             taken.add(parent)
             children.append(sequence)
@@ -93,19 +97,13 @@ class RunningBlocks:
         """Releases all blocks of these sequences in one call."""
         tables: list[list[BlockRef]] = []
         for sequence in sequences:
-            source = [] if sequence.copy_from is None else [sequence.copy_from]
-            tables.append([*sequence.table, *source])
-            forget(sequence)
+            tables.append([*sequence.live_refs(), *sequence.copy_from])
+            sequence.forget_blocks()
         if tables:
             with suppress(Fenced):  # they were taken back already
                 self._attached.held.release_many(tables)
 
 
-def forget(sequence: Sequence) -> None:
-    """Forgets the sequence's blocks, which are no longer ours or are counted elsewhere."""
-    sequence.table, sequence.copy_from = BlockTable(), None
-
-
 def copying(plan: Plan) -> list[Sequence]:
     """Returns the sequences that copy a block before the step."""
-    return [sequence for _, sequence in plan if sequence.copy_from is not None]
+    return [sequence for _, sequence in plan if sequence.copy_from]

@@ -9,25 +9,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 
 from block_store.errors import Exhausted, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.codec import SealItem
-from block_store.ledger.prefix_hash import next_hash
+from block_store.ledger.prefix_hash import group_hash, next_hash
 from common.errors import StartupError
 from common.group_need import blocks_of
 from common.types import BlockRef
-from decode_svc.running_blocks import forget
 from decode_svc.scheduler import Group
 from engine.block_table import BlockTable
 from engine.model_runner import ModelRunner
 from engine.sequence import Sequence
 from kernels.copy_blocks import copy_blocks
 
-Tables = dict[Sequence, list[int]]
-"""For each sequence the host blocks that hold its KV, in token order."""
+
+class SwappedTable(NamedTuple):
+    """The KV of one sequence in one KV group."""
+
+    first: int
+    """Number of blocks before these, which had slid out of the window."""
+    slots: list[int]
+    """Host blocks, in token order."""
+
+
+Tables = dict[Sequence, list[SwappedTable]]
+"""For each sequence one table per KV group."""
 
 
 class SwapSpace:
@@ -38,6 +48,7 @@ class SwapSpace:
         self._runner = runner
         self._attached = attached
         self.block_size = runner.layout.block_size
+        self.num_groups = len(runner.layout.groups)
         num_arena, self.block_bytes = runner.bound_arena.shape
         self.num_blocks = min(max_bytes // self.block_bytes, num_arena)
         self._host = _host_memory(runner, self.num_blocks, self.block_bytes)
@@ -73,7 +84,13 @@ class SwapSpace:
             return False
         del self._free[len(self._free) - num :]
         slot_of = dict(zip(refs, slots, strict=True))
-        self._swapped[group] = {s: [slot_of[ref] for ref in self._kept(s)] for s in group.live}
+        self._swapped[group] = {
+            s: [
+                SwappedTable(table.first, [slot_of[ref] for ref in refs])
+                for table, refs in zip(s.tables, self._kept(s), strict=True)
+            ]
+            for s in group.live
+        }
         self._release_device(group)
         return True
 
@@ -97,8 +114,8 @@ class SwapSpace:
         refs |= zip(missing, fresh, strict=True)
         self._share(tables, refs)
         refs |= self._seal(tables, dict(zip(missing, fresh, strict=True)))
-        for sequence, slots in tables.items():
-            sequence.table = BlockTable(refs[slot] for slot in slots)
+        for sequence, swapped in tables.items():
+            sequence.set_tables(BlockTable((refs[slot] for slot in slots), first) for first, slots in swapped)
             sequence.tail_sealed = False  # a block without a hash is never found cached: it is a copy, to write on
         self.drop(group)
         return len(missing)
@@ -110,21 +127,24 @@ class SwapSpace:
 
     # --- inside
 
-    def _kept(self, sequence: Sequence) -> list[BlockRef]:
-        """Returns the blocks that hold the sequence's KV. A copy that was only planned counts as its source."""
-        refs = sequence.table[: blocks_of(sequence.num_computed, self.block_size)]
-        if sequence.copy_from is not None:
-            refs[-1] = sequence.copy_from
-        return refs
+    def _kept(self, sequence: Sequence) -> list[list[BlockRef]]:
+        """Returns the blocks that hold the sequence's KV, per KV group. A copy that was only planned counts as its
+        source.
+        """
+        end = blocks_of(sequence.num_computed, self.block_size)
+        kept = [table[table.first : end] for table in sequence.tables]
+        for refs, source in zip(kept, sequence.copy_from, strict=False):  # which is empty if nothing is copied
+            refs[-1] = source
+        return kept
 
     def _distinct(self, sequences: Iterable[Sequence]) -> list[BlockRef]:
-        return list(dict.fromkeys(ref for s in sequences for ref in self._kept(s)))
+        return list(dict.fromkeys(ref for s in sequences for refs in self._kept(s) for ref in refs))
 
     def _release_device(self, group: Group) -> None:
         tables: list[list[BlockRef]] = []
         for sequence in group.live:
-            tables.append(list(sequence.table) + ([] if sequence.copy_from is None else [sequence.copy_from]))
-            forget(sequence)
+            tables.append([*sequence.live_refs(), *sequence.copy_from])
+            sequence.forget_blocks()
         self._attached.held.release_many(tables)
 
     def _copy(self, src: torch.Tensor, dst: torch.Tensor, src_ids: list[int], dst_ids: list[int]) -> None:
@@ -135,19 +155,22 @@ class SwapSpace:
             self._runner.device.wait()
 
     def _find_cached(self, tables: Tables) -> dict[int, BlockRef]:
-        """Returns, for host blocks, the arena blocks that still have their content. One call for each sequence with
-        sealed blocks of its own finds the longest run from its first block.
+        """Returns, for host blocks, the arena blocks that still have their content. One call for each table with sealed
+        blocks of its own finds the longest run from its first block.
         """
         found: dict[int, BlockRef] = {}
         asked: set[int] = set()
-        for sequence, slots in tables.items():
-            first = next((i for i in range(sequence.num_sealed) if slots[i] not in asked), sequence.num_sealed)
-            own = list(takewhile(lambda slot: slot not in asked, slots[first : sequence.num_sealed]))
-            if own:
-                sequence.extend_hashes(sequence.num_sealed, self.block_size, next_hash)
-                hashes = [sequence.block_hash(i) for i in range(first, first + len(own))]
-                found |= zip(own, self._attached.held.acquire([hashes])[0], strict=False)
-            asked.update(own)
+        for sequence, swapped in tables.items():
+            for group, (start, slots) in enumerate(swapped):
+                sealed = slots[: max(0, sequence.num_sealed - start)]
+                first = next((i for i, slot in enumerate(sealed) if slot not in asked), len(sealed))
+                own = list(takewhile(lambda slot: slot not in asked, sealed[first:]))
+                if own:
+                    sequence.extend_hashes(sequence.num_sealed, self.block_size, next_hash)
+                    blocks = range(start + first, start + first + len(own))
+                    hashes = [group_hash(sequence.block_hash(i), group) for i in blocks]
+                    found |= zip(own, self._attached.held.acquire([hashes])[0], strict=False)
+                asked.update(own)
         return found
 
     def _alloc(self, num_blocks: int, spare: int) -> list[BlockRef]:
@@ -159,23 +182,25 @@ class SwapSpace:
 
     def _share(self, tables: Tables, refs: dict[int, BlockRef]) -> None:
         """Counts the other sequences of shared blocks, each of which has been counted once."""
-        uses = Counter(slot for slots in tables.values() for slot in slots)
+        uses = Counter(slot for swapped in tables.values() for table in swapped for slot in table.slots)
         self._attached.held.share(refs[slot] for slot, times in uses.items() for _ in range(times - 1))
 
     def _seal(self, tables: Tables, fresh: dict[int, BlockRef]) -> dict[int, BlockRef]:
         """Publishes the full blocks among those that were copied back, each once, in one call."""
         items: dict[int, SealItem] = {}
-        for sequence, slots in tables.items():
-            for i in range(sequence.num_sealed):
-                if slots[i] in fresh and slots[i] not in items:
-                    items[slots[i]] = SealItem(fresh[slots[i]], sequence.block_hash(i), sequence.quota_of(i))
+        for sequence, swapped in tables.items():
+            for group, (start, slots) in enumerate(swapped):
+                for i, slot in enumerate(slots[: max(0, sequence.num_sealed - start)], start):
+                    if slot in fresh and slot not in items:
+                        block_hash = group_hash(sequence.block_hash(i), group)
+                        items[slot] = SealItem(fresh[slot], block_hash, sequence.quota_of(i))
         if not items:
             return {}
         return dict(zip(items, self._attached.held.seal(list(items.values())), strict=True))
 
 
 def _distinct_slots(tables: Tables) -> list[int]:
-    return list(dict.fromkeys(slot for slots in tables.values() for slot in slots))
+    return list(dict.fromkeys(slot for swapped in tables.values() for table in swapped for slot in table.slots))
 
 
 def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torch.Tensor:

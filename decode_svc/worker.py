@@ -18,7 +18,7 @@ from common.types import BlockRef, WorkerLoad
 from decode_svc.claims import Claim, Claims, adopt, fits_ticket, most_needed
 from decode_svc.outputs import Outbox, Rejection, Session
 from decode_svc.preemption import Preemption
-from decode_svc.running_blocks import Plan, RunningBlocks, copying, forget
+from decode_svc.running_blocks import Plan, RunningBlocks, copying
 from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
@@ -50,7 +50,8 @@ class DecodeWorker:
         self._scheduler = scheduler
         self._domain = domain
         self._block_size = runner.layout.block_size
-        self._rows = DecodeRows(self._block_size)
+        self._num_groups = len(runner.layout.groups)
+        self._rows = DecodeRows(self._block_size, self._num_groups)
         self._blocks = RunningBlocks(runner, attached)
         self._claims = Claims(attached)
         self._outbox = Outbox()
@@ -101,12 +102,13 @@ class DecodeWorker:
             return Rejection.DRAINING
         if self._scheduler.is_full(len(self._claims)):
             return Rejection.QUEUE_FULL
-        if not fits_ticket(group, ticket, self._block_size):
+        if not fits_ticket(group, ticket, self._runner.layout):
             return Rejection.INTERNAL
         if ticket.arena_id != self._attached.arena.arena_id:
             return Rejection.LOST
         need = most_needed(group, self._runner.max_model_len)
-        if need.width > self._scheduler.max_num_seqs or need.blocks(self._block_size) > self._attached.floor_blocks:
+        num_blocks = need.blocks(self._block_size) * self._num_groups
+        if need.width > self._scheduler.max_num_seqs or num_blocks > self._attached.floor_blocks:
             return Rejection.TOO_LARGE
         return None
 
@@ -179,7 +181,7 @@ class DecodeWorker:
         """
         step_s = self._preemption.costs.step_s
         num_tokens = min(SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
-        return blocks_of(int(num_tokens), self._block_size) + 1
+        return (blocks_of(int(num_tokens), self._block_size) + 1) * self._num_groups
 
     def _groups(self) -> list[Group]:
         return [*self._scheduler.groups(), *self._claims]
@@ -209,7 +211,7 @@ class DecodeWorker:
         """
         if not self._scheduler.running:
             return True
-        needed = len(self._blocks.writes.needing_block(group.live)) + len(group.live)
+        needed = (len(self._blocks.writes.needing_block(group.live)) + len(group.live)) * self._num_groups
         if self._attached.held.num_free_hint - self._spoken_for < needed:
             return False
         self._spoken_for += needed
@@ -229,14 +231,16 @@ class DecodeWorker:
 
     def _needed(self) -> int:
         """Returns how many blocks the running groups need for this step."""
-        return sum(len(self._blocks.writes.needing_block(group.live)) for group in self._scheduler.running)
+        needing = sum(len(self._blocks.writes.needing_block(group.live)) for group in self._scheduler.running)
+        return needing * self._num_groups
 
     def _reserve_for(self, group: Group, needing_block: list[Sequence]) -> bool:
-        """Reserves a block for each of these sequences, or none."""
-        if (fresh := self._alloc(group, len(needing_block))) is None:
+        """Reserves a block in every KV group for each of these sequences, or none."""
+        num = self._num_groups
+        if (fresh := self._alloc(group, len(needing_block) * num)) is None:
             return False
-        for sequence, ref in zip(needing_block, fresh, strict=True):
-            self._blocks.writes.give(sequence, ref)
+        for index, sequence in enumerate(needing_block):
+            self._blocks.writes.give(sequence, fresh[index * num : (index + 1) * num])
         return True
 
     def _alloc(self, group: Group, num_blocks: int) -> list[BlockRef] | None:
@@ -309,7 +313,7 @@ class DecodeWorker:
         logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
         for group in groups:
             for sequence in group.live:  # renewing gives everything back at once
-                forget(sequence)
+                sequence.forget_blocks()
             self._reject(group, Rejection.LOST)
         self._outbox.flush(self.load)  # gateways go elsewhere while this waits for the ledger
         self._attached.renew()

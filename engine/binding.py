@@ -5,6 +5,7 @@ Independent of who owns which block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.types import DType, KvLayout
+from common.types import DType, KvLayout, KvSpec
 from engine.graphs import DecodeGraphs
+from engine.kv_groups import LayerGroup
 from engine.models.attention import LayerCache
 from engine.models.fused import FusedDecoder
 
@@ -45,14 +47,14 @@ class Binding:
     fused: FusedDecoder | None = None
 
     @classmethod
-    def of(cls, arena: Arena, layout: KvLayout, device: torch.device) -> Binding:
+    def of(cls, arena: Arena, layout: KvLayout, groups: Sequence[LayerGroup], device: torch.device) -> Binding:
         """Raises ValueError for a wrong shape or dtype, or for memory of another device."""
         tensor = as_tensor(arena, device)
         shape, least = tuple(tensor.shape), layout.block_bytes
         if tensor.dtype != torch.uint8 or len(shape) != 2 or shape[1] < least or tensor.device.type != device.type:
             what = f"{tensor.dtype} {shape} on {tensor.device.type}"
             raise ValueError(f"an arena is uint8 [num_blocks, >= {least}] on {device.type}, not {what}")
-        return cls(tensor, layer_caches(tensor, layout))
+        return cls(tensor, layer_caches(tensor, layout, groups))
 
 
 def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
@@ -66,9 +68,18 @@ def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(arena, device=device)
 
 
-def layer_caches(arena: torch.Tensor, layout: KvLayout) -> list[LayerCache]:
-    """Returns strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena."""
-    spec = layout.groups[0]
+def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup]) -> list[LayerCache]:
+    """Returns strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena.
+
+    The layers of a group lie one after the other in its blocks. A view covers blocks of other groups too.
+    """
+    found: dict[int, LayerCache] = {}
+    for spec, group in zip(layout.groups, groups, strict=True):
+        found |= zip(group.layers, _places(arena, layout, spec), strict=False)  # the last places may be unused
+    return [found[layer] for layer in range(len(found))]
+
+
+def _places(arena: torch.Tensor, layout: KvLayout, spec: KvSpec) -> list[LayerCache]:
     num_blocks, block_size = arena.shape[0], layout.block_size
     used = arena[:, : spec.block_bytes(block_size)].view(TORCH_DTYPES[spec.dtype])
     inner = (spec.num_kv_heads, block_size) if layout.order == "heads_first" else (block_size, spec.num_kv_heads)

@@ -1,4 +1,13 @@
-"""The block table: a sequence's blocks in token order, as arrays that a step copies from. No torch, no I/O."""
+"""The block table: a sequence's blocks of one KV group in token order, as arrays that a step copies from. No torch, no
+I/O.
+
+The head of a table may have been dropped, because its positions have slid out of the attention window. Dropped entries
+keep their places and name the first block that is left, so that a step may check and gather every entry. Attention does
+not read them.
+
+    entry   0  1  2  3  4  5
+    block   d  d  d  d  e  f      `first` is 3, `live` is [d, e, f]
+"""
 
 from __future__ import annotations
 
@@ -20,15 +29,39 @@ class BlockTable(Sequence[BlockRef]):
     them.
     """
 
-    __slots__ = ("_blocks", "_generations", "stamp")
+    __slots__ = ("_blocks", "_generations", "first", "stamp")
 
-    def __init__(self, refs: Iterable[BlockRef] = ()) -> None:
+    def __init__(self, refs: Iterable[BlockRef] = (), first: int = 0) -> None:
+        """`first` entries precede those of `refs` and have been dropped. `refs` must not be empty then."""
         self._blocks = array("I")  # u32 block numbers
         self._generations = array("Q")  # u64 generations
+        self.first = 0
+        """Number of leading entries that have been dropped."""
         self.stamp = next(_STAMPS)
         """A unique number: no other table, nor this one with other blocks, has or had it."""
         for ref in refs:
             self.append(ref)
+        if first:
+            self._blocks = array("I", self._blocks[:1] * first) + self._blocks
+            self._generations = array("Q", self._generations[:1] * first) + self._generations
+            self.first = first
+
+    @property
+    def live(self) -> list[BlockRef]:
+        """The blocks that are held: those that have not been dropped."""
+        return self[self.first :]
+
+    def drop(self, first: int) -> list[BlockRef]:
+        """Drops the entries before `first`, which must leave at least one. Returns their blocks, for release."""
+        if first <= self.first:
+            return []
+        dropped = self[self.first : first]
+        block, generation = self[first]
+        self._blocks[:first] = array("I", [block]) * first
+        self._generations[:first] = array("Q", [generation]) * first
+        self.first = first
+        self.stamp = next(_STAMPS)
+        return dropped
 
     def append(self, ref: BlockRef) -> None:
         self._blocks.append(ref.block)
@@ -38,6 +71,7 @@ class BlockTable(Sequence[BlockRef]):
     def copy(self) -> BlockTable:
         """Returns a table with the same blocks that grows independently."""
         table = BlockTable()
+        table.first = self.first
         table._blocks, table._generations = self._blocks[:], self._generations[:]
         return table
 

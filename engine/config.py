@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from common.types import DType, KvKind, KvLayout, KvSpec
 from engine.errors import ModelError, UnsupportedModel, refuse_unless
+from engine.kv_groups import LayerGroup, cut
 from engine.rope_config import RopeConfig, read_rope
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class ModelConfig:
     """None if positions are learned."""
     window: int | None = None
     """Sliding window: a query at position p sees keys p - window + 1 .. p. None: all keys up to p."""
+    layer_windows: tuple[int | None, ...] = ()
+    """The window of each layer, if they are not all `window`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -105,13 +108,18 @@ class ModelConfig:
             raise ModelError(f"{directory / 'config.json'} {what}") from error
         return _with_eos(replace(config, weight_format=_weight_format(raw)), raw, directory)
 
-    def kv_spec(self, dtype: DType) -> KvSpec:
-        """Returns what one token position stores. All layers form one KV group."""
-        kind = KvKind.FULL if self.window is None else KvKind.SLIDING
-        return KvSpec(self.num_layers, self.num_kv_heads, self.head_dim, dtype, kind, self.window)
+    def kv_groups(self) -> tuple[int, tuple[LayerGroup, ...]]:
+        """Returns how many layers a block has places for, and the groups of layers that share block tables."""
+        return cut(self.layer_windows or (self.window,) * self.num_layers)
 
     def kv_layout(self, block_size: int, dtype: DType) -> KvLayout:
-        return KvLayout(block_size, (self.kv_spec(dtype),))
+        """Returns what a block of each KV group stores."""
+        places, groups = self.kv_groups()
+        return KvLayout(block_size, tuple(self._kv_spec(places, group.window, dtype) for group in groups))
+
+    def _kv_spec(self, num_layers: int, window: int | None, dtype: DType) -> KvSpec:
+        kind = KvKind.FULL if window is None else KvKind.SLIDING
+        return KvSpec(num_layers, self.num_kv_heads, self.head_dim, dtype, kind, window)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -166,6 +174,7 @@ def _foreign(directory: Path) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=-(-width // 8) * 8,
         max_model_len=foreign.longest(found),
+        layer_windows=foreign.layer_windows(found),
         checkpoint_dtype=_dtype({"dtype": text.dtype}),
     )
 

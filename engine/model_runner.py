@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from common.group_need import blocks_of
 from common.settings import AttentionBackend, WorkerSettings
 from common.types import DType, KvLayout
 from engine.binding import TORCH_DTYPES, Arena, Binding
@@ -26,7 +26,7 @@ from engine.device import open_device
 from engine.errors import ModelError
 from engine.foreign.model import TransformersModel
 from engine.loader import LoadFormat, Target, open_weights
-from engine.models.attention import LayerCache, StepMetadata
+from engine.models.attention import GroupStep, LayerCache, StepMetadata
 from engine.models.decoder import Decoder
 from engine.models.fused import FusedDecoder, objection
 from engine.models.opt import Opt
@@ -99,8 +99,7 @@ class ModelRunner:
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
         self.device = open_device(settings.device, settings.num_threads, urgent)
-        kv_dtype: DType = self.dtype if settings.kv_cache_dtype == "auto" else "float8_e4m3fn"
-        self.layout: KvLayout = self.config.kv_layout(settings.block_size, kv_dtype)
+        self._kv_dtype: DType = self.dtype if settings.kv_cache_dtype == "auto" else "float8_e4m3fn"
         self.device.enter()
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
@@ -108,8 +107,12 @@ class ModelRunner:
         """Bytes of weights that this runner has loaded; 0 if it shares another's."""
         self.model = model or self._load()
         self.device.wait()  # another runner's stream may read the weights from now on
+        if isinstance(self.model, TransformersModel):
+            self.config = replace(self.config, layer_windows=tuple(layer.window for layer in self.model.layers))
+        self.layout: KvLayout = self.config.kv_layout(settings.block_size, self._kv_dtype)
+        _, self.layer_groups = self.config.kv_groups()
         self.attention_by_layer = self._attention_by_layer()
-        self._numerics = numerics(self.device, self.attention, self.dtype, kv_dtype, settings)
+        self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings)
         self._bound: Binding | None = None
         self.peaks: dict[tuple[int, int, bool], int] = {}
         """Peak bytes that `start_up.profile` has measured, by its arguments."""
@@ -152,7 +155,7 @@ class ModelRunner:
         """Sets the arena of all following steps: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, with
         contiguous, preferably 64-byte-aligned rows. The memory must outlive its use by the runner. Graphs are dropped.
         """
-        self._bound = Binding.of(arena, self.layout, self.device.torch_device)
+        self._bound = Binding.of(arena, self.layout, self.layer_groups, self.device.torch_device)
         self._bound.fused = self._fuse(self._bound.caches)
 
     def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
@@ -200,8 +203,7 @@ class ModelRunner:
     @property
     def max_blocks(self) -> int:
         """Returns the columns of the block table of a sequence of full length."""
-        [group] = self.layout.groups
-        return group.max_blocks(self.max_model_len, self.layout.block_size)
+        return blocks_of(self.max_model_len, self.layout.block_size)
 
     @contextlib.contextmanager
     def using(self, arena: Arena) -> Iterator[None]:
@@ -217,7 +219,7 @@ class ModelRunner:
 
     def _attention_spec(self) -> AttentionSpec:
         c, settings, device = self.config, self.settings, self.device
-        dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self.layout.groups[0].dtype]
+        dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self._kv_dtype]
         if device.compute_capability is None and dtype == torch.float16:
             raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
         return AttentionSpec(
@@ -234,18 +236,22 @@ class ModelRunner:
         except Unavailable as error:
             raise ModelError(str(error)) from error
 
-    def _attention_by_layer(self) -> tuple[AttentionProvider, ...]:
-        """Returns one provider for each layer of a model of transformers. Layers that attend alike share one."""
+    def _attention_by_layer(self) -> tuple[tuple[AttentionProvider, int], ...]:
+        """Returns a provider and a KV group for each layer of a model of transformers. Layers of a group that attend
+        alike share a provider.
+        """
         if not isinstance(self.model, TransformersModel):
             return ()
         found: dict[object, AttentionProvider] = {}
         base, providers = self._attention_spec(), []
-        for layer in self.model.layers:
-            key = (layer.scale, layer.window, layer.softcap, None if layer.sinks is None else id(layer))
+        group_of = {layer: number for number, group in enumerate(self.layer_groups) for layer in group.layers}
+        for index, layer in enumerate(self.model.layers):
+            sinks = None if layer.sinks is None else id(layer)
+            key = (group_of[index], layer.scale, layer.window, layer.softcap, sinks)
             if key not in found:
                 how = {"softmax_scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
                 found[key] = self._choose_attention(replace(base, sinks=layer.sinks, **how))  # type: ignore[arg-type]
-            providers.append(found[key])
+            providers.append((found[key], group_of[index]))
         return tuple(providers)
 
     @torch.inference_mode()
@@ -278,20 +284,21 @@ class ModelRunner:
         """Starts a step of any shape. Returns fp32 logits [R, vocab]."""
         wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
-        host = HostBatch(batch.cu_seqlens_q, batch.context_lens, batch.block_tables[0])
-        tokens, positions, slots, starts, lens, table, rows = self.device.upload(
-            [batch.token_ids, batch.positions, batch.slot_mappings[0], *_arrays(host), wanted]
-        )
-        decode_only = num_tokens == len(batch.context_lens)
-        on_device = AttentionBatch(starts, lens, table, host, decode_only)
-        for provider in dict.fromkeys(self.attention_by_layer) or (self.attention,):
-            provider.prepare(on_device)
-        metadata = StepMetadata(positions, slots, on_device, self.attention, self.attention_by_layer)
+        groups = len(batch.block_tables)
+        tokens, positions, starts, lens, rows, *of_groups = self.device.upload(
+            [batch.token_ids, batch.positions, batch.cu_seqlens_q, batch.context_lens, wanted,
+             *batch.slot_mappings, *batch.block_tables]
+        )  # fmt: skip
+        steps = []
+        for slots, table, on_host in zip(of_groups[:groups], of_groups[groups:], batch.block_tables, strict=True):
+            host = HostBatch(batch.cu_seqlens_q, batch.context_lens, on_host)
+            decode_only = num_tokens == len(batch.context_lens)
+            steps.append(GroupStep(slots, AttentionBatch(starts, lens, table, host, decode_only)))
+        for provider, number in dict.fromkeys(self.attention_by_layer) or ((self.attention, 0),):
+            provider.prepare(steps[number].batch)
+        by_layer = [(provider, steps[number]) for provider, number in self.attention_by_layer]
+        metadata = StepMetadata(positions, steps[0].slot_mapping, steps[0].batch, self.attention, by_layer)
         return self.model.forward(tokens, metadata, caches, None if every_row else rows).float()
-
-
-def _arrays(host: HostBatch) -> tuple[npt.NDArray[np.int32], ...]:
-    return host.cu_seqlens_q, host.context_lens, host.block_table
 
 
 def _max_model_len(config: ModelConfig, asked: int | None) -> int:

@@ -1,7 +1,8 @@
 """Sequences and the arrays of a step: tokens, rows of block tables, slots. No torch, no I/O.
 
 A sequence's tokens are prompt + outputs. KV of position p lies in block table[p // block_size], slot p % block_size.
-`num_computed` positions have their KV; `num_sealed` leading blocks are sealed.
+`num_computed` positions have their KV; `num_sealed` leading blocks are sealed. A model whose layers attend in several
+ways has several KV groups, each with a table of the same length.
 
     tokens   | block 0 (sealed) | block 1 (sealed) | block 2: computed . . | next |
                                                      ^ num_computed
@@ -9,7 +10,7 @@ A sequence's tokens are prompt + outputs. KV of position p lies in block table[p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from common.types import (
     BlockRef,
     CacheQuota,
     FinishReason,
+    KvLayout,
     PromptSources,
     SamplingParams,
     StoppingParams,
@@ -31,7 +33,7 @@ from engine.step import StepInput
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample: its tokens, its block table and its progress."""
+    """One sample: its tokens, its block tables and its progress."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -39,6 +41,9 @@ class Sequence:
     stopping: StoppingParams
     sample_index: int = 0
     table: BlockTable = field(default_factory=BlockTable)
+    """Block table of the first KV group."""
+    more_tables: tuple[BlockTable, ...] = ()
+    """Block tables of the other KV groups; most models have one group."""
     hashes: list[bytes] = field(default_factory=list)
     """Prefix hashes of the leading full blocks, as far as they have been computed."""
     rekey: tuple[int, bytes] | None = None
@@ -49,11 +54,38 @@ class Sequence:
     num_sealed: int = 0
     tail_sealed: bool = False
     """Whether the last block of the table is sealed and partial. Then appending copies it first (copy-on-write)."""
-    copy_from: BlockRef | None = None
-    """The sealed block whose content must still be copied into the last block of the table."""
+    copy_from: tuple[BlockRef, ...] = ()
+    """The sealed blocks, one per KV group, whose content must still be copied into the last blocks of the tables."""
     num_cached: int = 0
     """Number of positions found under their prefix hash at admission."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        """One block table per KV group."""
+        return (self.table, *self.more_tables)
+
+    def set_tables(self, tables: Iterable[BlockTable]) -> None:
+        self.table, *others = tables
+        self.more_tables = tuple(others)
+
+    def live_refs(self) -> list[BlockRef]:
+        """Returns the blocks of all tables, in token order within each, without those that have been dropped."""
+        if not self.more_tables:
+            return self.table.live
+        return [ref for table in self.tables for ref in table.live]
+
+    def drop_unneeded(self, layout: KvLayout) -> list[BlockRef]:
+        """Drops the blocks that no later position reads. Returns them, for release."""
+        dropped: list[BlockRef] = []
+        for spec, table in zip(layout.groups, self.tables, strict=True):
+            dropped += table.drop(spec.first_needed(self.num_computed, layout.block_size))
+        return dropped
+
+    def forget_blocks(self) -> None:
+        """Empties the tables, because the blocks are no longer ours or are counted elsewhere."""
+        self.set_tables(BlockTable() for _ in self.tables)
+        self.copy_from = ()
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +115,7 @@ class Sequence:
             self.stopping,
             sample_index,
             self.table.copy(),
+            tuple(table.copy() for table in self.more_tables),
             self.hashes.copy(),
             self.rekey,
             self.quota,
@@ -152,16 +185,12 @@ class Step:
     """One forward pass, and the generations of the blocks that it reads (for the reader rule)."""
 
     batch: StepInput
-    generations: npt.NDArray[np.uint64]  # [B, max_blocks], beside batch.block_tables[0]
-
-    @property
-    def block_table(self) -> npt.NDArray[np.int32]:
-        """[B, max_blocks]. Rows are padded with their first block, so that all of the table may be checked."""
-        return self.batch.block_tables[0]
+    """In its block tables each row is padded with its first block, so that every entry may be checked."""
+    generations: tuple[npt.NDArray[np.uint64], ...]  # per KV group [B, max_blocks], as batch.block_tables
 
 
 def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
-    """Returns the arrays of a step over one KV group.
+    """Returns the arrays of a step.
 
     Logits are wanted for the last row of a chunk that completes its sequence, and for every row if prompt
     log-probabilities are asked for.
@@ -169,34 +198,40 @@ def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
     q_lens = np.array([c.num_tokens for c in chunks], np.int32)
     starts = np.array([c.sequence.num_computed for c in chunks], np.int64)
     context_lens = (starts + q_lens).astype(np.int32)
-    block_table, generations = _tables(chunks, -(-context_lens // block_size))
+    num_blocks = -(-context_lens // block_size)
+    groups = [_tables([c.sequence.tables[g] for c in chunks], num_blocks) for g in range(_num_groups(chunks))]
     cu_seqlens_q = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(q_lens, out=cu_seqlens_q[1:])
     rows = np.repeat(np.arange(len(chunks)), q_lens)  # [T]
     positions = np.arange(cu_seqlens_q[-1], dtype=np.int64) - cu_seqlens_q[:-1][rows] + starts[rows]
-    slot_mapping = block_table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    blocks, offsets = positions // block_size, positions % block_size
+    slot_mappings = tuple(table[rows, blocks].astype(np.int64) * block_size + offsets for table, _ in groups)
     tokens = [t for c in chunks for t in c.sequence.tokens_between(c.sequence.num_computed, c.end)]
     batch = StepInput(
         np.array(tokens, np.int64),
         positions,
-        (slot_mapping,),
+        slot_mappings,
         cu_seqlens_q,
         context_lens,
-        (block_table,),
+        tuple(table for table, _ in groups),
         _wanted_rows(chunks, cu_seqlens_q),
     )
-    return Step(batch, generations)
+    return Step(batch, tuple(generations for _, generations in groups))
+
+
+def _num_groups(chunks: Seq[Chunk]) -> int:
+    return len(chunks[0].sequence.tables)
 
 
 def _tables(
-    chunks: Seq[Chunk], num_blocks: npt.NDArray[np.int32]
+    tables: Seq[BlockTable], num_blocks: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
     """Returns block numbers and generations [B, most blocks], with each row padded with its first block."""
-    block_table = np.zeros((len(chunks), int(num_blocks.max())), np.int32)
+    block_table = np.zeros((len(tables), int(num_blocks.max())), np.int32)
     generations = np.zeros(block_table.shape, np.uint64)
-    for row, chunk in enumerate(chunks):
+    for row, table in enumerate(tables):
         used = int(num_blocks[row])
-        chunk.sequence.table.copy_to(block_table[row, :used], generations[row, :used])
+        table.copy_to(block_table[row, :used], generations[row, :used])
     padding = np.arange(block_table.shape[1]) >= num_blocks[:, None]
     np.copyto(block_table, block_table[:, :1], where=padding)
     np.copyto(generations, generations[:, :1], where=padding)

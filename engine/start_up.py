@@ -173,15 +173,15 @@ def _scratch_step(
     """Computes the last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block.
     width: columns of the block table; None: as many as the context takes.
     """
-    num_tokens, block_size = chunk * num_seqs, runner.layout.block_size
+    num_tokens, block_size, groups = chunk * num_seqs, runner.layout.block_size, len(runner.layout.groups)
     positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)
     batch = StepInput(
         np.zeros(num_tokens, np.int64),
         positions,
-        (positions % block_size,),
+        (positions % block_size,) * groups,
         np.arange(0, num_tokens + 1, chunk, dtype=np.int32),
         np.full(num_seqs, context, np.int32),
-        (np.zeros((num_seqs, width or -(-context // block_size)), np.int32),),
+        (np.zeros((num_seqs, width or -(-context // block_size)), np.int32),) * groups,
         np.arange(num_tokens, dtype=np.int64),
     )
     with runner.using(runner.new_arena(1)):

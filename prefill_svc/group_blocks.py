@@ -16,10 +16,12 @@ from block_store.ledger.prefix_hash import next_hash
 from common.group_need import blocks_of
 from common.telemetry import Burst
 from common.ticket import Ticket
-from common.types import BlockRef
+from common.types import BlockRef, KvLayout
 from engine.block_table import BlockTable
 from engine.sequence import Chunk, Sequence
 from prefill_svc.job import Job
+from worker.cached_prefix import CachedPrefix, find_prefix
+from worker.sealing import seal_items
 
 logger = logging.getLogger("prefill")
 Plan = list[tuple[Job, Chunk]]
@@ -35,59 +37,79 @@ def _tell_back(again: list[int]) -> None:
 class GroupBlocks:
     """The blocks that a prefill worker holds for its jobs."""
 
-    def __init__(self, attached: Attached, block_size: int) -> None:
+    def __init__(self, attached: Attached, layout: KvLayout) -> None:
         self._attached = attached
-        self._block_size = block_size
+        self._layout = layout
+        self._block_size = layout.block_size
         self._came_back = Burst(_tell_back)
 
     # --- admission
 
     def admit(self, job: Job) -> bool:
         """Acquires the cached prefixes and allocates the rest, for all sequences or for none."""
-        held = self._attached.held
-        cached: list[list[BlockRef]] = []
+        held, num_groups = self._attached.held, len(self._layout.groups)
+        cached: list[CachedPrefix] = []
         for index in range(len(job.sequences)):
-            cached.append(self._cached_prefix(job, index, len(cached[0]) if cached else 0))
-        heads = [len(refs) or job.shared_blocks(i, self._block_size) for i, refs in enumerate(cached)]
+            cached.append(self._cached_prefix(job, index, cached[0].num_blocks if cached else 0))
+        heads = [prefix.num_blocks or self._shared(job, i, cached[0]) for i, prefix in enumerate(cached)]
         missing = [
             blocks_of(s.num_tokens, self._block_size) - head for s, head in zip(job.sequences, heads, strict=True)
         ]
         try:
-            fresh = iter(held.alloc(sum(missing)))
+            fresh = iter(held.alloc(sum(missing) * num_groups))
         except (Exhausted, LedgerUnavailable):
-            held.release_many(cached)
+            held.release_many(table for prefix in cached for table in prefix.tables)
             return False
-        for index, refs in enumerate(cached):
-            if len(refs) < heads[index]:
-                refs = job.trunk.table[: heads[index]]
-                held.share(refs)
-            self._begin(job.sequences[index], refs, [next(fresh) for _ in range(missing[index])])
+        for index, prefix in enumerate(cached):
+            if prefix.num_blocks < heads[index]:
+                prefix = self._trunk_prefix(job.trunk, heads[index])
+                held.share(ref for table in prefix.tables for ref in table)
+            own = [[next(fresh) for _ in range(missing[index])] for _ in range(num_groups)]
+            self._begin(job.sequences[index], prefix, own)
         return True
 
-    def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> list[BlockRef]:
+    def _shared(self, job: Job, index: int, trunk: CachedPrefix) -> int:
+        """Returns how many leading blocks a sequence takes from the trunk, whose own prefix was cached. In a window
+        only the end of a cached prefix is held, so a sequence that leaves it earlier shares nothing.
+        """
+        shared = job.shared_blocks(index, self._block_size)
+        if shared < trunk.num_blocks and any(group.slides for group in self._layout.groups):
+            return 0
+        return shared
+
+    def _trunk_prefix(self, trunk: Sequence, num_blocks: int) -> CachedPrefix:
+        """Returns what another sequence needs of the trunk's first blocks."""
+        num_tokens = num_blocks * self._block_size
+        firsts = [group.first_needed(num_tokens, self._block_size) for group in self._layout.groups]
+        tables = [table[first:num_blocks] for table, first in zip(trunk.tables, firsts, strict=True)]
+        return CachedPrefix(num_blocks, tables)
+
+    def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> CachedPrefix:
         """Returns the blocks that are cached under a sequence's prefix hashes, without the last position, which is
         always computed.
 
         Returns nothing if that is less than what the sequence shares with the trunk, of which `trunk_blocks` are there,
         or if the log-probabilities of the prompt are requested.
         """
+        nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
         if not sequence.hashes:
             sequence.hashes = job.trunk.hashes[: shared + 1]
         reusable = (sequence.num_tokens - 1) // self._block_size
         if trunk_blocks < shared or not reusable or sequence.sampling.prompt_logprobs is not None:
-            return []
+            return nothing
         sequence.extend_hashes(reusable, self._block_size, next_hash)
-        [found] = self._attached.held.acquire([sequence.hashes[1 : reusable + 1]])
-        if len(found) < shared:  # the ledger does not answer any more
-            self._attached.held.release(found)
-            return []
+        found = find_prefix(self._attached.held, sequence.hashes[1 : reusable + 1], self._layout)
+        if found.num_blocks < shared:  # the ledger does not answer any more, or blocks of a window were evicted
+            self._attached.held.release_many(found.tables)
+            return nothing
         return found
 
-    def _begin(self, sequence: Sequence, head: list[BlockRef], fresh: list[BlockRef]) -> None:
-        sequence.table = BlockTable([*head, *fresh])
-        sequence.num_sealed = len(head)
-        sequence.num_computed = sequence.num_cached = len(head) * self._block_size
+    def _begin(self, sequence: Sequence, head: CachedPrefix, fresh: list[list[BlockRef]]) -> None:
+        pairs = zip(head.tables, fresh, strict=True)
+        sequence.set_tables(BlockTable([*cached, *own], head.num_blocks - len(cached)) for cached, own in pairs)
+        sequence.num_sealed = head.num_blocks
+        sequence.num_computed = sequence.num_cached = head.num_blocks * self._block_size
         if sequence.output_ids:
             again = sequence.num_tokens - sequence.num_computed
             self._came_back.note(again)
@@ -95,24 +117,29 @@ class GroupBlocks:
     # --- after a step
 
     def seal(self, plan: Plan) -> None:
-        """Seals every block that this step filled, and the partial last block of complete sequences."""
+        """Seals every block that this step filled, and the partial last block of complete sequences. Releases blocks
+        that have slid out of a window.
+        """
         items: list[SealItem] = []
-        places: list[tuple[Job, int]] = []
+        places: list[tuple[Job, int, int]] = []
         for job, chunk in plan:
             sequence = chunk.sequence
             full = sequence.num_full_blocks(self._block_size)
             sequence.extend_hashes(full, self._block_size, next_hash)
             for block in range(sequence.num_sealed, full):
-                items.append(SealItem(sequence.table[block], sequence.block_hash(block), sequence.quota_of(block)))
-                places.append((job, block))
+                items += seal_items(sequence, block)
+                places += [(job, group, block) for group in range(len(sequence.tables))]
             sequence.num_sealed = full
             if sequence.num_computed == sequence.num_tokens and full < len(sequence.table):
-                items.append(SealItem(sequence.table[full], None))
-                places.append((job, full))
+                items += [SealItem(table[full], None) for table in sequence.tables]
+                places += [(job, group, full) for group in range(len(sequence.tables))]
         if items:
-            for (job, block), item, ref in zip(places, items, self._attached.held.seal(items), strict=True):
+            for (job, group, block), item, ref in zip(places, items, self._attached.held.seal(items), strict=True):
                 if ref != item.ref:  # another block has the hash already
-                    _replace(job, block, item.ref, ref)
+                    _replace(job, group, block, item.ref, ref)
+        dropped = [chunk.sequence.drop_unneeded(self._layout) for _, chunk in plan]
+        if any(dropped):
+            self._attached.held.release_many(dropped)
 
     def fork(self, job: Job) -> list[Sequence]:
         """Returns one sequence per branch, in the request's order. Branches that continue the same sequence share its
@@ -123,7 +150,7 @@ class GroupBlocks:
         for index, sample_index in job.branches:
             sequence = job.sequences[index]
             if index in continued:
-                self._attached.held.share(sequence.table)
+                self._attached.held.share(sequence.live_refs())
                 sequence = sequence.fork(sample_index)
             continued.add(index)
             branches.append(sequence)
@@ -132,8 +159,8 @@ class GroupBlocks:
     def hand_over(self, job: Job) -> Ticket:
         """Returns a ticket with a table per sequence. Raises as `HeldBlocks.hand_over`; call it again, or `forget`."""
         sequences = job.sequences
-        ticket_id = self._attached.held.hand_over([[sequence.table] for sequence in sequences], job.hand_over)
-        tables = tuple((tuple(sequence.table),) for sequence in sequences)
+        tables = tuple(tuple(tuple(table.live) for table in sequence.tables) for sequence in sequences)
+        ticket_id = self._attached.held.hand_over(tables, job.hand_over)
         num_tokens = tuple(sequence.num_computed for sequence in sequences)
         return Ticket(self._attached.arena.arena_id, ticket_id, tables, num_tokens)
 
@@ -149,15 +176,16 @@ class GroupBlocks:
 
     def release(self, sequences: Seq[Sequence]) -> None:
         """Releases all blocks of these sequences, some of which may hold none."""
-        tables = [list(sequence.table) for sequence in sequences]
+        tables = [sequence.live_refs() for sequence in sequences]
         for sequence in sequences:
-            sequence.table = BlockTable()
+            sequence.forget_blocks()
         with suppress(Fenced):  # they were taken back already
             self._attached.held.release_many(tables)
 
 
-def _replace(job: Job, block: int, old: BlockRef, new: BlockRef) -> None:
+def _replace(job: Job, group: int, block: int, old: BlockRef, new: BlockRef) -> None:
     """Replaces a block in all tables that share it, because `HeldBlocks.seal` has moved the count of all of them."""
     for sequence in job.sequences:
-        if block < len(sequence.table) and sequence.table[block] == old:
-            sequence.table[block] = new
+        table = sequence.tables[group]
+        if block < len(table) and table[block] == old:
+            table[block] = new

@@ -77,7 +77,7 @@ class PrefillWorker:
         self._scheduler = scheduler
         self._domain = domain
         self._block_size = runner.layout.block_size
-        self._blocks = GroupBlocks(attached, self._block_size)
+        self._blocks = GroupBlocks(attached, runner.layout)
         self._emits: dict[Job, Emit] = {}
         self._parked: dict[Job, Callable[[], None]] = {}
         """Computed prompts that wait for the ledger to take them over, each with what is left to do."""
@@ -90,8 +90,9 @@ class PrefillWorker:
         job.trunk.hashes = [start]
         for sequence in job.sequences:
             sequence.rekey = rekey
-        if job.num_blocks(self._block_size) > self._attached.arena.num_blocks:
-            limit = self._attached.arena.num_blocks * self._block_size
+        num_blocks = self._attached.arena.num_blocks // len(self._runner.layout.groups)
+        if job.num_blocks(self._block_size) > num_blocks:
+            limit = num_blocks * self._block_size
             emit(InvalidArgument.of("prompt", f"must fit the KV cache of {limit} tokens, with all its branches"))
             return
         try:

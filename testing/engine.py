@@ -42,14 +42,14 @@ class Batch:
         cls, runner: ModelRunner, prompts: Seq[Seq[int]], new_tokens: int, *, budget: int = 64, seed: int = 0
     ) -> Batch:
         """Greedy sequences with their blocks, over a fresh arena that is bound to the runner."""
-        block_size = runner.layout.block_size
+        block_size, groups = runner.layout.block_size, len(runner.layout.groups)
         needs = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
-        runner.bind(poisoned_arena(runner, sum(needs)))
-        free = random.Random(seed).sample(range(sum(needs)), sum(needs))
+        runner.bind(poisoned_arena(runner, sum(needs) * groups))
+        free = random.Random(seed).sample(range(sum(needs) * groups), sum(needs) * groups)
         stopping = StoppingParams(max_tokens=new_tokens)
         sequences = [Sequence(list(prompt), [], GREEDY, stopping) for prompt in prompts]
         for sequence, need in zip(sequences, needs, strict=True):
-            sequence.table = BlockTable(BlockRef(free.pop(), 1) for _ in range(need))
+            sequence.set_tables(BlockTable(BlockRef(free.pop(), 1) for _ in range(need)) for _ in range(groups))
         return cls(runner, sequences, budget)
 
     def run(self) -> list[list[int]]:

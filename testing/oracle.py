@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.types import SamplingParams, StoppingParams
+from common.types import KvLayout, SamplingParams, StoppingParams
 from engine.beam_search import BeamSearch, Hypothesis
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
@@ -84,18 +84,15 @@ class Oracle:
         with self._runner.using(self._arena(len(token_ids))):
             return self._prefill(token_ids, chunk, last_only=False)
 
-    @property
-    def _block_size(self) -> int:
-        return self._runner.layout.block_size
-
     def _arena(self, num_tokens: int) -> torch.Tensor:
         """Blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot shows."""
-        return self._runner.new_arena(-(-num_tokens // self._block_size), fill=0xFF)
+        layout = self._runner.layout
+        return self._runner.new_arena(-(-num_tokens // layout.block_size) * len(layout.groups), fill=0xFF)
 
     def _decode(self, prompt_ids: Sequence[int], outputs: Sequence[int]) -> torch.Tensor:
         """Compute the newest output; logits [1, vocab]."""
         position = len(prompt_ids) + len(outputs) - 1
-        return self._runner.step(_one_sequence(outputs[-1:], position, self._block_size, last_only=True))
+        return self._runner.step(_one_sequence(outputs[-1:], position, self._runner.layout, last_only=True))
 
     def _prefill(self, token_ids: Sequence[int], chunk: int | None, *, last_only: bool) -> torch.Tensor:
         """Chunk by chunk; logits [1, vocab] of the last token or [T, vocab] of all."""
@@ -103,23 +100,25 @@ class Oracle:
         starts = range(0, len(token_ids), size)
         parts = [
             self._runner.step(
-                _one_sequence(token_ids[start : start + size], start, self._block_size, last_only=last_only)
+                _one_sequence(token_ids[start : start + size], start, self._runner.layout, last_only=last_only)
             ).clone()  # the next step may overwrite it
             for start in starts
         ]
         return parts[-1] if last_only else torch.cat(parts)
 
 
-def _one_sequence(token_ids: Sequence[int], start: int, block_size: int, *, last_only: bool) -> StepInput:
-    """A step of one sequence whose block i is block i of the arena, computing positions start.. ."""
-    end = start + len(token_ids)
+def _one_sequence(token_ids: Sequence[int], start: int, layout: KvLayout, *, last_only: bool) -> StepInput:
+    """A step of one sequence, computing positions start.. . Of G KV groups, group g has block i at i * G + g."""
+    end, size, groups = start + len(token_ids), layout.block_size, len(layout.groups)
     positions = np.arange(start, end, dtype=np.int64)
+    columns, offsets = positions // size, positions % size
+    tables = [np.arange(-(-end // size), dtype=np.int32) * groups + group for group in range(groups)]
     return StepInput(
         np.array(token_ids, np.int64),
         positions,
-        (positions,),  # block table is the identity: slot == position
+        tuple(table[columns].astype(np.int64) * size + offsets for table in tables),
         np.array([0, len(token_ids)], np.int32),
         np.array([end], np.int32),
-        (np.arange(-(-end // block_size), dtype=np.int32)[None],),
+        tuple(table[None] for table in tables),
         np.array([len(token_ids) - 1], np.int64) if last_only else np.arange(len(token_ids), dtype=np.int64),
     )

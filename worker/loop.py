@@ -64,7 +64,7 @@ def stale_owners(arena: Arena, owners: Iterable[T], step: Step) -> set[T]:
     """Applies the reader rule (docs/design.md, Ledger). `owners` has one entry per row of the step. Returns those that
     have a block whose generation in the header differs from the one in the block table.
     """
-    if arena.check(step.block_table, step.generations):
-        return set()
-    rows = zip(owners, step.block_table, step.generations, strict=True)
-    return {owner for owner, *table in rows if not arena.check(*table)}
+    tables = zip(step.batch.block_tables, step.generations, strict=True)
+    stale = [table for table in tables if not arena.check(*table)]
+    listed = list(owners) if stale else []
+    return {owner for table in stale for owner, *row in zip(listed, *table, strict=True) if not arena.check(*row)}

@@ -197,7 +197,8 @@ class Attached:
         self._announcer.start()
 
     def _as_of_now(self, record: WorkerRecord, load: WorkerLoad) -> WorkerRecord:
-        epoch, floor, fallbacks = self.held.holder.epoch, self.floor_blocks, fallback_counts()
+        epoch, fallbacks = self.held.holder.epoch, fallback_counts()
+        floor = self.floor_blocks // len(self.arena.layout.groups)
         return replace(record, load=load, epoch=epoch, max_group_blocks=floor, fallbacks=fallbacks)
 
     def withdraw(self) -> None:

@@ -138,6 +138,17 @@ class HeldBlocks:
         return found
 
     @locked
+    def present(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Returns, for each prefix hash, whether a block is indexed under it at the moment; False without the
+        ledger.
+        """
+        try:
+            return self._calls.call(lambda: self.holder.present(hashes))
+        except LedgerUnavailable as error:
+            self.fallbacks.note("no prefix looked up", str(error))
+            return [False] * len(hashes)
+
+    @locked
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
         """Publishes blocks whose content is final; returns the reference to put into the block table for each.
 

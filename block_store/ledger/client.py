@@ -121,6 +121,10 @@ class LedgerClient:
         """Takes references on the longest prefix indexed for every group, returned per group; at most CHUNK hashes."""
         return self.lane.call(lambda call: self.ledger.acquire(call, hashes_by_group))
 
+    def present(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Returns, for each prefix hash, whether a block is indexed under it. Takes no references."""
+        return self.lane.call(lambda call: self.ledger.present(hashes), changes=False)
+
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
         """Returns a ticket on `refs`, which remain held here too. Raises Fenced, Stale or NotHolder.
 

@@ -66,6 +66,13 @@ def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> Pr
     return PrefixHash(_digest(b"block", (parent, ids.tobytes(), extra)))
 
 
+def group_hash(block_hash: bytes, group: int) -> bytes:
+    """Returns the hash under which a block of KV group `group` is indexed. `block_hash` is that of the chain, which is
+    group 0's.
+    """
+    return block_hash if group == 0 else _digest(b"group", (block_hash, group.to_bytes(4, "little")))
+
+
 def hash_blocks(
     parent: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"", rekey: Rekey | None = None
 ) -> list[PrefixHash]:

@@ -54,6 +54,12 @@ def unpack_beat(reply: bytes) -> tuple[int, str]:
     return int(room), census
 
 
+def unpack_marks(reply: bytes, num_marks: int) -> list[bool]:
+    if len(reply) != num_marks or reply.strip(b"01"):
+        raise ValueError(f"{reply!r} is not {num_marks} marks")
+    return [mark == ord("1") for mark in reply]
+
+
 def unpack_ticket(reply: bytes) -> TicketId:
     epoch, _, secret = reply.partition(b" ")
     return TicketId(Epoch(int(epoch)), secret)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
     "holdings", "holds", "lookup", "reap", "inspect", "assert_held", "assert_all", "distrust", "report",
-    "readable",
+    "readable", "present",
 )  # fmt: skip
 
 
@@ -235,6 +235,14 @@ class LedgerScripts:
             if found < max(map(len, part)):
                 break
         return length
+
+    def present(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Returns, for each prefix hash, whether a block is indexed under it. Takes no references."""
+        marks: list[bool] = []
+        for part in chunks(hashes):
+            unpack = partial(replies.unpack_marks, num_marks=len(part))
+            marks += self._ask(unpack, "present", b"".join(part))
+        return marks
 
     def reap(
         self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S, tick: int = 0

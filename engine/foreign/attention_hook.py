@@ -128,10 +128,10 @@ class Pass:
         step, cache = self.step, self.caches[layer]
         wide, value_dim = cache.keys.shape[3], v.shape[2]
         q, k, v = _padded(q, wide), _padded(k, wide), _padded(v, wide)
-        write_blocks(q, k, v, step.positions, step.slot_mapping, cache.keys, cache.values, None)
-        provider = step.by_layer[layer]
-        run = provider.decode if step.batch.decode_only else provider.prefill
-        return run(q, cache.keys, cache.values, step.batch)[..., :value_dim]
+        provider, group = step.by_layer[layer]
+        write_blocks(q, k, v, step.positions, group.slot_mapping, cache.keys, cache.values, None)
+        run = provider.decode if group.batch.decode_only else provider.prefill
+        return run(q, cache.keys, cache.values, group.batch)[..., :value_dim]
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

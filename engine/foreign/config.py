@@ -62,6 +62,15 @@ def longest(config: Any) -> int:
     return int(length)
 
 
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Returns each layer's sliding window, as the configuration announces it (a loaded model's own is recorded)."""
+    text = text_of(config)
+    num_layers, window = int(text.num_hidden_layers), getattr(text, "sliding_window", None) or None
+    default = "sliding_attention" if window and getattr(text, "use_sliding_window", True) else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [default] * num_layers
+    return tuple(int(window) if window and kind == "sliding_attention" else None for kind in kinds)
+
+
 def rope_kinds(config: Any) -> set[str]:
     """Returns the kinds of rotary positions that layers use; empty if none."""
     rope = getattr(text_of(config), "rope_parameters", None) or {}

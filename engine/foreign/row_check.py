@@ -6,11 +6,13 @@ The check finds models that break the promise. It proves nothing about those tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from common.types import KvLayout
 from engine.errors import UnsupportedModel
 from engine.foreign.model import TransformersModel
 from engine.model_runner import ModelRunner
@@ -44,13 +46,13 @@ def variation(runner: ModelRunner) -> float:
     """Returns the largest difference of a logit between tokens computed one by one, in chunks of CHUNK, and as BATCH
     sequences at once. 0 means that the bits are the same.
     """
-    size = runner.layout.block_size
-    blocks = -(-NUM_TOKENS // size)
+    layout = runner.layout
+    blocks = -(-NUM_TOKENS // layout.block_size)
     tokens = torch.randint(runner.config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
-    with runner.using(runner.new_arena(BATCH * blocks, fill=0xFF)):
-        alone = _rows(runner, _steps(tokens.numpy(), 1, [0], blocks, size))
-        in_chunks = _rows(runner, _steps(tokens.numpy(), CHUNK, [0], blocks, size))
-        together = _rows(runner, _steps(tokens.numpy(), CHUNK, range(BATCH), blocks, size))
+    with runner.using(runner.new_arena(BATCH * blocks * len(layout.groups), fill=0xFF)):
+        alone = _rows(runner, _steps(tokens.numpy(), 1, 1, layout))
+        in_chunks = _rows(runner, _steps(tokens.numpy(), CHUNK, 1, layout))
+        together = _rows(runner, _steps(tokens.numpy(), CHUNK, BATCH, layout))
     each = [in_chunks, *together.view(-1, BATCH, CHUNK, together.shape[1]).transpose(0, 1).flatten(1, 2)]
     differences = [(alone - other).abs().max().item() for other in each if not torch.equal(alone, other)]
     return max((found or float("inf") for found in differences), default=0.0)
@@ -60,24 +62,20 @@ def _rows(runner: ModelRunner, steps: Iterator[StepInput]) -> torch.Tensor:
     return torch.cat([runner.step(step).clone().cpu() for step in steps])
 
 
-def _steps(
-    tokens: np.ndarray,
-    chunk: int,
-    sequences: Sequence[int],
-    blocks: int,
-    block_size: int,  # type: ignore[type-arg]
-) -> Iterator[StepInput]:
-    """Runs the same tokens for every sequence, `chunk` at a time. Sequence i has the blocks from i * blocks on."""
-    table = np.array([[s * blocks + b for b in range(blocks)] for s in sequences], dtype=np.int32)
+def _steps(tokens: npt.NDArray[np.int64], chunk: int, num_seqs: int, layout: KvLayout) -> Iterator[StepInput]:
+    """Runs the same tokens for every sequence, `chunk` at a time. Each has blocks of its own in every KV group."""
+    size, num_groups = layout.block_size, len(layout.groups)
+    blocks = -(-len(tokens) // size)
+    tables = np.arange(num_groups * num_seqs * blocks, dtype=np.int32).reshape(num_groups, num_seqs, blocks)
     for start in range(0, len(tokens), chunk):
         positions = np.arange(start, min(start + chunk, len(tokens)), dtype=np.int64)
-        slots = np.concatenate([s * blocks * block_size + positions for s in sequences])
+        slots = tables[:, :, positions // size].astype(np.int64) * size + positions % size
         yield StepInput(
-            token_ids=np.tile(tokens[positions], len(sequences)),
-            positions=np.tile(positions, len(sequences)),
-            slot_mappings=(slots,),
-            cu_seqlens_q=np.arange(len(sequences) + 1, dtype=np.int32) * len(positions),
-            context_lens=np.full(len(sequences), positions[-1] + 1, dtype=np.int32),
-            block_tables=(table,),
-            logits_rows=np.arange(len(slots), dtype=np.int64),
+            token_ids=np.tile(tokens[positions], num_seqs),
+            positions=np.tile(positions, num_seqs),
+            slot_mappings=tuple(slots.reshape(num_groups, -1)),
+            cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32) * len(positions),
+            context_lens=np.full(num_seqs, positions[-1] + 1, dtype=np.int32),
+            block_tables=tuple(tables),
+            logits_rows=np.arange(num_seqs * len(positions), dtype=np.int64),
         )

@@ -11,18 +11,24 @@ from kernels.providers.base import AttentionBatch, AttentionProvider
 from kernels.write_blocks import write_blocks
 
 
-@dataclass(slots=True)
-class StepMetadata:
-    """What layers need to know about a step of T tokens of B sequences, and the providers of their attention. One KV
-    group.
-    """
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """Where the layers of one KV group write and read in a step."""
 
-    positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
     batch: AttentionBatch
+
+
+@dataclass(slots=True)
+class StepMetadata:
+    """What layers need to know about a step of T tokens of B sequences, and the providers of their attention."""
+
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # that of the first KV group, the only one of our own models
+    batch: AttentionBatch  # likewise
     attention: AttentionProvider
-    by_layer: Sequence[AttentionProvider] = ()
-    """One provider for each layer if layers attend in different ways."""
+    by_layer: Sequence[tuple[AttentionProvider, GroupStep]] = ()
+    """One entry for each layer if layers attend in different ways."""
 
 
 @dataclass(frozen=True, slots=True)

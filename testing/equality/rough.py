@@ -48,7 +48,7 @@ class RoughWorld:
         self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int, preemption: Choice, reserve: int
     ) -> None:  # fmt: skip
         self.runner, self._client, self._choice = runner, client, preemption
-        self.arena = Arena.create(directory, runner.layout, num_blocks)
+        self.arena = Arena.create(directory, runner.layout, num_blocks * len(runner.layout.groups))
         self._ledger = open_ledger(client, self.arena)
         runner.bind(self.arena.data)
         self.attachments: dict[Role, RoughAttachment] = {}
@@ -282,7 +282,7 @@ class RoughWorld:
             if self.phase(request) == "nowhere" and not request.is_over:
                 load, size = self.decode.load, self.runner.layout.block_size
                 busy = load.num_running + load.num_waiting + load.num_preempted > 0
-                if busy and self.attachments["decode"].held.num_free_hint < request.num_blocks(size):
+                if busy and self.attachments["decode"].held.num_free_hint < request.num_blocks(size) * len(self.runner.layout.groups):
                     return
                 self._send(request)
                 if not busy:

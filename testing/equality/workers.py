@@ -124,9 +124,9 @@ class Workers:
         budget: int = 512,
         preemption: Choice = "give-back",
     ) -> None:
-        """`client` is a Redis; `budget` the most prompt tokens of a step."""
+        """`client` is a Redis; `num_blocks` those of one KV group; `budget` the most prompt tokens of a step."""
         self.runner = runner
-        self.arena = Arena.create(directory, runner.layout, num_blocks)
+        self.arena = Arena.create(directory, runner.layout, num_blocks * len(runner.layout.groups))
         self._client, self._ledger, self._choice = client, open_ledger(client, self.arena), preemption
         runner.bind(self.arena.data)
         self.attachments = [Attachment(self.arena, self._ledger, "prefill")]
@@ -261,7 +261,8 @@ class Workers:
         while self._returned:
             load = self.decode.load
             busy = load.num_running + load.num_waiting + load.num_preempted > 0
-            needed = self._returned[0].num_blocks(self.runner.layout.block_size)
+            layout = self.runner.layout
+            needed = self._returned[0].num_blocks(layout.block_size) * len(layout.groups)
             if busy and self.attachments[-1].held.num_free_hint < needed:
                 return
             self._send(self._returned.pop(0))

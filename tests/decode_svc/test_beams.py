@@ -160,6 +160,6 @@ def test_the_step_of_figure_9(small: DecodeBench) -> None:
     assert blocks.writes.needing_block(group.live) == group.live
     fresh = held.alloc(4)
     for sequence, ref in zip(group.live, fresh, strict=True):
-        blocks.writes.give(sequence, ref)
+        blocks.writes.give(sequence, [ref])
     assert held.num_held == 5 + 4 and not any(s.copy_from for s in group.live)
     blocks.release(group.live)

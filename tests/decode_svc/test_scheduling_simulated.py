@@ -54,7 +54,7 @@ class Use:
 class Tier:
     """What `SwapSpace` is to `Preemption`."""
 
-    block_size, block_bytes = BLOCK, 1024
+    block_size, block_bytes, num_groups = BLOCK, 1024, 1
 
     def __init__(self, world: World, num_blocks: int) -> None:
         self._world = world

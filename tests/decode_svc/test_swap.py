@@ -202,7 +202,7 @@ def test_a_copy_that_was_only_planned_is_undone(place: Place) -> None:
     space, first = place.space(), place.sequence(10, tail_sealed=True)
     second = place.fork(first, 1)
     before = place.content(first)
-    second.copy_from, second.tail_sealed = second.table[-1], False
+    second.copy_from, second.tail_sealed = (second.table[-1],), False
     second.table[-1] = place.held.alloc(1)[0]
     group = group_of(first, second)
     assert space.need(group) == 3
@@ -210,7 +210,7 @@ def test_a_copy_that_was_only_planned_is_undone(place: Place) -> None:
     assert place.held.num_held == 0
     place.churn()
     assert space.swap_in(group, 0) == 3
-    assert place.content(first) == place.content(second) == before and second.copy_from is None
+    assert place.content(first) == place.content(second) == before and not second.copy_from
     assert place.held.count(first.table[-1]) == 2
     place.held.release_many([first.table, second.table])
 

@@ -48,7 +48,7 @@ def test_families_differ_where_they_should(tmp_path: Path) -> None:
     assert read(tmp_path, hf_config("qwen2")).qkv_bias and not read(tmp_path, hf_config("qwen2")).o_bias
     assert read(tmp_path, hf_config("qwen3")).qk_norm
     windowed = read(tmp_path, hf_config("mistral") | {"sliding_window": 64})
-    assert windowed.window == 64 and windowed.kv_spec("bfloat16").kind is KvKind.SLIDING
+    assert windowed.window == 64 and windowed.kv_layout(16, "bfloat16").groups[0].kind is KvKind.SLIDING
     assert read(tmp_path, hf_config("llama") | {"sliding_window": 64}).window is None
     assert read(tmp_path, hf_config("qwen2") | {"sliding_window": 64}).window is None
     by_type = {k: v for k, v in hf_config("qwen3").items() if k != "architectures"}

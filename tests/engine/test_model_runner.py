@@ -97,7 +97,7 @@ def test_two_runners_share_weights_and_nothing_else(runner: ModelRunner, caplog:
 def test_layer_views_lie_as_the_layout_says(runner: ModelRunner, order: str) -> None:
     layout = replace(runner.layout, order=order)  # type: ignore[arg-type]
     arena = torch.zeros((3, layout.block_bytes), dtype=torch.uint8)
-    caches = layer_caches(arena, layout)
+    caches = layer_caches(arena, layout, runner.layer_groups)
     assert caches[1].values.shape == (3, 2, 16, 16)  # [num_blocks, kv_heads, block_size, head_dim]
     caches[1].values[2, 1, 5] = 1.0
     kv = np.flatnonzero(arena.view(torch.int16).numpy()[2])

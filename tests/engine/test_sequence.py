@@ -45,9 +45,9 @@ def test_a_mixed_batch() -> None:
     assert step.batch.context_lens.tolist() == [20, 4]
     assert step.batch.slot_mappings[0].tolist() == [176, 177, 178, 179, 803]
     assert step.batch.logits_rows.tolist() == [3, 4]
-    assert step.block_table.tolist() == [[10, 11], [50, 50]]
-    assert step.generations.tolist() == [[100, 101], [100, 100]]
-    assert step.block_table.dtype == np.int32
+    assert step.batch.block_tables[0].tolist() == [[10, 11], [50, 50]]
+    assert step.generations[0].tolist() == [[100, 101], [100, 100]]
+    assert step.batch.block_tables[0].dtype == np.int32
 
 
 def test_logits_are_wanted_where_a_token_is_drawn_or_prompt_logprobs_are_asked_for() -> None:
@@ -60,7 +60,7 @@ def test_logits_are_wanted_where_a_token_is_drawn_or_prompt_logprobs_are_asked_f
 def test_generations_above_32_bits_survive_the_arrays() -> None:
     item = sequence(1, blocks=0)
     item.table = BlockTable([BlockRef(3, (7 << 32) + 5)])
-    assert lay_out([Chunk(item, 1)], 16).generations.tolist() == [[(7 << 32) + 5]]
+    assert lay_out([Chunk(item, 1)], 16).generations[0].tolist() == [[(7 << 32) + 5]]
 
 
 @pytest.mark.parametrize("start,end", [(0, 3), (3, 5), (5, 7), (2, 7), (0, 7)])

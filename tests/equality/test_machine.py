@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +30,7 @@ from testing.equality.cases import Answer, Case, differences, expect
 from testing.equality.meddler import Meddler, When
 from testing.equality.rough import Phase, Request, Role, RoughWorld
 from testing.oracle import Oracle
+from testing.zoo import ZOO, make_foreign
 from tests.model_check import SHARDS, explore
 
 BLOCK_SIZE = 4
@@ -58,9 +60,16 @@ FLOORS = {"hits": 20, "rebuild": 5, "LOST": 3, "prefill aborts": 3, "answers los
 """Least number of times in the whole run: a machine that seldom gets deep finds nothing."""
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    model = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.bfloat16)
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """One KV group, and four: one with full attention and three with a window of two blocks."""
+    directory = tmp_path_factory.mktemp("model")
+    if request.param == "llama":
+        model = make_checkpoint(directory, "llama", dtype=torch.bfloat16)
+    else:
+        animal = ZOO["gemma3"]
+        narrow = replace(animal, changes=animal.changes | {"sliding_window": 2 * BLOCK_SIZE})
+        model = make_foreign(directory, narrow, dtype=torch.bfloat16)
     return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=64, device="cpu", block_size=BLOCK_SIZE))
 
 
@@ -124,7 +133,8 @@ def steal(world: RoughWorld, draw: random.Random, role: Role) -> None:
 
     def pick(batch: StepInput) -> int:
         row = draw.randrange(len(batch.context_lens))
-        return int(batch.block_tables[0][row][draw.randrange(-(-int(batch.context_lens[row]) // BLOCK_SIZE))])
+        table = draw.choice(batch.block_tables)
+        return int(table[row][draw.randrange(-(-int(batch.context_lens[row]) // BLOCK_SIZE))])
 
     meddler = Meddler(world.runner, lambda block: world.steal(BlockRef(block, 0)), when, pick)
     meddler.is_armed = True

@@ -19,16 +19,25 @@ from engine.tiny import make_checkpoint
 from testing.equality.cases import Case, differences, expect
 from testing.equality.workers import Workers
 from testing.oracle import Oracle
+from testing.zoo import ZOO, make_foreign
 
 VOCAB = 500
 CHOICES: tuple[Choice, ...] = ("swap", "give-back", "auto")
 NUM_WORLDS = int(os.environ.get("LOOSELEAF_TEST_WORLDS", "6"))
 
 
-@pytest.fixture(scope="module")
-def runners(tmp_path_factory: pytest.TempPathFactory) -> list[ModelRunner]:
-    """Blocks of 4, 8 and 16."""
-    model = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=9, dtype=torch.bfloat16)
+@pytest.fixture(scope="module", params=["full attention", "windows", "both"])
+def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[ModelRunner]:
+    """Blocks of 4, 8 and 16; all layers attend to everything, to the last positions, or some to this and some to
+    that."""
+    directory = tmp_path_factory.mktemp("model")
+    match request.param:
+        case "full attention":
+            model = make_checkpoint(directory, "qwen3", seed=9, dtype=torch.bfloat16)
+        case "windows":
+            model = make_checkpoint(directory, "mistral", seed=9, dtype=torch.bfloat16, sliding_window=13)
+        case _:
+            model = make_foreign(directory, ZOO["gemma3"], seed=9, dtype=torch.bfloat16)
     settings = {"num_threads": 1, "max_model_len": 256, "device": "cpu"}
     return [ModelRunner(RunnerSettings(model, block_size=size, **settings)) for size in (4, 8, 16)]  # type: ignore[arg-type]
 

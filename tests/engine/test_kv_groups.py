@@ -1,0 +1,99 @@
+"""Layers are cut into groups of equal blocks; block tables drop what has slid out of a window."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from common.types import BlockRef, KvKind, KvLayout, KvSpec, SamplingParams, StoppingParams
+from engine.block_table import BlockTable
+from engine.kv_groups import LayerGroup, cut
+from engine.sequence import Sequence
+
+FULL = KvSpec(1, 1, 8, "bfloat16")
+
+
+def windowed(window: int) -> KvSpec:
+    return KvSpec(1, 1, 8, "bfloat16", KvKind.SLIDING, window)
+
+
+def refs(count: int, first: int = 100) -> list[BlockRef]:
+    return [BlockRef(first + i, 1000 + i) for i in range(count)]
+
+
+def test_layers_that_attend_alike_are_one_group() -> None:
+    assert cut((None,) * 12) == (12, (LayerGroup(None, tuple(range(12))),))
+    assert cut((64,) * 3) == (3, (LayerGroup(64, (0, 1, 2)),))
+
+
+def test_gemma_3_has_one_full_group_and_six_with_a_window() -> None:
+    windows = [None if layer % 6 == 5 else 512 for layer in range(26)]
+    places, groups = cut(windows)
+    assert places == 4 and [group.window for group in groups] == [None] + [512] * 6
+    assert groups[0].layers == (5, 11, 17, 23)
+    assert [len(group.layers) for group in groups] == [4, 4, 4, 4, 4, 4, 2], "two places of the last one stay empty"
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(26))
+
+
+def test_kinds_of_almost_equal_number_are_padded_rather_than_split() -> None:
+    places, groups = cut([None, 8] * 5 + [8])
+    assert places == 6 and [len(group.layers) for group in groups] == [5, 6]
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 1024])
+def test_what_is_needed_is_what_later_positions_read(window: int) -> None:
+    spec, size = windowed(window), 16
+    for num_computed in (*range(100), 1023, 1024, 1025, 4096, 5000):
+        first = spec.first_needed(num_computed, size)
+        oldest = max(0, num_computed - window + 1)  # what the next position reads
+        last = max(0, -(-num_computed // size) - 1)
+        assert first == min(oldest // size, last)
+        assert spec.num_needed(num_computed, size) == -(-num_computed // size) - first <= -(-(window - 1) // size) + 1
+    assert FULL.first_needed(5000, size) == 0 and not FULL.slides
+
+
+def test_a_table_drops_its_head_and_keeps_its_places() -> None:
+    given = refs(6)
+    table, stamp = BlockTable(given), 0
+    other = table.copy()
+    assert table.drop(0) == [] and table.live == given
+    assert table.drop(3) == given[:3]
+    assert table.live == given[3:] and len(table) == 6 and table.first == 3 and table.stamp > stamp
+    assert table[4] == given[4] and [table[i] for i in range(3)] == [given[3]] * 3
+    assert table.drop(2) == [] and table.drop(5) == given[3:5] and table.live == given[5:]
+    blocks, generations = np.zeros(6, np.int32), np.zeros(6, np.uint64)
+    table.copy_to(blocks, generations)
+    assert blocks.tolist() == [105] * 6 and generations.tolist() == [1005] * 6, "every entry may be checked"
+    table.append(BlockRef(7, 7))
+    assert table.live == [given[5], BlockRef(7, 7)] and table.copy().live == table.live
+    assert other.live == given, "a copy is another table"
+    assert BlockTable(given[4:], 4).live == given[4:] and len(BlockTable(given[4:], 4)) == 6
+
+
+def test_a_sequence_drops_what_no_later_position_reads() -> None:
+    rng, size = random.Random(1), 4
+    layout = KvLayout(size, (FULL, windowed(6), windowed(9)))
+    sequence = Sequence([1], [], SamplingParams(), StoppingParams(max_tokens=9))
+    sequence.set_tables(BlockTable() for _ in layout.groups)
+    held: set[BlockRef] = set()
+    for position in range(200):
+        if position % size == 0:
+            for group, table in enumerate(sequence.tables):
+                table.append(BlockRef(1000 * group + position, rng.randrange(99)))
+                held.add(table[-1])
+        sequence.num_computed = position + 1
+        dropped = sequence.drop_unneeded(layout)
+        assert held >= set(dropped) and len(dropped) == len(set(dropped))
+        held -= set(dropped)
+        assert held == set(sequence.live_refs()) and len(held) == len(sequence.live_refs())
+        for spec, table in zip(layout.groups, sequence.tables, strict=True):
+            assert len(table.live) == spec.num_needed(position + 1, size)
+            oldest = 0 if spec.window is None else max(0, position + 2 - spec.window)
+            assert table.first <= oldest // size, "the next position reads it"
+    fork = sequence.fork(1)
+    fork.tables[1].drop(len(fork.tables[1]) - 1)
+    assert sequence.live_refs() != fork.live_refs() and held == set(sequence.live_refs())
+    sequence.forget_blocks()
+    assert sequence.live_refs() == [] and len(sequence.tables) == 3

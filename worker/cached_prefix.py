@@ -1,0 +1,85 @@
+"""Finds the longest cached prefix that every KV group of a model can continue from, and takes references on it.
+
+A group with full attention needs all blocks of the prefix. A group with a window needs only those that the next
+position still reads (`KvSpec.first_needed`).
+
+    full     x x x x x x x .      7 blocks from the start
+    window   . . x x . x x .      reads 2 blocks back: usable at 4 and at 7 blocks, so 7 is taken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.prefix_hash import group_hash
+from common.types import BlockRef, KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Blocks of a prefix, each counted once for the sequence that will continue it."""
+
+    num_blocks: int
+    """Length of the prefix."""
+    tables: list[list[BlockRef]]
+    """Per KV group, the last blocks of the prefix, as many as the group needs."""
+
+    @classmethod
+    def nothing(cls, layout: KvLayout) -> CachedPrefix:
+        return cls(0, [[] for _ in layout.groups])
+
+
+def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> CachedPrefix:
+    """Returns the longest usable prefix of the full blocks with these hashes (the chain's, which are group 0's).
+
+    Without the ledger it returns what it has found so far, as `HeldBlocks.acquire`.
+    """
+    windowed = {number for number, group in enumerate(layout.groups) if group.slides}
+    named = [[group_hash(one, group) for one in hashes] for group in range(len(layout.groups))]
+    full = [hashes_of for group, hashes_of in enumerate(named) if group not in windowed]
+    found = iter(held.acquire(full) if full else ())
+    tables = [[] if group in windowed else next(found) for group in range(len(named))]
+    reach = min((len(tables[group]) for group in range(len(named)) if group not in windowed), default=len(hashes))
+    if not windowed:
+        return CachedPrefix(reach, tables)
+    present = {group: held.present(named[group][:reach]) for group in windowed}
+    length = usable_length(present, layout)
+    return _with_windows(held, tables, {group: named[group][:length] for group in windowed}, layout)
+
+
+def usable_length(present: dict[int, list[bool]], layout: KvLayout) -> int:
+    """Returns the longest prefix, in blocks, that the groups can continue from of which `present` says, block by block,
+    what is cached.
+    """
+    best, runs = 0, dict.fromkeys(present, 0)  # number of blocks without a gap, up to the current one
+    for length in range(1, min(map(len, present.values())) + 1):
+        for group, marks in present.items():
+            runs[group] = runs[group] + 1 if marks[length - 1] else 0
+        if all(run >= length - _first(layout, group, length) for group, run in runs.items()):
+            best = length
+    return best
+
+
+def _with_windows(
+    held: HeldBlocks, tables: list[list[BlockRef]], named: dict[int, list[bytes]], layout: KvLayout
+) -> CachedPrefix:
+    """Takes references on the blocks that groups with a window need of a prefix, all or none. `named` has the hashes of
+    all blocks of the prefix. If one was evicted meanwhile, or is needed for the floor of another worker, the prefix is
+    given up.
+    """
+    length = len(next(iter(named.values())))
+    wanted = {group: hashes[_first(layout, group, length) :] for group, hashes in named.items()}
+    [refs] = held.acquire([[one for hashes in wanted.values() for one in hashes]])
+    if len(refs) < sum(map(len, wanted.values())):
+        held.release_many([refs, *tables])
+        return CachedPrefix.nothing(layout)
+    held.release_many(table[length:] for table in tables)
+    left = iter(refs)
+    parts = {group: [next(left) for _ in hashes] for group, hashes in wanted.items()}
+    return CachedPrefix(length, [parts.get(group, table[:length]) for group, table in enumerate(tables)])
+
+
+def _first(layout: KvLayout, group: int, num_blocks: int) -> int:
+    return layout.groups[group].first_needed(num_blocks * layout.block_size, layout.block_size)

@@ -1,0 +1,13 @@
+"""What both workers publish when a sequence has filled a block: one block per KV group, each under its group's hash."""
+
+from __future__ import annotations
+
+from block_store.ledger.codec import SealItem
+from block_store.ledger.prefix_hash import group_hash
+from engine.sequence import Sequence
+
+
+def seal_items(sequence: Sequence, block: int) -> list[SealItem]:
+    """Returns the items that publish full block `block`, one per KV group. Its hash must be known."""
+    block_hash, quota = sequence.block_hash(block), sequence.quota_of(block)
+    return [SealItem(table[block], group_hash(block_hash, g), quota) for g, table in enumerate(sequence.tables)]
