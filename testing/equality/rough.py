@@ -53,7 +53,8 @@ class RoughWorld:
         runner.bind(self.arena.data)
         self.attachments: dict[Role, RoughAttachment] = {}
         for role in ("prefill", "decode"):
-            self.attachments[role] = RoughAttachment(self.arena, client, role, self.sweep, reserve)
+            reserve_blocks = reserve * len(runner.layout.groups)
+            self.attachments[role] = RoughAttachment(self.arena, client, role, self.sweep, reserve_blocks)
         scheduler = PrefillScheduler(
             max_num_batched_tokens=TOKEN_BUDGET, max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_NUM_SEQS
         )

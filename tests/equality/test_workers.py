@@ -7,7 +7,7 @@ request has log-probabilities, and all run together, so that greedy, sampled, fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from common.types import KvSpec
+from decode_svc import swap
+from engine.block_table import BlockTable
 from engine.config import ARCHITECTURES
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
@@ -23,6 +26,7 @@ from testing.equality.workers import Workers
 from testing.oracle import Oracle
 from testing.quantized import FORMATS, make_quantized
 from testing.zoo import ZOO, make_foreign
+from worker import cached_prefix, sealing
 
 FOREIGN = ("deepseek-v3", "gemma2", "gemma3", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe")
 """Run by the backend over transformers; `tests/engine/test_foreign.py` compares their logits with transformers'."""
@@ -177,6 +181,79 @@ def test_one_skipped_copy_shows(llama: Subject, make_workers: Make, monkeypatch:
     monkeypatch.setattr(llama.runner, "copy_blocks", skip_one)
     found = [asked.answer for asked in workers.answer(llama.cases)]
     assert skipped and differences(llama.cases, llama.expected, found)
+
+
+def drop_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A block that the next position still reads is released."""
+    first_needed = KvSpec.first_needed
+
+    def one_later(spec: KvSpec, num_computed: int, block_size: int) -> int:
+        first = first_needed(spec, num_computed, block_size)
+        return first + 1 if 0 < first < -(-num_computed // block_size) - 1 else first
+
+    patch.setattr(KvSpec, "first_needed", one_later)
+
+
+def take_the_window_of_another_length(patch: pytest.MonkeyPatch) -> None:
+    """The prefix is found, but a window's blocks are those of a prefix that is one block shorter."""
+    take = cached_prefix._with_windows
+
+    def shifted(held: Any, tables: Any, named: dict[int, list[bytes]], layout: Any) -> Any:
+        return take(held, tables, {g: [*hashes[:1], *hashes[:-1]] for g, hashes in named.items()}, layout)
+
+    patch.setattr(cached_prefix, "_with_windows", shifted)
+
+
+def mix_up_the_groups(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of all groups are published under one hash."""
+    for module in (cached_prefix, sealing, swap):
+        patch.setattr(module, "group_hash", lambda block_hash, group: block_hash)
+
+
+def hand_over_what_was_dropped(patch: pytest.MonkeyPatch) -> None:
+    """A ticket names all entries of a table."""
+    patch.setattr(BlockTable, "live", property(lambda table: table[:]))
+
+
+@pytest.mark.parametrize(
+    "bug", [drop_too_early, take_the_window_of_another_length, mix_up_the_groups, hand_over_what_was_dropped]
+)
+def test_a_bug_in_the_handling_of_windows_shows(
+    subject_of: Callable[[Any], Subject], make_workers: Make, monkeypatch: pytest.MonkeyPatch, bug: Any
+) -> None:
+    subject = subject_of("gemma3")
+    workers = make_workers(subject, budget=64)
+    bug(monkeypatch)
+    for _ in ("cold", "cached"):
+        try:
+            found = [asked.answer for asked in workers.answer(subject.cases)]
+        except Exception as error:
+            assert bug is hand_over_what_was_dropped, repr(error)
+            return
+        if differences(subject.cases, subject.expected, found):
+            return
+    raise AssertionError("it does not show")
+
+
+class Lazy(KvSpec):
+    """A toy: a window whose blocks are kept longer than they are needed."""
+
+    def first_needed(self, num_computed: int, block_size: int) -> int:
+        return super().first_needed(num_computed, block_size) // 2 * 2
+
+
+def test_another_kind_of_group_needs_no_change_elsewhere(
+    subject_of: Callable[[Any], Subject], make_workers: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subject_of("gemma3")
+    layout = subject.runner.layout
+    groups = tuple(Lazy(**asdict(group)) if group.slides else group for group in layout.groups)
+    monkeypatch.setattr(subject.runner, "layout", replace(layout, groups=groups))
+    for tight in (None, TIGHT):
+        workers = make_workers(subject, **({} if tight is None else {"num_blocks": tight, "preemption": "swap"}))
+        for _ in ("cold", "cached"):
+            subject.check([asked.answer for asked in workers.answer(subject.cases)])
+        workers.assert_idle()
 
 
 def test_a_log_probability_that_is_off_by_more_than_the_tolerance_shows(llama: Subject) -> None:

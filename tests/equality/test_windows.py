@@ -1,0 +1,82 @@
+"""A sequence holds no more of a window than it reads: watched at every step, at real lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.types import KvLayout, SamplingParams, StoppingParams
+from engine.model_runner import ModelRunner, RunnerSettings
+from engine.sequence import Sequence
+from engine.tiny import make_checkpoint
+from testing.equality.cases import Case, differences, expect
+from testing.equality.workers import Workers
+from testing.oracle import Oracle
+from testing.zoo import ZOO, make_foreign
+
+BUDGET, NEW_TOKENS = 512, 40
+GREEDY = SamplingParams(temperature=0.0, logprobs=1)
+
+
+class Watched(Workers):
+    """Counts blocks after every step."""
+
+    def watch(self) -> None:
+        self.most_held = 0
+        """Most blocks that a sequence held in a KV group with a window while it was decoded."""
+        self.most_ahead = 0
+        """The same in prefill, without the blocks that it has yet to fill."""
+
+    def look(self) -> None:
+        layout: KvLayout = self.runner.layout
+        decoding = [s for group in self.decode._scheduler.groups() for s in group.live]
+        prefilling = [s for job in self.prefill._scheduler._running for s in job.sequences]
+        self.most_held = max([self.most_held, *(n for s in decoding for n in in_windows(s, layout))])
+        empty = [-(-s.num_tokens // layout.block_size) - s.num_computed // layout.block_size for s in prefilling]
+        ahead = [n - left for s, left in zip(prefilling, empty, strict=True) for n in in_windows(s, layout)]
+        self.most_ahead = max([self.most_ahead, *ahead])
+
+
+def in_windows(sequence: Sequence, layout: KvLayout) -> list[int]:
+    return [len(t.live) for t, spec in zip(sequence.tables, layout.groups, strict=True) if spec.slides]
+
+
+def model_of(kind: str, window: int, length: int, directory: Path) -> ModelRunner:
+    changes: dict[str, Any] = {"sliding_window": window, "max_position_embeddings": length}
+    if kind == "mistral":
+        make_checkpoint(directory, "mistral", seed=4, dtype=torch.bfloat16, **changes)
+    else:
+        animal = ZOO[kind]
+        make_foreign(directory, replace(animal, changes=animal.changes | changes), seed=4, dtype=torch.bfloat16)
+    return ModelRunner(RunnerSettings(directory, num_threads=2, max_model_len=length, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "length", "most"),
+    [("mistral", 32, 4096, 4), ("gemma3", 32, 1536, 4), ("mistral", 1024, 32768, 66)],
+)
+def test_only_what_a_window_reads_is_held(
+    redis_client: Any, tmp_path: Path, kind: str, window: int, length: int, most: int
+) -> None:
+    runner = model_of(kind, window, length, tmp_path / "model")
+    size = runner.layout.block_size
+    prompt = tuple(torch.randint(10, 500, (length - NEW_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
+    case = Case("long", prompt, GREEDY, StoppingParams(NEW_TOKENS, NEW_TOKENS))
+    workers = Watched(runner, tmp_path / "arena", redis_client, num_blocks=length // size + 8, budget=BUDGET)
+    workers.watch()
+    work = workers.prefill.work
+    workers.prefill.work = lambda: (work(), workers.look())[0]  # type: ignore[method-assign]
+
+    expected = expect(Oracle(runner), case)
+    for cached in (0, len(prompt) // size * size - (size if len(prompt) % size == 0 else 0)):
+        [asked] = workers.answer([case], before_step=Watched.look)  # type: ignore[arg-type]
+        assert not (wrong := differences([case], [expected], [asked.answer])), wrong
+        assert asked.cached_tokens == cached, "what was released is found again"
+    assert 2 <= workers.most_held <= most
+    assert 2 <= workers.most_ahead <= most + BUDGET // size
+    workers.assert_idle()
+    workers.close()
