@@ -53,7 +53,7 @@ def cancels(run: Run) -> Report:
 
 
 async def _rounds(stack: Stack, book: Sequence[Case], num_rounds: int, rng: random.Random) -> list[tuple[int, float]]:
-    """Yields (requests cut off, seconds until the workers were idle) of each round."""
+    """Returns (requests cut off, seconds until the workers were idle) of each round."""
     async with AsyncClient(stack.addresses.grpc) as client:
         return [await _round(client, stack.ledger(), book, rng) for _ in range(num_rounds)]
 

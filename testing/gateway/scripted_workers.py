@@ -149,7 +149,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.SequenceOutput]) -> None:
-    """Adds a token to the columns, or only its absence, as decode workers do."""
+    """Adds outputs to a response as decode workers do: an output that is only one token goes into the columns."""
     plain = response.plain_tokens
     for output in outputs:
         if len(output.token_ids) != 1 or output.logprobs or output.finish_reason or output.rejection:
