@@ -1,1 +1,1 @@
-"""What measures Looseleaf, from one kernel to a served system. Not installed."""
+"""Benchmarks of Looseleaf, from one kernel to a served system. Not installed."""

@@ -1,9 +1,9 @@
-"""`python -m bench.decode_worker`: what a decode worker's step costs beside the forward pass.
+"""`python -m bench.decode_worker`: measures a decode worker's step without the forward pass.
 
-A real worker over a real arena and a private Redis, without RPC: schedule, reserve, lay out, reader rule, sample,
-seal, end, tell. Prompts differ in length, so that blocks fill in different steps. `outside` is the step thread's CPU
-time but for the forward pass, the mean of all steps; `ledger` is how long calls of the ledger took, CPU time in it and
-wall time. The last line is one JSON object.
+Runs a real worker with a real arena and a private Redis, but without RPC: schedule, reserve, lay out, reader rule,
+sample, seal, end, send. Prompts differ in length, so blocks fill in different steps. `outside` is the step thread's CPU
+time without the forward pass, as the mean of all steps. `ledger` is the CPU time and the wall time of ledger calls. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 
 RESERVE = 16
-"""Blocks kept allocated ahead, as a worker does by default."""
+"""Blocks that the worker allocates ahead. The same number as a worker's default."""
 
 
 class Stopwatch:
-    """Seconds spent inside some calls, by two clocks."""
+    """The seconds spent inside some calls, by two clocks."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
 
     def times(self, owner: Any, *names: str) -> None:
-        """Measure these methods of `owner` from now on."""
+        """Measures these methods of `owner` from now on."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
@@ -51,7 +51,7 @@ class Stopwatch:
 
 
 def steps(bench: DecodeBench, groups: int, samples: int, num_steps: int) -> dict[str, float]:
-    """Decode `groups` requests of `samples` sequences for so many steps."""
+    """Decodes `groups` requests of `samples` sequences for the given number of steps."""
     size, vocab = bench.block_size, bench.runner.config.vocab_size
     sampling = SamplingParams(temperature=0.8, seed=1, num_sequences=samples)
     for handle in range(groups):

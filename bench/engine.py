@@ -1,9 +1,9 @@
-"""`python -m bench.engine`: tokens per second of decode steps (forward and sampling), and of a prompt.
+"""`python -m bench.engine`: measures tokens per second of decode steps (forward and sampling) and of a prompt.
 
-Random weights of a 125M Llama shape unless a model directory is named, greedy. A step's floor is the time to read
-weights and KV once at the rate that this run measured: reading 256 MB on a CPU, copying 4 GiB on a GPU. `outside` is
-what a step costs beside the pass: laying out its arrays and drawing its tokens (a worker's whole step: `python -m
-bench.decode_worker`). The last line is one JSON object.
+Uses greedy sampling, and random weights of a 125M Llama shape unless a model directory is given. A step's floor is the
+time to read weights and KV once, at the rate measured in the same run: reading 256 MB on a CPU, copying 4 GiB on a GPU.
+`outside` is the part of a step outside the pass, which lays out arrays and draws tokens.
+`python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m
 
 
 def bytes_per_s(runner: ModelRunner) -> float:
-    """What the runner's device can read, or on a GPU read and write, in bytes a second."""
+    """Returns the bytes per second that the runner's device can read, or on a GPU read and write."""
     if runner.device.name == "cpu":
         return memory_limit(0.5) * 1e9
     source = torch.randint(255, (4 << 30,), dtype=torch.uint8, device=runner.device.torch_device)
@@ -44,7 +44,7 @@ def bytes_per_s(runner: ModelRunner) -> float:
 
 
 def median_s(call: Callable[[], object], times: int) -> float:
-    """Median seconds of a call, after three to warm up."""
+    """Returns the median seconds of a call, after three calls to warm up."""
     seconds = []
     for _ in range(times + 3):
         start = time.perf_counter()
@@ -54,17 +54,17 @@ def median_s(call: Callable[[], object], times: int) -> float:
 
 
 def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: float) -> dict[str, float]:
-    """A decode step of `num_seqs` sequences at position `context`, the same one again and again."""
+    """Decodes `num_seqs` sequences at position `context`, repeating the same step."""
     vocab = runner.config.vocab_size
     batch = Batch.of(runner, [[token % vocab for token in range(context)]] * num_seqs, 1)
-    runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on it
+    runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on its values
     start_up.capture(runner, num_seqs)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1
     rows, sampler = DecodeRows(runner.layout.block_size), Sampler()
 
     def around() -> None:
-        """What a step does beside the pass."""
+        """Does the parts of a step outside the pass."""
         rows.lay_out(batch.sequences)
         sampler.draw(logits, batch.sequences)
 
@@ -85,7 +85,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
 
 
 def prefill(runner: ModelRunner, num_tokens: int) -> dict[str, float]:
-    """One prompt of `num_tokens` in one chunk, best of three."""
+    """Computes one prompt of `num_tokens` in one chunk. Reports the best of three tries."""
     vocab, times = runner.config.vocab_size, []
     for _ in range(3):
         batch = Batch.of(runner, [[token % vocab for token in range(num_tokens)]], 1)

@@ -1,7 +1,9 @@
-"""`python -m bench.families`: every family of the zoo beside transformers; writes docs/models.md's table.
+"""`python -m bench.families`: compares every family of the zoo with transformers and writes the table in
+docs/models.md.
 
-Tiny random checkpoints in fp32 on this CPU: the largest distance of a logit from transformers' own (of the logits'
-standard deviation, 150 positions in chunks of 24), and whether a row has the same bits one by one and in chunks.
+Uses tiny random checkpoints in fp32 on this CPU. The distance is the largest difference of a logit from transformers',
+as a fraction of the logits' standard deviation, over 150 positions in chunks of 24. The table also shows whether a row
+has the same bits when tokens are computed one by one and in chunks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def main() -> None:
 
 
 def rows() -> Iterator[str]:
-    """The lines of the table."""
+    """Returns the lines of the table."""
     yield f"transformers {transformers.__version__}, torch {torch.__version__}."
     yield ""
     yield "| checkpoint | architecture | attention | distance | rows fp32 | rows bf16 |"
@@ -78,7 +80,7 @@ def steady(runner: ModelRunner, ids: list[int]) -> bool:
 
 
 def peculiar(runner: ModelRunner) -> str:
-    """What layers ask for beyond causal attention over all keys."""
+    """Describes the layers' attention where it differs from causal attention over all keys."""
     assert isinstance(runner.model, TransformersModel)
     layers = runner.model.layers
     found = []

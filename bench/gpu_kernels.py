@@ -1,11 +1,11 @@
-"""`python -m bench.gpu_kernels`: the GPU kernels against what this device was measured to do just now.
+"""`python -m bench.gpu_kernels`: compares the GPU kernels with the measured limits of this device.
 
-Ceilings are measured in the same run: memory by a copy of 4 GiB (bytes read and written), arithmetic by a bf16 product
-of 8192^3. Shapes are those of Llama-3-8B: 32 layers, 32 query heads, 8 KV heads of 128, blocks of 16. Layers are taken
-in turn, so that keys and values come from memory and not from the L2 cache; calls are replayed from one CUDA graph
-where the provider can be captured. `--rehearse` runs every case at a toy size on the CPU under Triton's interpreter:
-the same code, no figure worth reading. The last line is JSON.
-Nothing here has run on a GPU yet.
+The limits are measured in the same run: memory by a copy of 4 GiB (bytes read and written), arithmetic by a bf16
+product of 8192^3. Shapes are those of Llama-3-8B: 32 layers, 32 query heads, 8 KV heads of 128, blocks of 16. Calls
+cycle through the layers, so keys and values come from memory and not from the L2 cache. Calls are replayed from one
+CUDA graph if the provider can be captured. `--rehearse` runs every case at a toy size on the CPU under Triton's
+interpreter: it runs the same code, but its figures mean nothing. The last line is JSON. This benchmark has not run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's shape and how far the cases go."""
+    """A model's shape and the sizes of the cases."""
 
     layers: int = 32
     heads: int = 32
@@ -45,16 +45,16 @@ class Shape:
     batches: tuple[int, ...] = (1, 16, 64, 256)
     contexts: tuple[int, ...] = (512, 4096, 32_768)
     prefills: tuple[tuple[int, int, int], ...] = ((1, 2048, 6144), (1, 8192, 8192), (16, 512, 512))
-    """(sequences, queries of each, context of each)"""
+    """(number of sequences, queries of each, context of each)"""
     skewed: tuple[int, int, int] = (63, 512, 131_072)
-    """Decode of one long context among short ones: (short sequences, their context, the long one)"""
+    """A decode step with one long context among short ones: (short sequences, their context, the long one)."""
     copies: tuple[int, ...] = (1, 8, 64, 512)
     rows: tuple[int, ...] = (1, 64, 2048)
     pool_bytes: int = 48 << 30
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one layer's keys and values of one block."""
+        """Returns the bytes of one layer's keys and values in one block."""
         return 2 * self.kv_heads * self.block_size * self.head_dim * 2
 
 
@@ -65,7 +65,7 @@ TOY = Shape(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Calls to be timed in turn, each of which moves or computes this much. `limit` names the ceiling."""
+    """Calls that are timed in turn, and the bytes or operations of each. `limit` names the limit that applies."""
 
     kernel: str
     provider: str
@@ -85,12 +85,12 @@ class Result:
     us: float
     rate: float  # GB/s or TFLOP/s
     unit: str
-    share: float  # of the ceiling
+    share: float  # of the limit
     how: str  # "graph", "events" or "clock"
 
 
 class Bench:
-    """Times cases on one device and knows its ceilings."""
+    """Times cases on one device and measures the device's limits."""
 
     def __init__(self, device: torch.device, shape: Shape) -> None:
         self.device, self.shape = device, shape
@@ -107,7 +107,7 @@ class Bench:
         return torch.randperm(size, device=self.device, generator=self.generator)
 
     def timed(self, calls: Sequence[Callable[[], object]], capturable: bool) -> tuple[float, str]:
-        """Median seconds of one call, and how it was measured."""
+        """Returns the median seconds of one call, and the method of measurement."""
         for call in calls:
             call()
         if self.device.type != "cuda":
@@ -124,7 +124,7 @@ class Bench:
         share = rate / self.ceilings[case.limit]
         return Result(case.kernel, case.provider, case.size, seconds * 1e6, rate, unit, share, how)
 
-    # --- inside
+    # --- internal methods
 
     def _clock(self, calls: Sequence[Callable[[], object]]) -> float:
         start = time.perf_counter()
@@ -144,7 +144,7 @@ class Bench:
         return graph.replay, "graph"
 
     def _events(self, call: Callable[[], object], seconds: float = 0.2) -> float:
-        """Median seconds between events around one call, for at least `seconds` and five times."""
+        """Returns the median seconds between events around one call, over at least `seconds` and five calls."""
         times: list[float] = []
         end = time.perf_counter() + seconds
         call()
@@ -158,7 +158,7 @@ class Bench:
         return statistics.median(times)
 
     def _copy_rate(self) -> float:
-        """GB/s, read and written."""
+        """Returns GB/s, read and written."""
         size = 4 << 30 if self.device.type == "cuda" else 1 << 22
         source = torch.randint(255, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
@@ -166,7 +166,7 @@ class Bench:
         return 2 * size / seconds / 1e9
 
     def _product_rate(self) -> float:
-        """TFLOP/s in bf16, on random data."""
+        """Returns TFLOP/s in bf16 on random data."""
         n = 8192 if self.device.type == "cuda" else 128
         a, b = (torch.randn(n, n, device=self.device, dtype=BF16) for _ in range(2))
         seconds, _ = self.timed([lambda: a @ b], True)
@@ -177,8 +177,9 @@ class Bench:
 
 
 def caches(bench: Bench, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-    """Per layer (keys, values) [num_blocks, kv_heads, block_size, head_dim] of a block-major pool, as many layers as
-    fit."""
+    """Returns, per layer, (keys, values) [num_blocks, kv_heads, block_size, head_dim] of a block-major pool, for as
+    many layers as fit.
+    """
     shape = bench.shape
     layers = max(1, min(shape.layers, shape.pool_bytes // (num_blocks * shape.kv_bytes)))
     pool = bench.randn(num_blocks, layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)
@@ -186,7 +187,7 @@ def caches(bench: Bench, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def batch_of(bench: Bench, q_len: int, contexts: Sequence[int]) -> tuple[AttentionBatch, int]:
-    """Sequences over blocks in random order, and how many blocks these are."""
+    """Returns sequences over blocks in random order, and the number of these blocks."""
     num_blocks = [-(-context // bench.shape.block_size) for context in contexts]
     blocks = bench.permutation(sum(num_blocks)).int().cpu().numpy()
     table = np.zeros((len(contexts), max(num_blocks)), np.int32)
@@ -206,7 +207,7 @@ def spec_of(bench: Bench, *, deterministic: bool, max_model_len: int) -> Attenti
 
 
 def names_of(bench: Bench, library: str | None) -> list[tuple[ProviderName, bool]]:
-    """(provider, deterministic) of every provider that is available here; the others' reasons are printed."""
+    """Returns (provider, deterministic) of every provider that is available here. Prints why the others are not."""
     found: list[tuple[ProviderName, bool]] = []
     for name in get_args(ProviderName):
         try:

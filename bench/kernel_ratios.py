@@ -1,7 +1,7 @@
-"""Ratios that `python -m bench.kernels` prints: what the prefetch of decode attention and shared blocks are worth, and
-the price of row invariance. Both sides run in turn in one process, and the best time of each counts, so that a busy
-machine tells little lies. The price is ours, of fixed order, over a kernel of torch that may add in any order: below 1
-it is free.
+"""Ratios that `python -m bench.kernels` prints: the gain from the prefetch in decode attention, the gain from shared
+blocks, and the cost of row invariance. Both sides run in turn in one process, and the best time of each counts, which
+limits the effect of a busy machine. The cost compares our kernel, which adds in a fixed order, with a kernel of torch
+that may add in any order. A cost below 1 means that row invariance is free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Ratio:
 
 
 def ratio_of(ours: Callable[[], object], other: Callable[[], object], seconds: float) -> float:
-    """Best time of `ours` over best time of `other`, in turn for twice `seconds` and at least five times each."""
+    """Returns the best time of `ours` over the best time of `other`. Both run in turn for twice `seconds` in all, and
+    at least five times each.
+    """
     best = [float("inf"), float("inf")]
     end = time.perf_counter() + 2 * seconds
     ours(), other()
@@ -55,7 +57,7 @@ def _prefetch(seconds: float) -> Iterator[Ratio]:
 
 
 def _sharing(seconds: float) -> Iterator[Ratio]:
-    """Blocks that samples and beams of a prompt share are read once for all of them."""
+    """Measures the gain if the blocks that a prompt's samples and beams share are read once for all of them."""
     for batch in (4, 16):
         shared, apart = paged_attention_work(batch, 1024, shared=768), paged_attention_work(batch, 1024)
         name = f"768 keys of 1,024 shared, over none: time of {apart.name}"
@@ -104,5 +106,5 @@ _RATIOS = {"paged_attention": _decode, "paged_prefill": _prefill, "linear": _lin
 
 
 def measure_ratios(kernel: str, seconds: float) -> list[Ratio]:
-    """The ratios that belong to a kernel, `seconds` for each side of each."""
+    """Returns the ratios that belong to a kernel. Each side of each ratio runs for `seconds`."""
     return list(_RATIOS[kernel](seconds)) if kernel in _RATIOS else []

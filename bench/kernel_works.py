@@ -1,4 +1,4 @@
-"""The kernel calls that `bench.kernels` times, each with the bytes that it moves or the operations that it does.
+"""The kernel calls that `bench.kernels` times, with the bytes that they move or the operations that they compute.
 
 Shapes are those of a 125M model: 12 layers, 12 heads, 4 KV heads, head_dim 64, hidden 768.
 """
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One call to time, and what it moves or computes. `limit` names the bound it is compared with."""
+    """A call to time, and the amount that it moves or computes. `limit` names the limit with which it is compared."""
 
     name: str
     call: Callable[[], object]
@@ -41,8 +41,9 @@ def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
 
 
 def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
-    """A step's layers in turn, so that keys and values come from memory and not from a cache. The first `shared` keys
-    lie in the same blocks for all sequences."""
+    """Returns a step's layers in turn, so that keys and values come from memory and not from a cache. All sequences
+    have the first `shared` keys in the same blocks.
+    """
     per_seq = context // BLOCK_SIZE
     arena = _arena(batch * per_seq)
     table = torch.randperm(batch * per_seq).int().view(batch, per_seq)
@@ -60,7 +61,7 @@ def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
 
 
 def paged_prefill_work(length: int, chunk: int) -> Work:
-    """A prompt in chunks, each over the blocks of those before it."""
+    """Returns a prompt in chunks. Each chunk attends to the blocks of the chunks before it."""
     arena, q = _arena(length // BLOCK_SIZE, 1), torch.randn(length, HEADS, HEAD_DIM).to(BF16)
     table = torch.randperm(length // BLOCK_SIZE).int()[None]
     ends = [(end, torch.tensor([end], dtype=torch.int32)) for end in range(chunk, length + 1, chunk)]
@@ -71,7 +72,7 @@ def paged_prefill_work(length: int, chunk: int) -> Work:
             where = (arena[:, 0, 0], arena[:, 0, 1], table, lens, starts)
             paged_prefill(q[end - chunk : end], *where, softmax_scale=0.125)
 
-    flops = 2.0 * length * (length + 1) * HEADS * HEAD_DIM  # half the square: causal
+    flops = 2.0 * length * (length + 1) * HEADS * HEAD_DIM  # half of the square, because attention is causal
     name = f"paged_prefill length {length}" + (f" in chunks of {chunk}" if chunk < length else "")
     return Work(name, call, 0, flops, "compute")
 
@@ -101,7 +102,9 @@ def _copy_blocks(count: int) -> Work:
 
 
 def _linears() -> list[Work]:
-    """Every provider that this CPU has, side by side; where there is one only, torch too (few rows: it may be slow)."""
+    """Returns the work of every provider on this CPU. If there is only one, torch is included too (with few rows,
+    because it may be slow).
+    """
     have: list[Provider] = [p for p in ("amx", "onednn", "simd") if _packed(32, 32, p).how == p]
     works = []
     for rows in (1, 8, 32, 512):
@@ -115,7 +118,9 @@ def _packed(n_in: int, n_out: int, provider: Provider) -> PackedLinear:
 
 
 def _linear(rows: int, n_out: int, provider: Provider) -> Work:
-    """Twelve weights in turn, as layers are; few rows are bound by reading weights."""
+    """Returns the work of twelve weights in turn, like those of the layers. Few rows are bound by reading
+    the weights.
+    """
     layers = itertools.cycle([_packed(HIDDEN, n_out, provider) for _ in range(LAYERS)])
     x = torch.randn(rows, HIDDEN).to(BF16)
     limit = "memory" if rows <= 32 else "compute"

@@ -1,11 +1,10 @@
-"""`python -m bench.kernels <k>|all`: time, GB/s or TFLOP/s, and the share of what this machine was measured to do.
+"""`python -m bench.kernels <k>|all`: measures time, GB/s or TFLOP/s, and the share of this machine's measured limit.
 
-The last line is JSON: `cases`, each with its share, and `ratios` (bench.kernel_ratios: what the prefetch is worth,
-what row invariance costs). Limits are measured in the same run, before and after every case, and the best of them
-counts: memory by reading 256 MB, arithmetic by the better of a packed bf16 product and torch's fp32 one. A share means
-something only on a quiet machine (see `load`) and for data larger than the caches: a share above 1 says that one of the
-two did not hold.
-The calls are in `bench.kernel_works`.
+The last line is JSON: `cases` with the share of each, and `ratios` (bench.kernel_ratios: the gain from the prefetch,
+the cost of row invariance). Limits are measured in the same run, before and after every case, and the best of them
+counts: memory by reading 256 MB, arithmetic by the better of a packed bf16 product and torch's fp32 product. A share
+means something only on a quiet machine (see `load`) and for data larger than the caches. A share above 1 shows that one
+of these two conditions was not met. `bench.kernel_works` defines the calls.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class Result:
     unit: str
     limit: float
     share: float
-    load: float  # runnable processes per core over the last minute; above about 1 the share is not to be trusted
+    load: float  # runnable processes per core over the last minute; above about 1 the share is not reliable
 
 
 def timed(call: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of each call, after three to warm up."""
+    """Returns the seconds of each call, after three calls to warm up."""
     for _ in range(3):
         call()
     times: list[float] = []
@@ -54,13 +53,15 @@ def timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 
 def memory_limit(seconds: float) -> float:
-    """GB/s of reading 256 MB, best of all tries."""
+    """Returns GB/s of reading 256 MB, the best of all tries."""
     big = torch.ones(64 << 20)
     return big.numel() * 4 / min(timed(big.sum, seconds)) / 1e9
 
 
 def compute_limit(seconds: float) -> float:
-    """TFLOP/s of a product of 512 x 1024 x 1024, best of all tries, in fp32 and, where bf16 is packed, in bf16."""
+    """Returns TFLOP/s of a product of 512 x 1024 x 1024, the best of all tries: in fp32, and in bf16 if
+    bf16 is packed.
+    """
     a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
     linear, x = PackedLinear(b.to(BF16)), a.to(BF16)
     times = timed(lambda: a @ b, seconds / 2)
@@ -70,13 +71,15 @@ def compute_limit(seconds: float) -> float:
 
 
 def raise_limits(limits: dict[str, float], seconds: float) -> None:
-    """Other processes only ever lower what is measured, so the best of all tries is nearest to the machine's limit."""
+    """Updates the limits with a new measurement. Other processes can only lower it, so the best of all tries is nearest
+    to the machine's limit.
+    """
     limits["memory"] = max(limits.get("memory", 0.0), memory_limit(seconds))
     limits["compute"] = max(limits.get("compute", 0.0), compute_limit(seconds))
 
 
 def measure(work: Work, seconds: float, limits: dict[str, float]) -> Result:
-    """Shares are filled in by `with_share`, once all limits are known."""
+    """Returns the cases without their shares, which `with_share` fills in once all limits are known."""
     times = timed(work.call, seconds)
     raise_limits(limits, seconds / 4)
     amount, unit = (work.num_bytes / 1e9, "GB/s") if work.limit == "memory" else (work.flops / 1e12, "TFLOP/s")

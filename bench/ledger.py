@@ -1,6 +1,7 @@
-"""Times every ledger operation on block tables of 64 blocks against a PING: `python -m bench.ledger [--url URL]`.
+"""Times every ledger operation on block tables of 64 blocks and compares it with a PING.
 
-Prints a table and one JSON line. Times are round trips as a worker sees them, in microseconds.
+Run it with `python -m bench.ledger [--url URL]`. Prints a table and one JSON line. Times are the round trips that a
+worker sees, in microseconds.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from common.types import Epoch, KvLayout, KvSpec
 LAYOUT = KvLayout(16, (KvSpec(num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16"),))
 NUM_BLOCKS = 1024
 LEASE_S = 3600.0
-"""Longer than any run: nothing here renews it."""
+"""Longer than any run, because this benchmark does not renew leases."""
 PINGS_WANTED = 5.0
-"""The most that an operation on 64 blocks may take, in PINGs of the same run, at the median."""
+"""The limit for the median of an operation on 64 blocks, in PINGs of the same run."""
 T = TypeVar("T")
 
 
 class Bench:
-    """One prefill and one decode holder; each round is the life of one request's block table."""
+    """One prefill holder and one decode holder. Each round is the life of one request's block table."""
 
     def __init__(self, arena: Arena, ledger: LedgerScripts, table_len: int) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -102,7 +103,7 @@ def main() -> None:
 
 
 def _print_table(result: dict[str, dict[str, float]], table_len: int) -> None:
-    """With each call's p50 in PINGs."""
+    """Prints the table. The last column is each call's p50 in PINGs."""
     print(f"{'operation':<12}{'p50 us':>10}{'p99 us':>10}{'pings':>8}   ({table_len} blocks; in parentheses: no Redis)")
     for name, row in result.items():
         pings = row["p50_us"] / result["ping"]["p50_us"]

@@ -1,8 +1,8 @@
-"""`python -m bench.quantization`: weights of 16, 8 and 4 bits side by side, on this CPU.
+"""`python -m bench.quantization`: compares weights of 16, 8 and 4 bits on this CPU.
 
-Speed: decode steps and a prompt of a 125M Llama shape with random weights. The arms take turns step by step, so that
-other load on the machine meets all of them. Quality: the perplexity of the built-in model over stories from its own
-grammar that it was not trained on, in fp32. The last line is one JSON object.
+Speed: decode steps and a prompt of a 125M Llama shape with random weights. The variants take turns step by step, so
+that other load on the machine affects all of them. Quality: the perplexity of the built-in model over stories from its
+own grammar that were not in its training data, in fp32. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ MODELS = Path(__file__).resolve().parents[1] / "models"
 Quantization = Literal["int8", "int4"] | None
 ARMS: dict[str, Quantization] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 SEED = 20_261_123
-"""Of stories; training used 0 and 1."""
+"""The seed of the stories. Training used 0 and 1."""
 
 
 class Decoding:
-    """One arm: `num_seqs` sequences at position `context`, the same step again and again."""
+    """One variant: `num_seqs` sequences at position `context`, repeating the same step."""
 
     def __init__(self, runner: ModelRunner, num_seqs: int, context: int) -> None:
         tokens = [token % runner.config.vocab_size for token in range(context)]
         self._runner, self._sequences = runner, Batch.of(runner, [tokens] * num_seqs, 1).sequences
-        runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on it
+        runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on its values
         for sequence in self._sequences:
             sequence.num_computed = context - 1
         self._rows, self._sampler = DecodeRows(runner.layout.block_size), Sampler()
@@ -55,7 +55,7 @@ class Decoding:
 
 
 def decode_ms(runners: dict[str, ModelRunner], num_seqs: int, context: int, steps: int) -> dict[str, float]:
-    """Median milliseconds of a step, by arm."""
+    """Returns the median milliseconds of a step, by variant."""
     arms = {name: Decoding(runner, num_seqs, context) for name, runner in runners.items()}
     for _ in range(steps + 3):
         for arm in arms.values():
@@ -64,7 +64,7 @@ def decode_ms(runners: dict[str, ModelRunner], num_seqs: int, context: int, step
 
 
 def prefill_ms(runners: dict[str, ModelRunner], num_tokens: int, times: int = 5) -> dict[str, float]:
-    """Median milliseconds of one prompt in one chunk, by arm."""
+    """Returns the median milliseconds of one prompt in one chunk, by variant."""
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(times):
         for name, runner in runners.items():
@@ -76,7 +76,7 @@ def prefill_ms(runners: dict[str, ModelRunner], num_tokens: int, times: int = 5)
 
 
 def perplexity(quantization: Quantization, num_stories: int) -> tuple[float, int]:
-    """Perplexity of the built-in model, and over how many tokens."""
+    """Returns the perplexity of the built-in model, and the number of tokens."""
     runner = ModelRunner(
         RunnerSettings(MODELS / "storyteller", dtype="float32", device="cpu", quantization=quantization)
     )
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def report(found: dict[str, Any], num_tokens: int) -> None:
-    """One line for each figure: every arm's, and the ratio to the first arm's."""
+    """Prints one line per figure: the value of every variant, and its ratio to the first variant's."""
     first = found[next(iter(found))]
     print(f"{'':16}" + "".join(f"{name:>22}" for name in found))
     for figure in first:

@@ -1,1 +1,1 @@
-"""What tests and fault injection are built of: oracles, models of the ledger, faulty workers. Not installed."""
+"""Parts for tests and fault injection: oracles, models of the ledger, faulty workers. Not installed."""

@@ -1,4 +1,4 @@
-"""For tests: a decode worker over a real arena and ledger, a small prefill, and what a gateway would hear."""
+"""For tests: a decode worker over a real arena and ledger, a small prefill, and the receiving end of a gateway."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DOMAIN = b"domain"
 
 @dataclass
 class Answer:
-    """What was heard of one sample or beam."""
+    """The received output of one sample or beam."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -45,11 +45,11 @@ class Answer:
 
 
 class Inbox:
-    """A session's other end."""
+    """The gateway's end of a session."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[int, dict[int, Answer]] = defaultdict(dict)
-        """By handle and sample index; what prefill drew included."""
+        """By handle and sample index. Includes the tokens that prefill drew."""
         self.rejections: dict[int, Rejection] = {}
         self.loads: list[WorkerLoad] = []
         self.session = Session(self._hear)
@@ -72,13 +72,13 @@ class Inbox:
 
 
 class DecodeBench:
-    """A worker to be stepped by hand. `attached` is what it has of the block store, `prefill` another holder."""
+    """A worker that tests step by hand. `attached` is its block store access; `prefill` is another holder."""
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64,
         reserve: int = 0,
     ) -> None:  # fmt: skip
-        """reserve: blocks that the worker keeps allocated ahead."""
+        """Sets up the worker. `reserve` is the number of blocks that it keeps allocated ahead."""
         self.runner = runner
         self.block_size = runner.layout.block_size
         self.arena = Arena.create(directory, runner.layout, num_blocks)
@@ -104,7 +104,7 @@ class DecodeBench:
         *,
         priority: int = 0,
     ) -> Group:
-        """Prefill these branches (a new request's by default) and hand them over."""
+        """Prefills these branches (by default those of a new request) and hands them over."""
         made = self.prefilled(handle, prompt, sampling, stopping, branches)
         made.group.priority = priority
         self.worker.submit(self.inbox.session, *made)
@@ -118,7 +118,7 @@ class DecodeBench:
         stopping: StoppingParams,
         branches: Sequence[Branch] | None = None,
     ) -> Submission:
-        """One ticket for all branches that go on; equal outputs are computed once."""
+        """Returns one ticket for all branches that continue. Equal outputs are computed once."""
         is_search = sampling.beam_width is not None
         branches = branches or [Branch(index) for index in range(1 if is_search else sampling.num_sequences)]
         computed: dict[tuple[int, ...], tuple[Tokens, torch.Tensor]] = {}
@@ -141,7 +141,7 @@ class DecodeBench:
         return Submission(Group(handle, 0, live), self._ticket(live), b"", candidates)
 
     def _compute(self, sequence: Tokens) -> tuple[Tokens, torch.Tensor]:
-        """A sequence with all its KV, every block sealed; logits [1, vocab] of its last token."""
+        """Returns a sequence with all its KV, every block sealed, and the logits [1, vocab] of its last token."""
         size, num_tokens = self.block_size, sequence.num_tokens
         refs = self.prefill.alloc(blocks_of(num_tokens, size))
         sequence.table, sequence.hashes = BlockTable(refs), [chain_start(DOMAIN, b"")]
@@ -168,18 +168,18 @@ class DecodeBench:
         return Ticket(self.arena.arena_id, id_, tables, tuple(sequence.num_computed for sequence in live))
 
     def run(self, max_steps: int = 500) -> int:
-        """Step until nothing is left to do; returns how many steps that took."""
+        """Steps until there is nothing left to do. Returns the number of steps."""
         for step in range(max_steps):
             if self.worker.step() is None:
                 return step + 1
         raise AssertionError(f"not done after {max_steps} steps: {self.worker.load}")
 
     def held_by(self, sequences: Iterable[Tokens]) -> set[int]:
-        """Distinct blocks of their tables."""
+        """Returns the distinct blocks in their tables."""
         return {ref.block for sequence in sequences for ref in sequence.table}
 
     def close(self) -> None:
-        """AssertionError if anything is still held."""
+        """Closes the worker. Raises AssertionError if it still holds blocks."""
         for held in (self.held, self.prefill):
             held.assert_idle()
             held.close()

@@ -1,6 +1,6 @@
 """A scheduler of thirty lines for tests and benchmarks: prompts in chunks under a budget, then all decode together.
 
-Blocks come in a random order from an arena filled with NaN, and go back nowhere. Independent of ledger.
+Blocks come in a random order from an arena filled with NaN, and are never returned. Does not use the ledger.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def poisoned_arena(runner: ModelRunner, num_blocks: int) -> torch.Tensor:
-    """uint8 [num_blocks, block_bytes] on the runner's device, NaN in every dtype."""
+    """Returns uint8 [num_blocks, block_bytes] on the runner's device. The bytes are NaN in every dtype."""
     return runner.new_arena(num_blocks, fill=0xFF)
 
 
 @dataclass
 class Batch:
-    """Sequences that run together over a runner's arena, and the logits each output token was drawn from."""
+    """Sequences that run together over a runner's arena, and the logits from which each output token was drawn."""
 
     runner: ModelRunner
     sequences: list[Sequence]
     budget: int = 64
-    logits: list[list[torch.Tensor]] = field(default_factory=list)  # per sequence, per output token [vocab]
+    logits: list[list[torch.Tensor]] = field(default_factory=list)  # per sequence and output token, [vocab]
 
     def __post_init__(self) -> None:
         self.logits = [[] for _ in self.sequences]
@@ -41,7 +41,7 @@ class Batch:
     def of(
         cls, runner: ModelRunner, prompts: Seq[Seq[int]], new_tokens: int, *, budget: int = 64, seed: int = 0
     ) -> Batch:
-        """Greedy sequences with their blocks, over a fresh arena that is bound to the runner."""
+        """Returns greedy sequences with their blocks, over a fresh arena that is bound to the runner."""
         block_size, groups = runner.layout.block_size, len(runner.layout.groups)
         needs = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
         runner.bind(poisoned_arena(runner, sum(needs) * groups))
@@ -53,7 +53,7 @@ class Batch:
         return cls(runner, sequences, budget)
 
     def run(self) -> list[list[int]]:
-        """Run every sequence to its `max_tokens`; the outputs."""
+        """Runs every sequence to its `max_tokens`. Returns the outputs."""
         while live := [s for s in self.sequences if len(s.output_ids) < s.stopping.max_tokens]:
             self.step(self._plan(live))
         return [s.output_ids for s in self.sequences]
@@ -68,7 +68,7 @@ class Batch:
         return chunks
 
     def step(self, chunks: list[Chunk]) -> None:
-        """One forward pass; sequences whose newest token it computed get their next one."""
+        """Makes one forward pass. Each sequence whose newest token was computed gets its next one."""
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
         logits = self.runner.step(lay_out(chunks, self.runner.layout.block_size).batch)
         for chunk in chunks:

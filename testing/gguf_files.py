@@ -1,6 +1,6 @@
-"""GGUF files made from tiny checkpoints, each with a twin in fp32 whose weights are the same numbers.
+"""Writes GGUF files of tiny checkpoints, each with an fp32 twin whose weights are the same numbers.
 
-Written by the gguf package, which also says what numbers its blocks stand for.
+The gguf package writes the files and also defines the values of their blocks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-"""Of the models: blocks of K types hold 256 values of a row."""
+"""The sizes of the models. Blocks of K types cover 256 values of a row."""
 
 
 def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Bytes [n_out, ...] of a type: any, but for fp16 scales, with which weights are small and about as often negative.
+    """Returns bytes [n_out, ...] of a type. They are random except for the fp16 scales, which make weights small and
+    about equally often negative.
 
-    For types that gguf only reads.
+    It is for types that gguf can read but not write.
     """
     rng = np.random.default_rng(seed)
     per_block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -46,9 +47,9 @@ def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[n
 
 
 def make_gguf(file: Path, twin: Path, family: Family, kinds: dict[str, Type], **overrides: Any) -> None:
-    """Writes a random model of a family to `file`, and with the same numbers in fp32 to `twin`.
+    """Writes a random model of a family to `file`, and an fp32 model with the same numbers to `twin`.
 
-    `kinds` maps a part of a tensor's GGUF name to its type; others are Q8_0. Vectors are in fp32.
+    `kinds` maps a part of a tensor's GGUF name to its type; other tensors are Q8_0. Vectors are in fp32.
     """
     make_checkpoint(twin, family, seed=8, std=0.06, **(SIZES | overrides))
     config = json.loads((twin / "config.json").read_text())
@@ -117,7 +118,7 @@ def _heads(name: str, config: dict[str, Any]) -> int | None:
 
 
 def _neighbours(rows: Floats, heads: int | None) -> Floats:
-    """The order of llama.cpp's conversion, which rotates neighbours; `heads` None: the order stays."""
+    """Reorders rows as llama.cpp's conversion does, which rotates neighbours. If `heads` is None, the order stays."""
     if heads is None:
         return rows
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1)

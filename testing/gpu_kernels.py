@@ -1,4 +1,4 @@
-"""What tests of the Triton kernels need: what the interpreter makes of a rounding and of a product, tolerances."""
+"""For tests of the Triton kernels: the interpreter's rounding and products, and tolerances."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (fp32 or float64) in `dtype` as a kernel on x's device stores an fp32: to nearest even, but towards zero for
-    bf16 on the CPU, where triton's interpreter (3.7.1) cuts the low bits off.
+    """Returns x (fp32 or float64) in `dtype` with the rounding of a kernel on x's device: to nearest even, but towards
+    zero for bf16 on the CPU, where triton's interpreter (3.7.1) cuts off the low bits.
 
-    Nothing here mends its fp8, which is right only for numbers that fp8 has.
+    The interpreter's fp8 is not corrected here. It is right only for numbers that fp8 can represent.
     """
     if dtype == torch.bfloat16 and not x.is_cuda:
         return (x.float().view(torch.int32) & -0x10000).view(torch.float32).to(dtype)
@@ -21,8 +21,9 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_rows() -> None:
-    """From now on a row of the interpreter's `tl.dot` has the same bits wherever in the tile it stands, as on tensor
-    cores. It calls numpy's `matmul`, for which that holds only by the grace of the BLAS (with AVX-512, not with AVX2).
+    """Makes the interpreter's `tl.dot` row-invariant, as tensor cores are: a row has the same bits at any position in
+    the tile. The interpreter calls numpy's `matmul`, whose row invariance depends on the BLAS (with AVX-512, not with
+    AVX2).
     """
     from triton.runtime import interpreter
 
@@ -31,7 +32,7 @@ def keep_rows() -> None:
 
 
 class _NumpyThatKeepsRows:
-    """numpy, but for `matmul`."""
+    """numpy with a different `matmul`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -42,5 +43,5 @@ class _NumpyThatKeepsRows:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Relative error of a few roundings to `dtype`."""
+    """Returns the relative error of a few roundings to `dtype`."""
     return {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]

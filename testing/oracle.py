@@ -1,7 +1,7 @@
-"""The answer that everything else is compared with: one process, one sequence, no cache, no scheduler; same kernels.
+"""The reference for all other paths: one process, one sequence, no cache, no scheduler, the same kernels.
 
-Lays out its own steps (without `engine.sequence`) over a private arena, so that it shares no bookkeeping with what it
-judges.
+The oracle lays out its own steps (without `engine.sequence`) over a private arena, so it shares no bookkeeping with the
+code under test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.step import StepInput
 
 
 class Oracle:
-    """Runs a runner's model over private memory; the runner's own arena stays bound."""
+    """Runs a runner's model over private memory. The runner's own arena stays bound."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -33,7 +33,9 @@ class Oracle:
         sample_index: int = 0,
         chunk: int | None = None,
     ) -> list[int]:
-        """Output token ids, the stop token included. `chunk`: tokens per prefill step (default: the whole prompt)."""
+        """Returns the output token ids, including the stop token. `chunk` is the number of tokens per prefill step
+        (default: the whole prompt).
+        """
         drawn = self.draw(prompt_ids, sampling, stopping, sample_index=sample_index, chunk=chunk)
         return [sampled.token_id for sampled in drawn]
 
@@ -46,7 +48,7 @@ class Oracle:
         sample_index: int = 0,
         chunk: int | None = None,
     ) -> list[Sampled]:
-        """As `generate`, with each token's log-probabilities where `sampling` asks for them."""
+        """Works like `generate`, and returns each token's log-probabilities if `sampling` asks for them."""
         outputs, drawn = list[int](), list[Sampled]()
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
         with self._runner.using(self._arena(len(prompt_ids) + limit)):
@@ -63,7 +65,7 @@ class Oracle:
     def beam_search(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, stopping: StoppingParams
     ) -> list[Hypothesis]:
-        """The best beams, best first. Each beam is computed alone, over an arena of its own."""
+        """Returns the best beams, best first. Each beam is computed alone, over a separate arena."""
         search = BeamSearch(sampling, stopping, len(prompt_ids), self._runner.max_model_len)
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
         arenas = [self._arena(len(prompt_ids) + limit)]
@@ -80,22 +82,24 @@ class Oracle:
         return search.best()
 
     def logits(self, token_ids: Sequence[int], *, chunk: int | None = None) -> torch.Tensor:
-        """Teacher-forced fp32 logits [len(token_ids), vocab]: row i predicts token i + 1."""
+        """Returns teacher-forced fp32 logits [len(token_ids), vocab]: row i predicts token i + 1."""
         with self._runner.using(self._arena(len(token_ids))):
             return self._prefill(token_ids, chunk, last_only=False)
 
     def _arena(self, num_tokens: int) -> torch.Tensor:
-        """Blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot shows."""
+        """Returns blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot
+        shows.
+        """
         layout = self._runner.layout
         return self._runner.new_arena(-(-num_tokens // layout.block_size) * len(layout.groups), fill=0xFF)
 
     def _decode(self, prompt_ids: Sequence[int], outputs: Sequence[int]) -> torch.Tensor:
-        """Compute the newest output; logits [1, vocab]."""
+        """Computes the newest output. Returns logits [1, vocab]."""
         position = len(prompt_ids) + len(outputs) - 1
         return self._runner.step(_one_sequence(outputs[-1:], position, self._runner.layout, last_only=True))
 
     def _prefill(self, token_ids: Sequence[int], chunk: int | None, *, last_only: bool) -> torch.Tensor:
-        """Chunk by chunk; logits [1, vocab] of the last token or [T, vocab] of all."""
+        """Computes the prompt in chunks. Returns logits [1, vocab] of the last token or [T, vocab] of all."""
         size = chunk or len(token_ids)
         starts = range(0, len(token_ids), size)
         parts = [
@@ -108,7 +112,9 @@ class Oracle:
 
 
 def _one_sequence(token_ids: Sequence[int], start: int, layout: KvLayout, *, last_only: bool) -> StepInput:
-    """A step of one sequence, computing positions start.. . Of G KV groups, group g has block i at i * G + g."""
+    """Returns the step of one sequence that computes the positions from `start` on. With G KV groups, block i of group
+    g is block i * G + g of the arena.
+    """
     end, size, groups = start + len(token_ids), layout.block_size, len(layout.groups)
     positions = np.arange(start, end, dtype=np.int64)
     columns, offsets = positions // size, positions % size

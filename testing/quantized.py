@@ -1,6 +1,7 @@
-"""Tiny checkpoints in the formats of quantized weights, each with a twin in fp32 whose weights are the same numbers.
+"""Writes tiny checkpoints in quantized formats, each with an fp32 twin whose weights are the same numbers.
 
-The formats are written here from their descriptions, value by value and apart from what reads them: w = s * (q - z).
+The formats are implemented here from their descriptions, value by value and independently of the code that reads them:
+w = s * (q - z).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a format makes of one matrix [out, in]: its tensors by suffix, and the numbers that they stand for."""
+    """One matrix [out, in] in a format: its tensors by suffix, and the numbers that they encode."""
 
     tensors: dict[str, Tensor]
     numbers: Tensor
@@ -42,7 +43,7 @@ class Format:
 
 
 def make_quantized(directory: Path, twin: Path, form: Format, family: Family = "llama", seed: int = 0) -> None:
-    """Writes a random model in a format to `directory`, and with the same numbers in fp32 to `twin`."""
+    """Writes a random model in a format to `directory`, and an fp32 model with the same numbers to `twin`."""
     make_checkpoint(twin, family, seed=seed, intermediate_size=160)
     shutil.copytree(twin, directory, dirs_exist_ok=True)
     tensors = load_file(twin / "model.safetensors")
@@ -61,7 +62,7 @@ def make_quantized(directory: Path, twin: Path, form: Format, family: Family = "
 
 
 def packed(values: Ints, bits: int) -> Tensor:
-    """int32 words of unsigned values along the last axis, the first in the lowest bits."""
+    """Returns int32 words of unsigned values along the last axis, the first value in the lowest bits."""
     per_word = 32 // bits
     words = np.zeros((*values.shape[:-1], values.shape[-1] // per_word), np.uint32)
     for i in range(per_word):
@@ -70,7 +71,7 @@ def packed(values: Ints, bits: int) -> Tensor:
 
 
 def _rounded(weight: Tensor, bits: int, group: int, *, symmetric: bool) -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
-    """Values q [out, in], zeros z [out, groups], both unsigned, and fp16 scales s [out, groups] as fp32."""
+    """Returns values q [out, in] and zeros z [out, groups], both unsigned, and fp16 scales s [out, groups] as fp32."""
     w = weight.numpy().reshape(len(weight), -1, group)
     top, middle = (1 << bits) - 1, 1 << (bits - 1)
     if symmetric:
@@ -143,7 +144,7 @@ def pack_quantized(*, symmetric: bool) -> Format:
             "weight_shape": torch.tensor(weight.shape),
         }
         if not symmetric:
-            tensors["weight_zero_point"] = packed(zeros.T.copy(), 4).T  # along the outputs
+            tensors["weight_zero_point"] = packed(zeros.T.copy(), 4).T  # packed along the outputs
         return Stored(tensors, _numbers(q, zeros, scales, GROUP))
 
     how = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}

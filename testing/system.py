@@ -1,4 +1,4 @@
-"""For tests of a running system: seeded prompts, block accounting, waiting. Ships with the package."""
+"""For tests of a running system: seeded prompts, block accounting, waiting."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size: int = 256) -> list[list[int]]:
-    """Random token ids, `lengths` being the shortest and the longest; ids 10..vocab_size-1."""
+    """Returns prompts of random token ids. `lengths` are the shortest and the longest; ids are 10..vocab_size-1."""
     rng = random.Random(seed)
     return [[rng.randrange(10, vocab_size) for _ in range(rng.randint(*lengths))] for _ in range(num_prompts)]
 
 
 def trust_at(block_store: str) -> Trust:
-    """What the launch of the store at this address has to be shown."""
+    """Returns the credentials for the launch of the store at this address."""
     found = operator_file.find(block_store)
     return NO_TRUST if found is None else found.trust.read()
 
 
 def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResponse:
-    """The block store's counts."""
+    """Returns the block store's counts."""
     trust = trust_at(block_store)
     with open_blocking_channel(block_store, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
@@ -38,9 +38,9 @@ def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResp
 
 
 def assert_nothing_held(block_store: str, *, within_s: float = 15.0) -> pb.InspectResponse:
-    """FREE + CACHED + RESERVED is everything and nobody holds a sealed block, at the latest after `within_s`.
+    """Waits until every block is FREE, CACHED or RESERVED and no holder has a sealed block, for at most `within_s`.
 
-    15 s are a ticket's lease and a sweep: what a cancelled request left in a ticket goes then.
+    15 s cover a ticket's lease and a sweep, which release the blocks that a cancelled request left in a ticket.
     """
     state = wait_for(
         lambda: inspect(block_store), lambda s: s.sealed == 0 and s.quarantine == 0, within_s, "blocks stay held"
@@ -52,7 +52,7 @@ def assert_nothing_held(block_store: str, *, within_s: float = 15.0) -> pb.Inspe
 
 
 def wait_for(look: Callable[[], T], good: Callable[[T], bool], within_s: float, otherwise: str) -> T:
-    """The first value of `look` that is `good`; AssertionError with the last one after `within_s`."""
+    """Returns the first value of `look` that is `good`. Raises AssertionError with the last value after `within_s`."""
     deadline = time.monotonic() + within_s
     while not good(value := look()):
         assert time.monotonic() < deadline, f"{otherwise}: {value}"

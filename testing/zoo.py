@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of families that transformers defines, with weights that make their peculiarities matter."""
+"""Tiny random checkpoints of families that transformers defines, with weights that make their special
+features matter.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ MIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Animal:
-    """A checkpoint: a family and what is not as usual."""
+    """A checkpoint: a family and its special settings."""
 
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
-    """Keys of COMMON that the family does not know."""
+    """The keys of COMMON that the family does not have."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Factors of parameters whose names contain the key."""
+    """Factors for parameters whose names contain the key."""
 
 
 HEADS = ("num_key_value_heads",)
@@ -130,7 +132,7 @@ REFUSED: dict[str, Animal] = {
 
 
 def make_foreign(directory: str | Path, animal: Animal, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the checkpoint with a tokenizer; returns the directory. Same arguments, same weights."""
+    """Writes the checkpoint with a tokenizer. Returns the directory. Equal arguments give equal weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = Path(directory)

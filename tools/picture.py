@@ -1,6 +1,6 @@
-"""Draws docs/picture.svg: a story whose decode worker is killed half-way. `python -m tools.picture`.
+"""Draws docs/picture.svg, a story whose decode worker is killed halfway: `python -m tools.picture`.
 
-Everything in the picture happens while it is drawn, on this machine: the launch, the kill, the gap, the comparison.
+The script runs everything that the picture shows on this machine: the launch, the kill, the gap and the comparison.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ WIDTH = 96
 
 @dataclass(slots=True)
 class Story:
-    """What a client was told."""
+    """The events of a stream as the client received them."""
 
     before: str = ""
     after: str = ""
-    """Of the kill."""
+    """The text after the kill."""
     gap_s: float = 0.0
-    """Longest time between two pieces."""
+    """The longest time between two pieces of text."""
 
     @property
     def text(self) -> str:
@@ -45,7 +45,7 @@ class Story:
 
 
 def tell(client: Client, victim: int | None) -> Story:
-    """Streams the story; the process `victim` dies by SIGKILL after KILL_AT tokens."""
+    """Streams the story. Kills the process `victim` with SIGKILL after KILL_AT tokens."""
     story, count, last = Story(), 0, time.monotonic()
     for piece in client.generate(PROMPT, max_tokens=TOKENS, temperature=0.7, seed=SEED, stream=True):
         now = time.monotonic()

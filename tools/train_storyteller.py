@@ -1,15 +1,15 @@
-"""Make the built-in model: build the data, train, evaluate, export `models/storyteller`. From a fixed seed.
+"""Makes the built-in model from a fixed seed: builds the data, trains, evaluates and exports `models/storyteller`.
 
     python tools/train_storyteller.py data   --tales ../shared/data/stories   # documents and tokenizer into --work
     python tools/train_storyteller.py train                                  # an hour on a CPU core, minutes on a GPU
     python tools/train_storyteller.py export                                  # held-out loss, samples, model directory
-    python tools/train_storyteller.py pairs                                   # do both characters asked for come?
+    python tools/train_storyteller.py pairs                                   # are both requested characters named?
 
-A second stage is the first three again with `--start models/storyteller` and a `--work` of its own; the commands as
-they were run stand in the model card.
+For a second stage, run the first three again with `--start models/storyteller` and another `--work`. The model card
+lists the commands that were run.
 
-The folder `--work` (default build/storyteller) holds everything in between; `train` goes on from its last checkpoint,
-and starts its final decay early when a file named `finish` appears there.
+All intermediate files are in the folder `--work` (default build/storyteller). `train` resumes from its last checkpoint.
+It starts its final decay early when a file named `finish` appears in that folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HELD_OUT_STORIES = 100
 
 
 def build_data(args: argparse.Namespace) -> None:
-    """tokenizer.json, the training documents as one flat array with offsets, and held-out rows."""
+    """Writes tokenizer.json, the training documents as one flat array with offsets, and the held-out rows."""
     work, seed = args.work, args.seed
     work.mkdir(parents=True, exist_ok=True)
     rng, tales = random.Random(seed), data.read_tales(args.tales)
@@ -68,7 +68,9 @@ def load_documents(work: Path) -> list[np.ndarray]:
 
 
 def train(work: Path, plan: Plan, seed: int, start: Path | None) -> None:
-    """From a random start with a planted copying circuit, or on from the weights in the exported directory `start`."""
+    """Trains from a random start with a planted copying circuit, or from the weights in the exported directory `start`
+    if it is given.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -90,7 +92,7 @@ def train(work: Path, plan: Plan, seed: int, start: Path | None) -> None:
 
 
 def measure_pairs(directory: Path) -> None:
-    """Print how often an exported model tells of both characters asked for, and ends."""
+    """Prints how often an exported model names both requested characters, and how often it ends."""
     teller = Teller(directory, Tokenizer.from_file(str(directory / "tokenizer.json")))
     for pair, (told, ended) in pairs.rates(teller.answer, PAIR_SEEDS).items():
         print(*pair, f"both in {told}, ended {ended} of {len(PAIR_SEEDS)}", flush=True)

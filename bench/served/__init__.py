@@ -1,1 +1,1 @@
-"""Benchmarks that look into a decode worker's blocks, step by step, while a whole stack serves real requests."""
+"""Benchmarks of a whole stack that serves real requests. Some inspect a decode worker's blocks after every step."""

@@ -1,8 +1,8 @@
-"""Everything about speed on this CPU in one run: `make bench`.
+"""`make bench`: measures the speed of this CPU in one run.
 
-Runs each benchmark as a process of its own: kernels beside the machine's measured limits, decode steps, and what
-`looseleaf serve` gives (start-up, workloads, memory). Each ends in a line of JSON; they are kept together below
-docs/benchmarks/cpu with date, commit and machine, and the page there gets a table of the newest run.
+Runs each benchmark as a separate process: kernels compared with the machine's measured limits, decode steps, and
+`looseleaf serve` (start-up, workloads, memory). The last line of each benchmark is JSON. All results are stored in one
+file below docs/benchmarks/cpu with date, commit and machine, and the page there gets a table of the newest run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PARTS = {
     "batching": (["loadtest.batching"], ["--rounds", "1"]),
     "latency": (["loadtest.latency"], ["--num-prompts", "1", "--refusals", "20", "--burst", "50"]),
 }
-"""By name: the command (the kernels' for each of them), and what makes it quick."""
+"""By name: the command (for kernels, one run per kernel), and the flags that make it quick."""
 PAGE = machine.RESULTS / "README.md"
 BEGIN, END = "<!-- newest run: written by make bench -->", "<!-- end of newest run -->"
 
 
 class CpuSettings(Settings):
-    """Run the benchmarks of this machine's CPU."""
+    """Runs the benchmarks of this machine's CPU."""
 
     model_config = settings_config("LOOSELEAF_BENCH_", "bench.served.cpu")
 
@@ -44,7 +44,7 @@ class CpuSettings(Settings):
 
 
 def run_part(name: str, *, quick: bool) -> Any:
-    """What its last line says, of the kernels by kernel. StartupError: it failed."""
+    """Returns the result of one benchmark, and for kernels one result per kernel. Raises StartupError if it failed."""
     command, less = PARTS[name]
     options = less if quick else []
     if name == "kernels":
@@ -54,7 +54,7 @@ def run_part(name: str, *, quick: bool) -> Any:
 
 
 def last_line(command: Sequence[str]) -> Any:
-    """What a benchmark's last line says. StartupError: it failed."""
+    """Returns the last line of a benchmark's output, parsed. Raises StartupError if it failed."""
     print(f"== python -m {' '.join(command)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -67,7 +67,7 @@ def last_line(command: Sequence[str]) -> Any:
 
 
 def shares(kernels: Any) -> Iterator[dict[str, Any]]:
-    """Every case with a share of a limit, wherever it stands in what the kernels' benchmark says."""
+    """Returns every case that has a share of a limit, at any depth in the output of the kernel benchmark."""
     if isinstance(kernels, dict):
         if "share" in kernels and "name" in kernels:
             yield kernels
@@ -79,7 +79,7 @@ def shares(kernels: Any) -> Iterator[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The newest run for people, in markdown."""
+    """Returns markdown tables of the newest run."""
     isa = ", ".join(result["isa"]) or "neither AVX2 nor AVX-512"
     lines = [
         f"{result['date']}, commit {result['commit']}, {result['cores']} cores of {result['cpu']} ({isa}), "
@@ -117,7 +117,7 @@ def served_table(served: dict[str, Any]) -> list[str]:
 
 
 def put_between(page: str, text: str) -> str:
-    """`page` with `text` between its two marks. ValueError: it lacks them."""
+    """Returns `page` with `text` between its two marks. Raises ValueError if the marks are missing."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -126,7 +126,7 @@ def put_between(page: str, text: str) -> str:
 
 
 def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> Path:
-    """Write the result, and the page's table if every part was run."""
+    """Writes the result, and also the page's table if every part was run."""
     path = machine.keep("bench", result, origin, page.parent)
     if set(PARTS) <= set(result):
         page.write_text(put_between(page.read_text(), table({**origin, **result})))
@@ -134,7 +134,7 @@ def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> P
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """StartupError: there is no such part."""
+    """Returns the chosen parts. Raises StartupError if there is no such part."""
     for name in only:
         if name not in PARTS:
             raise StartupError(f"--only {name!r}: there are {', '.join(PARTS)}")

@@ -1,8 +1,8 @@
-"""What a user gets from `looseleaf serve` on this machine: `python -m bench.served.cpu_served`.
+"""`python -m bench.served.cpu_served`: measures `looseleaf serve` on this machine.
 
-Serves a Llama shape with random weights colocated and split, and measures each: seconds until the first token, two
-workloads over gRPC (lengths as in chats; a common prefix of 512 tokens), and memory. The two servers are measured in
-turns. The last line is JSON.
+Serves a Llama shape with random weights colocated and split. For both it measures the seconds until the first token,
+two workloads over gRPC (lengths as in chats; a common prefix of 512 tokens), and memory. The two servers are measured
+in turn. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORKLOADS = {
 
 
 class ServedSettings(Settings):
-    """Measure start-up, served workloads and memory, colocated and split."""
+    """Measures start-up, served workloads and memory, colocated and split."""
 
     model_config = settings_config("LOOSELEAF_SERVED_", "bench.served.cpu_served")
 
@@ -53,7 +53,7 @@ class ServedSettings(Settings):
 
 
 def llama_bytes(config: Mapping[str, int]) -> int:
-    """Of a Llama's parameters in bf16, from its config.json."""
+    """Returns the bytes of a Llama's parameters in bf16, from its config.json."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
     attention = 2 * hidden * width * (heads + config["num_key_value_heads"])
@@ -63,7 +63,7 @@ def llama_bytes(config: Mapping[str, int]) -> int:
 
 
 async def client_loop(client: AsyncClient, work: Iterator[Request], seen: Seen) -> None:
-    """Send one request after the other until there are none left."""
+    """Sends requests one after the other until there are none left."""
     for request in work:
         at = started = time.perf_counter()
         stream = client.stream(request.prompt_ids, max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
@@ -77,7 +77,7 @@ async def client_loop(client: AsyncClient, work: Iterator[Request], seen: Seen) 
 
 
 async def run(address: str, workload: Workload, settings: ServedSettings) -> Seen:
-    """All requests of a workload."""
+    """Runs all requests of a workload."""
     work, seen = iter([workload.request(number) for number in range(settings.requests)]), Seen()
     async with AsyncClient(address) as client:
         await client.generate([random.Random(workload.seed).randrange(16, 999) for _ in range(32)], max_tokens=8)
@@ -99,12 +99,12 @@ def row(seen: Seen) -> dict[str, float]:
 
 
 def used(server: Served, model: Path) -> dict[str, float]:
-    """Memory of all its processes; "beyond" is what is neither KV nor one copy of the weights."""
+    """Returns the memory of all its processes. "beyond" excludes KV and one copy of the weights."""
     return memory(server.pid, llama_bytes(json.loads((model / "config.json").read_text()))).row()
 
 
 def measure(settings: ServedSettings) -> dict[str, Any]:
-    """By roles: start-up, memory, and the median of every workload."""
+    """Returns, by roles: start-up, memory, and the median of every workload."""
     rows: dict[tuple[str, str], list[dict[str, float]]] = {}
     with ExitStack() as stack:
         servers = {}
@@ -141,7 +141,7 @@ def main(settings: ServedSettings) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped too
     try:
         main(ServedSettings.load(sys.argv[1:]))
     except StartupError as error:

@@ -1,10 +1,11 @@
-"""CPU time of the gateway and of decode's front end for each streamed token: `make bench-frontend`.
+"""`make bench-frontend`: measures the CPU time that gateway and decode front end use per streamed token.
 
-Real processes and sockets: clients, gateway, Redis, a decode service; only the step loop behind it computes nothing
-(`frontend_worker`). Steps come at a fixed rate and bring every stream one token. What a process takes without streams
-is subtracted, and of the decode process what its step loop takes. Beside it in the same run servers that do nothing
-but send (`frontend_floor`): what grpc.aio and uvicorn take themselves. CPU time is the kernel's account (schedstat), so
-it does not grow with waiting; but on a busy machine caches are cold, and everything here costs two to four times more.
+Uses real processes and sockets: clients, gateway, Redis, a decode service. Only the decode service's step loop is
+replaced by one that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each brings every stream one
+token. The CPU time that a process uses without streams is subtracted, and so is the step loop's. For comparison, the
+same run measures servers that only send (`frontend_floor`), which shows the cost of grpc.aio and uvicorn. CPU time is
+the kernel's account (schedstat), so it does not grow with waiting. On a busy machine caches are cold, and all figures
+are two to four times higher.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class FrontendSettings(Settings):
-    """Measure the front ends' CPU time per streamed token."""
+    """Measures the front ends' CPU time per streamed token."""
 
     model_config = settings_config("LOOSELEAF_FRONTEND_", "bench.served.frontend")
 
@@ -52,7 +53,7 @@ class FrontendSettings(Settings):
 
 
 class Helper:
-    """A process of this benchmark that answers a line with a line of JSON; it ends with its input."""
+    """A process of this benchmark that answers each line with a line of JSON. It ends when its input ends."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         command = [sys.executable, "-m", f"bench.served.{module}", *arguments]
@@ -60,7 +61,7 @@ class Helper:
         self.pid = self._process.pid
 
     def read(self) -> str:
-        """A line that it says by itself. StartupError if it has ended."""
+        """Returns the next line of its output. Raises StartupError if it has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -87,7 +88,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """What a process has taken so far."""
+    """The CPU time that a process has used so far."""
 
     total_ns: int
     user_ticks: int
@@ -104,21 +105,23 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One measurement of one process, idle time subtracted."""
+    """One measurement of one process, with idle time subtracted."""
 
     us_per_token: float
     kernel_share: float
 
 
 def watch(pid: int, seconds: float) -> tuple[Cpu, Cpu, float]:
-    """(before, after, seconds that passed)."""
+    """Returns (before, after, elapsed seconds)."""
     before, began = Cpu.of(pid), time.monotonic()
     time.sleep(seconds)
     return before, Cpu.of(pid), time.monotonic() - began
 
 
 def use_of(spent: tuple[Cpu, Cpu, float], idle_share: float, num_tokens: float, not_ours_ns: float = 0.0) -> Use:
-    """`idle_share`: cores that the process takes without streams."""
+    """Returns the use between two readings. `idle_share` is the number of cores that the process uses
+    without streams.
+    """
     before, after, passed_s = spent
     took_ns = after.total_ns - before.total_ns - not_ours_ns - idle_share * passed_s * 1e9
     user, kernel = after.user_ticks - before.user_ticks, after.kernel_ticks - before.kernel_ticks
@@ -133,7 +136,9 @@ def gateway_command(model: str, redis_url: str, ready: Path) -> list[str]:
 
 
 def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:
-    """The words of a ready file. StartupError if the process ends before it is there, or takes too long."""
+    """Returns the words of a ready file. Raises StartupError if the process ends before writing it, or
+    takes too long.
+    """
     deadline = time.monotonic() + START_S
     while not ready.exists():
         if process.poll() is not None:
@@ -145,7 +150,7 @@ def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:
 
 
 class Stack:
-    """Redis, workers, gateway and the floor's servers; `with` starts and ends them."""
+    """Redis, workers, gateway and the comparison servers. `with` starts and stops them."""
 
     def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
@@ -181,11 +186,11 @@ class Stack:
         self._exits.close()
 
     def tokens_out(self) -> float:
-        """Tokens that have left the gateway."""
+        """Returns the number of tokens that have left the gateway."""
         return metrics_page.total(metrics_page.read(self.addresses["http"]), "looseleaf_generation_tokens_total")
 
     def clients(self, kind: str, address: str) -> Helper:
-        """Streams that have all begun, after a moment."""
+        """Yields streams that have all begun, after a short delay."""
         clients = Helper("frontend_clients", kind, address, str(self._settings.streams))
         deadline = time.monotonic() + START_S
         while clients.ask()["begun"] < self._settings.streams:
@@ -198,7 +203,7 @@ class Stack:
 
 @dataclass(slots=True)
 class Idle:
-    """Cores that each process takes without streams."""
+    """The number of cores that each process uses without streams."""
 
     gateway: float = 0.0
     worker: float = 0.0
@@ -206,7 +211,7 @@ class Idle:
 
 
 class Measurement:
-    """Rounds of a running stack."""
+    """Measurement rounds over a running stack."""
 
     def __init__(self, stack: Stack, settings: FrontendSettings) -> None:
         self._stack = stack
@@ -216,7 +221,7 @@ class Measurement:
     def measure_idle(self) -> None:
         stack = self._stack
         pids = {"gateway": stack.gateway.pid, "worker": stack.worker.pid, "floor": stack.floor.pid}
-        time.sleep(min(2.0, self._settings.seconds))  # what starting has left to do
+        time.sleep(min(2.0, self._settings.seconds))  # waits for the rest of the start-up work
         before, began = {name: Cpu.of(pid) for name, pid in pids.items()}, time.monotonic()
         time.sleep(min(2.0, self._settings.seconds))
         passed_ns = (time.monotonic() - began) * 1e9
@@ -224,7 +229,7 @@ class Measurement:
             setattr(self._idle, name, (Cpu.of(pid).total_ns - before[name].total_ns) / passed_ns)
 
     def served(self, kind: str, rate: float) -> dict[str, Any]:
-        """Gateway and decode front end with streams of `kind`."""
+        """Measures gateway and decode front end with streams of `kind`."""
         stack, settings = self._stack, self._settings
         stack.worker.ask(f"rate {rate}")
         with stack.clients(kind, stack.addresses[kind]) as clients:
@@ -244,7 +249,7 @@ class Measurement:
         }
 
     def floor(self, kind: str) -> dict[str, Any]:
-        """A server that does nothing but send, at the same rate."""
+        """Measures a server that only sends, at the same rate."""
         stack = self._stack
         stack.floor.ask(f"rate {self._settings.rate}")
         with stack.clients(kind, stack.floor_addresses[kind]) as clients:
@@ -255,7 +260,7 @@ class Measurement:
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every number, also of nested ones."""
+    """Returns the median of every number, including nested ones."""
     first = rounds[0]
     return {
         name: medians([r[name] for r in rounds])

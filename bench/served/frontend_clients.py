@@ -1,7 +1,7 @@
 """Clients that only count: `python -m bench.served.frontend_clients KIND ADDRESS STREAMS`, KIND grpc or http.
 
-Opens the streams, gRPC ones over one connection (as clients in one process do), HTTP ones over one each, and answers
-each line of its input with a line of JSON: how many streams have begun, how many messages have come.
+Opens the streams: gRPC streams share one connection (like clients in one process), HTTP streams use one each. Answers
+each line of its input with a line of JSON: the number of streams that have begun and of messages received.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENT = b"data: "
 
 
 class Count:
-    """What has come so far; written by the event loop, read by the thread that answers."""
+    """The counts so far. The event loop writes them; the thread that answers reads them."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -33,7 +33,7 @@ class Count:
 
 
 class HttpStream(asyncio.Protocol):
-    """One streamed completion over a connection of its own."""
+    """One streamed completion over a separate connection."""
 
     def __init__(self, host: str, count: Count) -> None:
         body = json.dumps({"prompt": PROMPT_IDS, "max_tokens": MAX_TOKENS, "stream": True, "ignore_eos": True}).encode()

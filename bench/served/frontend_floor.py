@@ -1,7 +1,7 @@
-"""Servers that do nothing but send: what grpc.aio and uvicorn themselves take for a streamed message.
+"""Servers that only send, to measure the cost of a streamed message in grpc.aio and uvicorn.
 
-`python -m bench.served.frontend_floor` prints its HTTP and its gRPC address, then answers each line of its input
-(`rate N`) with its pid. At every tick each open stream gets one ready-made message of the usual size. No other code of
+`python -m bench.served.frontend_floor` prints its HTTP and gRPC addresses, then answers each line of its input
+(`rate N`) with its pid. At every tick each open stream gets one prepared message of the usual size. No other code of
 ours runs: no tokens, no detokenizer, no session with a worker.
 """
 
@@ -33,7 +33,7 @@ EVENT = (
 
 
 class Ticks:
-    """Wakes every stream at once, `rate` times a second."""
+    """Wakes all streams together, `rate` times a second."""
 
     def __init__(self) -> None:
         self.rate = 25.0

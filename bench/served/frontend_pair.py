@@ -1,9 +1,9 @@
-"""CPU time of the gateway for each streamed token, of two checkouts in turn.
+"""Measures the gateway's CPU time per streamed token for two checkouts in turn.
 
     python -m bench.served.frontend_pair --other ../before --rounds 9
 
-Both stacks (`frontend.Stack`) run all the time, each with the code of its checkout, and are measured one after the
-other, so that both meet the same machine. Prints the medians of each, and the median of the ratios of the rounds.
+Both stacks (`frontend.Stack`) run all the time, each with the code of its checkout. They are measured one after the
+other, so machine load affects both. Prints the medians of each, and the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ with Stack(settings) as stack:
         found = measurement.served(kind, float(rate))
         print("found", found["gateway"]["us_per_token"], found["tokens_per_message"], flush=True)
 """
-"""Runs in each checkout; its bench.served.frontend is that checkout's own."""
+"""Runs in each checkout and imports that checkout's bench.served.frontend."""
 
 
 class PairSettings(Settings):
-    """Measure the front end of this checkout beside another one's."""
+    """Compares the front end of this checkout with another one's."""
 
     model_config = settings_config("LOOSELEAF_PAIR_", "bench.served.frontend_pair")
 
@@ -78,7 +78,7 @@ class Checkout:
         self._process.wait(60.0)
 
     def measure(self, kind: str, rate: float) -> tuple[float, float]:
-        """(us of CPU a token, tokens a message)."""
+        """Returns (CPU time per token in us, tokens per message)."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{kind} {rate}\n")
         self._process.stdin.flush()
@@ -86,7 +86,7 @@ class Checkout:
         return float(us), float(tokens)
 
     def _read(self, word: str) -> list[str]:
-        """What follows a word of the driver. StartupError if it ends."""
+        """Returns the driver's reply to a command. Raises StartupError if the driver ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             first, *rest = line.split()

@@ -1,7 +1,7 @@
-"""Workers whose tokens cost nothing: a decode service as it is, over a step loop that only counts; and a prefill.
+"""Workers whose tokens cost nothing: a real decode service over a step loop that only counts, and a prefill service.
 
-`python -m bench.served.frontend_worker REDIS_URL MODEL` publishes both in the registry and answers each line of its
-input with a line of JSON: what has left so far. `rate N` sets the steps a second, `mark` changes nothing.
+`python -m bench.served.frontend_worker REDIS_URL MODEL` publishes both in the registry. It answers each line of its
+input with a line of JSON: the tokens sent so far. `rate N` sets the steps per second; `mark` changes nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TEXT = (
 
 
 class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """Every prompt is done at once."""
+    """Completes every prompt at once."""
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -55,14 +55,14 @@ class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CountingWorker:
-    """Stands where `decode_svc.worker.DecodeWorker` does; a step brings every group the next token of a text."""
+    """Replaces `decode_svc.worker.DecodeWorker`. A step gives every group the next token of a text."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.load = WorkerLoad()
         self.rate = 25.0
         self.num_tokens = 0
         self.own_ns = 0
-        """CPU time of the step loop, `Session.send` left out: not the front end's."""
+        """CPU time of the step loop without `Session.send`. It is not part of the front end's time."""
         self._ids = token_ids
         self._sessions: list[Session] = []
         self._next_at = 0.0
@@ -80,7 +80,7 @@ class CountingWorker:
             self._sessions.remove(session)
 
     def step(self) -> float | None:
-        """Seconds until the next one, as `StepThread` wants them."""
+        """Makes one step. Returns the seconds until the next one, as `StepThread` expects."""
         now = time.monotonic()
         if now < self._next_at:
             return self._next_at - now
@@ -105,7 +105,7 @@ class CountingWorker:
 
 
 def answer_lines(worker: CountingWorker) -> None:
-    """Until the input ends: then so does the process."""
+    """Answers lines until the input ends. The process ends then too."""
     for line in sys.stdin:
         command, *values = line.split()
         if command == "rate":

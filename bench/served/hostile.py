@@ -1,9 +1,10 @@
-"""What hostile bodies cost everybody else: `python -m bench.served.hostile`, or `make bench-hostile`.
+"""`make bench-hostile` or `python -m bench.served.hostile`: measures what hostile bodies cost other streams.
 
-Serves the built-in model, keeps some streams going, and sends each body of `hostile_bodies` at the largest size that is
-taken. Printed are for each its status and time, the longest gap between two events of one of the streams in quiet and
-while it was sent (each the least of some tries: other work on the machine makes gaps only longer), and how much memory
-the gateway took at most above what it had. Then the time of GET /v1/models over one connection. The last line is JSON.
+Serves the built-in model, keeps some streams running, and sends each body of `hostile_bodies` at the largest accepted
+size. For each body it prints status and time, the longest gap between two events of a stream with and without the body,
+and the gateway's peak memory above its memory at the start. Each gap is the least of several tries, because other work
+on the machine can only make gaps longer. At the end it prints the time of GET /v1/models over one connection. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MIB = 1 << 20
 
 
 class HostileSettings(Settings):
-    """Measure what hostile bodies cost other streams."""
+    """Measures what hostile bodies cost other streams."""
 
     model_config = settings_config("LOOSELEAF_HOSTILE_", "bench.served.hostile")
 
@@ -43,7 +44,7 @@ class HostileSettings(Settings):
 
 @dataclass(slots=True)
 class Row:
-    """One body."""
+    """The results for one body."""
 
     name: str
     num_bytes: int
@@ -52,11 +53,11 @@ class Row:
     quiet_gap_ms: float
     gap_ms: float
     rss_mib: float
-    """The gateway's most memory above what it had before the first body."""
+    """The gateway's peak memory above its memory before the first body."""
 
 
 class Watched:
-    """Streams that go on, one after the other, and the longest gap in any of them."""
+    """Streams that run one after the other, and the longest gap in any of them."""
 
     def __init__(self, address: str, count: int) -> None:
         self._address = address
@@ -68,7 +69,7 @@ class Watched:
             thread.start()
 
     def gap_ms(self) -> float:
-        """The longest gap since the last call, one that has not ended included."""
+        """Returns the longest gap since the last call, including one that has not ended."""
         now = time.monotonic()
         gap, self._gap = max(self._gap, *(now - last for last in self._last)), 0.0
         return gap * 1e3
@@ -92,7 +93,7 @@ class Watched:
 
 
 def send(address: str, path: str, body: bytes) -> tuple[int, float, str]:
-    """(status, seconds, text) of a POST on a connection of its own."""
+    """Returns (status, seconds, text) of a POST over a new connection."""
     connection = http.client.HTTPConnection(address, timeout=120)
     began = time.monotonic()
     try:
@@ -105,7 +106,7 @@ def send(address: str, path: str, body: bytes) -> tuple[int, float, str]:
 
 
 def largest(address: str, path: str) -> int:
-    """The bytes of the largest body, from what a larger one is told."""
+    """Returns the size of the largest accepted body in bytes. It is taken from the error for a larger one."""
     connection = http.client.HTTPConnection(address, timeout=10)
     connection.putrequest("POST", path)
     connection.putheader("content-length", str(1 << 40))
@@ -128,7 +129,7 @@ class Memory:
         (self._root / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Above what it was at the beginning."""
+        """Returns the peak above the memory at the start."""
         return (self._kib("VmHWM") - self.before) / 1024
 
     def _kib(self, name: str) -> int:
@@ -168,7 +169,7 @@ def _row(
 
 
 def models_p50_ms(address: str, count: int = 200) -> float:
-    """GET /v1/models over one connection."""
+    """Measures GET /v1/models over one connection."""
     connection, times = http.client.HTTPConnection(address, timeout=10), []
     for _ in range(count):
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests that cost more than they look, each of a given size. Independent of who is sent them."""
+"""HTTP request bodies that cost more than their size suggests, each of a given size. Sends nothing itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class HostileBody:
     name: str
     path: str
     make: Callable[[int], bytes]
-    """The body, of about so many bytes and not more."""
+    """Builds a body of about the given number of bytes, and never more."""
 
 
 def _filled(before: str, unit: str, after: str) -> Callable[[int], bytes]:
-    """`unit` as often as it fits."""
+    """Repeats `unit` as often as it fits."""
 
     def make(size: int) -> bytes:
         head, middle, tail = before.encode(), unit.encode(), after.encode()
@@ -36,7 +36,7 @@ def _nested(before: str, opening: str, closing: str, after: str) -> Callable[[in
 
 
 def _numbered(before: str, unit: Callable[[int], str], after: str) -> Callable[[int], bytes]:
-    """Units that differ, so that none takes another's place."""
+    """Generates units that differ, so that none overwrites another."""
 
     def make(size: int) -> bytes:
         parts, left, number = [before], size - len(before) - len(after), 0
@@ -49,13 +49,13 @@ def _numbered(before: str, unit: Callable[[int], str], after: str) -> Callable[[
 
 
 def _text_batch(size: int) -> bytes:
-    """As many long texts as are taken, the last one refused."""
+    """Generates as many long texts as are accepted. The last one is rejected."""
     text = "mill " * (size // 64 // 5 - 4)
     return json.dumps({"prompt": [text] * 63 + [""]}).encode()
 
 
 def _id_batch(size: int) -> bytes:
-    """Lists of ids of which each ends with one that is refused."""
+    """Generates lists of ids, each of which ends with an id that is rejected."""
     return json.dumps({"prompt": [[*range(10, 1000), 2**31]] * 64}).encode()[:size]
 
 

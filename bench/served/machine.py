@@ -1,6 +1,6 @@
-"""What a result must say about where it came from, and where it is kept: date, commit, machine, load.
+"""The origin of a result (date, commit, machine, load) and the file that stores it.
 
-Knows git and /proc, nothing of what was measured.
+Uses git and /proc. Does not depend on the benchmark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def provenance() -> dict[str, Any]:
-    """Date (UTC), commit, and the machine: CPU, cores we may use, the instruction sets that matter, memory, load."""
+    """Returns date (UTC), commit, and the machine: CPU, usable cores, the relevant instruction sets, memory, load."""
     cpu = Path("/proc/cpuinfo").read_text()
     flags = set((_field(cpu, "flags") or "").split())
     memory_kib = int((_field(Path("/proc/meminfo").read_text(), "MemTotal") or "0 kB").split()[0])
@@ -37,7 +37,9 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Short name of the checked-out commit, with + where tracked files differ from it; "unknown" without git."""
+    """Returns the short hash of the checked-out commit, with + if tracked files differ from it; "unknown"
+    without git.
+    """
     git = ["git", "-C", str(REPOSITORY)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     if head.returncode:
@@ -47,13 +49,15 @@ def commit() -> str:
 
 
 def machine_slug(cpu: str, cores: int) -> str:
-    """ "AMD EPYC 7B13 64-Core Processor" with 2 cores as "amd-epyc-7b13-2c", for a file's name."""
+    """Returns a machine's name for use in file names: "AMD EPYC 7B13 64-Core Processor" with 2 cores is
+    "amd-epyc-7b13-2c".
+    """
     words = re.sub(r"\(\w+\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", cpu)
     return "-".join(re.findall(r"[a-z0-9]+", words.lower())) + f"-{cores}c"
 
 
 def keep(name: str, result: Mapping[str, Any], origin: Mapping[str, Any], directory: Path = RESULTS) -> Path:
-    """Write `result` beside its origin as DATE-MACHINE-COMMIT-NAME.json."""
+    """Writes `result` with its origin to DATE-MACHINE-COMMIT-NAME.json."""
     slug = machine_slug(origin["cpu"], origin["cores"])
     path = directory / f"{origin['date']}-{slug}-{origin['commit']}-{name}.json"
     directory.mkdir(parents=True, exist_ok=True)

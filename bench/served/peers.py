@@ -1,9 +1,9 @@
-"""Looseleaf beside the engines that people would pick instead: `make bench-peers PEERS=<harness> ROOT=<environments>`.
+"""Compares Looseleaf with alternative engines: `make bench-peers PEERS=<harness> ROOT=<environments>`.
 
-Starts `looseleaf serve` colocated and split and every peer's server that is installed, runs the harness' load client
-against each in interleaved repetitions, measures what a long prompt does to running decodes, lets transformers serve
-the same requests three ways, and compares outputs. Prints medians and, beside each goal, the ratio to the best peer;
-the last line is JSON. Peers that are not installed, or fail, are named.
+Starts `looseleaf serve`, colocated and split, and the server of every peer that is installed. Runs the harness' load
+client against each in interleaved repetitions, and measures the effect of a long prompt on running decodes. Lets
+transformers serve the same requests in three ways, and compares outputs. Prints medians, and for each goal the ratio to
+the best peer; the last line is JSON. The report names peers that are not installed or fail.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from common.settings import Settings, settings_config
 
 MOST_BEYOND_MIB, MOST_FIRST_TOKEN_S = 1024.0, 5.0
 APART_S = 900.0
-"""What transformers and the S model take; as much is kept back from the rounds."""
+"""The time for transformers and the S model. The rounds leave this much of the total."""
 TRANSFORMERS_LIMIT_S = 600.0
-"""For one of transformers' ways without a server: static batches compute up to the longest output of each."""
+"""The limit for one of transformers' ways without a server. Static batches compute up to the longest output of each."""
 
 
 class PeersSettings(Settings):
-    """Compare with the peers that are installed under `root`."""
+    """Compares Looseleaf with the peers that are installed under `root`."""
 
     model_config = settings_config("LOOSELEAF_PEERS_", "bench.served.peers")
 
@@ -59,7 +59,7 @@ class PeersSettings(Settings):
 
 
 def start_all(rounds: Rounds, roles: Sequence[str], peers: Sequence[str], stack: ExitStack, logs: Path) -> list[Target]:
-    """Ours, and each peer that is installed and gets ready; the others become failures."""
+    """Starts our servers, and each installed peer that gets ready. The others become failures."""
     targets, harness = [], rounds.harness
     for ours in roles:
         log = logs / f"looseleaf-{ours}-{harness.size}.log"
@@ -88,7 +88,9 @@ def wanted_peers(settings: PeersSettings) -> list[str]:
 
 
 def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, Any]:
-    """All tests on M; what is ours alone and the outputs' check are returned, the rest is in `rounds`."""
+    """Runs all tests on M. Returns the results of our servers alone and the check of outputs; the rest is
+    in `rounds`.
+    """
     groups = [group for group in GROUPS if group in settings.parts]
     if not groups:
         return {"rounds": 0, "first_token_s": None, "startup_s": {}, "memory_mib": {}, "same_chars": {}}
@@ -108,7 +110,7 @@ def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, An
 
 
 def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
-    """The served workload on S against vLLM alone, with rounds of its own."""
+    """Runs the served workload on S against vLLM alone, with separate rounds."""
     small = Rounds(replace(rounds.harness, size="S"), rounds.load, rounds.deadline + APART_S)
     small.rows, small.failures = rounds.rows, rounds.failures
     with ExitStack() as stack:
@@ -118,14 +120,16 @@ def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
 
 
 def same_in_float32(harness: Harness, rounds: Rounds, logs: Path) -> dict[str, int] | None:
-    """Ours in float32 beside transformers in float32: every character must agree."""
+    """Compares our output in float32 with transformers' in float32. Every character must agree."""
     exact = replace(harness, dtype="float32")
     with our_server(exact.model, "both", logs / "looseleaf-float32.log", ("--dtype", "float32")) as target:
         return rounds.quality(target)
 
 
 def transformers(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
-    """The served workload: one request after another, static batches of 16, and its own continuous batching."""
+    """Runs the served workload in transformers: one request after another, in static batches of 16, and with its
+    continuous batching.
+    """
     harness, dtype = rounds.harness, "bfloat16"
     if why := harness.missing("transformers"):
         rounds.failures["transformers"] = f"not installed: {why}"
@@ -148,7 +152,7 @@ def transformers(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
 
 
 def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> dict[str, Any]:
-    """Print medians, figures and failures; the result."""
+    """Prints medians, figures and failures. Returns the result."""
     medians = peers_report.medians(rounds.rows)
     beyond = found["memory_mib"].get(BOTH, {}).get("beyond"), found["memory_mib"].get(SPLIT, {}).get("beyond")
     figures = [
@@ -171,7 +175,9 @@ def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> d
 
 
 def main(settings: PeersSettings) -> int:
-    """Exit status 1: outputs in float32 differ from transformers'. A goal that is missed is printed, not an error."""
+    """Returns exit status 1 if outputs in float32 differ from transformers'. A missed goal is printed, but is not an
+    error.
+    """
     if settings.quick:
         smaller = {"rounds": 1, "requests": 8, "transformers_requests": 16, "quiet": 0.0, "keep": False}
         settings = settings.model_copy(update=smaller)
@@ -198,7 +204,7 @@ def main(settings: PeersSettings) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped too
     try:
         sys.exit(main(PeersSettings.load(sys.argv[1:])))
     except StartupError as error:

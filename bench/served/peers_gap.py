@@ -1,6 +1,6 @@
-"""The worst wait between two tokens of running decodes while a long prompt arrives, at any OpenAI endpoint.
+"""Measures the worst gap between two tokens of running decodes while a long prompt arrives, at any OpenAI endpoint.
 
-Prompts are random token ids, so every server computes the same amount whatever it makes of them.
+Prompts are random token ids, so every server computes the same amount, however it would tokenize text.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ AFTER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Milliseconds between two events of a stream."""
+    """The milliseconds between two events of a stream."""
 
     usual_ms: float
-    """Median before the prompt."""
+    """The median before the prompt."""
     worst_ms: float
-    """The worst of all streams from when the prompt was sent until a moment after its first token."""
+    """The worst gap of all streams, from the moment the prompt was sent until shortly after its first token."""
     ttft_ms: float
-    """Of the prompt."""
+    """The prompt's time to first token."""
 
 
 async def events(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
-    """The time of every event with a token. RuntimeError: the server refuses."""
+    """Yields the time of every event with a token. Raises RuntimeError if the server rejects the request."""
     body = {
         "model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True,
         "ignore_eos": True,
@@ -53,9 +53,10 @@ async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
 
 
 async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
-    """`streams` decodes; once each has WARM_TOKENS tokens, a prompt of `prompt_len` tokens comes.
+    """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens once each has WARM_TOKENS tokens.
 
-    RuntimeError: a stream ended before the prompt's first token did (`most_tokens` are too few for so fast a server).
+    Raises RuntimeError if a stream ended before the prompt's first token (`most_tokens` is too small for a server this
+    fast).
     """
     rng = random.Random(seed)
 
@@ -83,7 +84,7 @@ async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: 
 async def reached(
     stamps: Sequence[list[float]], tasks: Sequence[asyncio.Task[None]], enough: Callable[[list[float]], bool]
 ) -> None:
-    """Wait until every stream has `enough`; raise if one has ended."""
+    """Waits until every stream has `enough` tokens. Raises RuntimeError if a stream has ended."""
     while not all(map(enough, stamps)):
         for task in tasks:
             if task.done():
@@ -93,7 +94,7 @@ async def reached(
 
 
 def summarise(stamps: Sequence[Sequence[float]], sent: float, first: float) -> Gaps:
-    """Of the streams' times; a gap counts if it ends after `sent` and begins before `first` + AFTER_S."""
+    """Summarizes the streams' times. A gap counts if it ends after `sent` and begins before `first` + AFTER_S."""
     pairs = [pair for seen in stamps for pair in pairwise(seen)]
     usual = [later - earlier for earlier, later in pairs if later <= sent]
     worst = max(later - earlier for earlier, later in pairs if later > sent and earlier < first + AFTER_S)

@@ -1,6 +1,6 @@
-"""Runs the harness' load client against one target and reads the JSON lines it writes; and its check of outputs.
+"""Runs the harness' load client against one target and reads its JSON lines. Also runs the harness' check of outputs.
 
-The client is the harness' own, in its own environment: it measures every target in the same way, ours included.
+The client belongs to the harness and runs in the harness' environment, so it measures every target in the same way.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the client is asked for, one repetition of each test at a time."""
+    """The client's workload. Each repetition of a test is one run."""
 
     requests: int = 64
     clients: int = 16
     quiet_s: float = 10.0
-    """Longest wait for an idle machine before a repetition."""
+    """The longest wait for an idle machine before a repetition."""
     redo: int = 0
-    """How often a repetition is repeated that processes of others disturbed."""
+    """How often a repetition is repeated if other processes disturbed it."""
     limit_s: float = 300.0
-    """Of one run of the client."""
+    """The limit for one run of the client."""
 
 
 class Failed(Exception):
-    """The client or what it measured did not get through; the text says where it stopped."""
+    """The client or its target failed. The message says where it stopped."""
 
 
 def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int, load: Load) -> list[Row]:
-    """A row for each test. Every seed has prompts of its own, so that nothing is cached from the last repetition."""
+    """Returns one row per test. Every seed has different prompts, so nothing is cached from the last repetition."""
     python, where = harness.python, ["--url", target.url, "--model", target.model, "--pid", str(target.pid)]
     if not target.url:
         python = harness.root / "ov/bin/python"
@@ -55,7 +55,7 @@ def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int
 
 
 def json_lines(command: Sequence[str], limit_s: float) -> list[Row]:
-    """What a command prints that is JSON. Failed: it ends badly or not in time."""
+    """Returns the JSON lines of a command's output. Raises Failed if the command fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -66,14 +66,16 @@ def json_lines(command: Sequence[str], limit_s: float) -> list[Row]:
 
 
 def same_output(harness: Harness, url: str) -> dict[str, int]:
-    """Characters of greedy output that agree with transformers in float32, of how many (`check_same.py`)."""
+    """Returns how many characters of greedy output agree with transformers in float32, and how many there are
+    (`check_same.py`).
+    """
     reference = harness.root / "models" / f"{harness.size}-float32"
     rows = json_lines([str(harness.python), str(harness.scripts / "check_same.py"), str(reference), url], 300.0)
     return {name: sum(row[name] for row in rows) for name in ("same_chars", "of")}
 
 
 def transformers_rows(harness: Harness, way: str, requests: int, limit_s: float) -> list[Row]:
-    """The served workload by transformers itself: `way` is "alone" or "static" (`peers_transformers.py`)."""
+    """Runs the served workload in transformers. `way` is "alone" or "static" (`peers_transformers.py`)."""
     script = Path(__file__).with_name("peers_transformers.py")
     options = ["--harness", str(harness.scripts), "--root", str(harness.root), "--size", harness.size]
     command = [str(harness.python), str(script), way, *options, "--requests", str(requests)]

@@ -1,6 +1,6 @@
-"""From single measurements to medians, and from these to the ratios that were set as goals. Pure functions.
+"""Reduces single measurements to medians, and medians to the ratios that are set as goals. Pure functions.
 
-A goal says which end of ours is compared, with whom, in what, and the ratio that is wanted.
+A goal names our server, the peer, the measure and the wanted ratio.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 BOTH, SPLIT = "looseleaf-both", "looseleaf-split"
 PEERS = ("vllm", "llamacpp", "openvino")
 SERVERS = ("vllm", "llamacpp")
-"""Those that answer over HTTP; OpenVINO runs inside the client's process."""
+"""The peers that answer over HTTP. OpenVINO runs inside the client's process."""
 MEASURES = (
     "tok_s",
     "out_tok_s",
@@ -34,7 +34,7 @@ Medians = Mapping[tuple[str, str, str], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`wanted` is the least ratio ours / theirs, or the most where less is better."""
+    """A goal. `wanted` is the least ratio ours / theirs, or the largest one for measures where less is better."""
 
     what: str
     test: str
@@ -66,7 +66,7 @@ GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A goal and what was measured. `ratio` is None where one of the two ends was not."""
+    """A goal and its measurement. `ratio` is None if one of the two sides was not measured."""
 
     what: str
     wanted: str
@@ -78,7 +78,7 @@ class Figure:
 
 
 def medians(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Of all rows with a test and a measure of it; repetitions that others disturbed count too."""
+    """Returns the medians of all rows by test and measure. Disturbed repetitions count too."""
     found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"].split("-")[0], row["test"], row["peer"]), []).append(row)
@@ -92,12 +92,12 @@ def _median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def figures(found: Medians, size: str = "M") -> list[Figure]:
-    """Of all goals; `size` is the model that stands for M in a rehearsal."""
+    """Returns the figures of all goals. `size` is the model that replaces M in a rehearsal."""
     return [figure(replace(goal, size=size) if goal.size == "M" else goal, found) for goal in GOALS]
 
 
 def figure(goal: Goal, found: Medians) -> Figure:
-    """Ours beside the best of the others that were measured."""
+    """Returns our figure with the best of the peers that were measured."""
 
     def value(peer: str) -> float | None:
         return found.get((goal.size, goal.test, peer), {}).get(goal.measure)
@@ -114,19 +114,19 @@ def figure(goal: Goal, found: Medians) -> Figure:
 
 
 def absolute(what: str, value: float | None, most: float, unit: str) -> Figure:
-    """A bound on ours alone."""
+    """Returns the figure of a bound that concerns our server alone."""
     holds = None if value is None else value <= most
     return Figure(what, f"<= {most:g} {unit}", value, None, None, None, holds)
 
 
 def disturbed(rows: Iterable[Mapping[str, Any]], share: float = 0.2) -> tuple[int, int]:
-    """(repetitions in which processes of others took more than `share` of a core, all that say)."""
+    """Returns (repetitions in which other processes used more than `share` of a core, repetitions that report this)."""
     told = [other for row in rows for other in row.get("other_cores", ()) if other is not None]
     return sum(other > share for other in told), len(told)
 
 
 def table(given: Sequence[Figure]) -> str:
-    """For a terminal and, as it is, for markdown."""
+    """Returns the figures as a table, for a terminal or for markdown."""
     lines = ["| | ours | best of the others | ratio | wanted | holds |", "|---|---|---|---|---|---|"]
     for item in given:
         theirs = "not measured" if item.theirs is None else f"{item.theirs:g} ({item.peer})"
@@ -140,7 +140,7 @@ def table(given: Sequence[Figure]) -> str:
 
 
 def medians_table(found: Medians) -> str:
-    """Every median, beyond those that goals ask for."""
+    """Returns a table of all medians, including those without a goal."""
     lines = [
         "| model | test | who | reps | tok/s | TTFT p50 / p99 ms | ITL p50 / p99 ms |",
         "|---|---|---|---|---|---|---|",

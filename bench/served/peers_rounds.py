@@ -1,6 +1,6 @@
-"""The interleaved repetitions: every round runs every test on every target, in an order that turns from round to round.
+"""The interleaved repetitions: every round runs every test on every target, and the order rotates from round to round.
 
-Knows targets and how to load them, not how they are started nor what the rows mean.
+Loads the targets. Other modules start them and interpret the rows.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prefix": ("prefix",),
     "gap": ("gap",),
 }
-"""Tests of one run of the client, whose start costs some seconds, for OpenVINO more; "gap" is not the client's."""
+"""The tests of one run of the client, which takes seconds to start (more for OpenVINO). Another program runs "gap"."""
 SPLIT_GROUPS = ("served", "prefix")
-"""What the split server is compared in; where only one of its roles has work it does what the colocated one does."""
+"""The tests of the split server. Where only one of its roles has work, it behaves like the colocated server."""
 GAP_PEERS = (BOTH, SPLIT, "vllm")
 STREAMS = 16
 
 
 @dataclass(slots=True)
 class Rounds:
-    """What has been measured, and what did not get through."""
+    """The measurements and the failures."""
 
     harness: Harness
     load: Load
     deadline: float
-    """By time.monotonic(): no round begins that would end later."""
+    """By time.monotonic(). No round begins that would end later."""
     prompt_len: int = 4095
-    """Of the prompt that interrupts; the models hold 4,096 tokens, one of which is the answer."""
+    """The length of the interrupting prompt. The models' limit is 4,096 tokens, one of which is the answer."""
     rows: list[Row] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
     def run(self, targets: Sequence[Target], count: int, groups: Sequence[str] = tuple(GROUPS)) -> int:
-        """At most `count` rounds, at least one; the number of those that were run."""
+        """Runs at least one and at most `count` rounds. Returns the number of rounds that were run."""
         longest = 0.0
         for number in range(count):
             started = time.monotonic()
@@ -88,7 +88,7 @@ class Rounds:
         self.add({"peer": target.name, "model": self.harness.model.name, "test": "gap", **asdict(found)})
 
     def quality(self, target: Target) -> dict[str, int] | None:
-        """Greedy output beside transformers in float32; None: it could not be compared."""
+        """Compares greedy output with transformers in float32. Returns None if that was not possible."""
         try:
             with target.awake():
                 return same_output(self.harness, target.url)
@@ -108,6 +108,8 @@ class Rounds:
 
 
 def _seed(group: tuple[str, ...], number: int) -> int:
-    """Of a run of the client. Two runs of one seed cut prompts at the same places of the corpus, whatever their tests:
-    a target that was measured in more groups than another would find their beginnings in its prefix cache."""
+    """Returns the seed of a run of the client. Two runs with the same seed cut prompts at the same places of the
+    corpus, whatever their tests. With equal seeds, a target that is measured in more groups than another would find
+    prefixes in its cache.
+    """
     return 1000 * (1 + list(GROUPS.values()).index(group)) + number

@@ -1,8 +1,8 @@
-"""The servers that are compared: which are installed, how they are started, and that only one of them may run.
+"""The servers in the comparison: which of them are installed, how they start, and the rule that only one of them runs.
 
-A peer's command line is the harness' (`run_peer.py`, table SERVERS). All servers stay up through the comparison, so
-that repetitions can be interleaved; a peer that is not measured is stopped by SIGSTOP, so that it takes no core from
-the others. Ours is never stopped: its leases would run out, and it takes 1 to 2 % of a core at rest.
+A peer's command line comes from the harness (`run_peer.py`, table SERVERS). All servers stay up through the comparison,
+so that repetitions can be interleaved. A peer that is not being measured is stopped by SIGSTOP, so it uses no core. Our
+server is never stopped, because its leases would expire; it uses 1 to 2 % of a core at rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """The peers' harness and the environments made after its README."""
+    """The peers' harness and the environments that its README describes."""
 
     scripts: Path
     root: Path
@@ -41,11 +41,11 @@ class Harness:
 
     @property
     def python(self) -> Path:
-        """Of the environment that has the load client's and transformers' packages."""
+        """Returns the Python of the environment with the packages of the load client and transformers."""
         return self.root / "base" / "bin" / "python"
 
     def missing(self, peer: str) -> str | None:
-        """Why this peer cannot be measured; None if it can be."""
+        """Returns why this peer cannot be measured, or None if it can."""
         needs = {
             "vllm": [self.root / "vllm/bin/python", self.root / "vllm/lib/python3.11/site-packages/vllm"],
             "llamacpp": [self.root / "llamacpp_build/bin/llama-server", self.root / f"gguf/{self.size}-bf16.gguf"],
@@ -57,14 +57,16 @@ class Harness:
 
 
 def check(harness: Harness) -> None:
-    """StartupError: the folders given are not the harness and its root."""
+    """Raises StartupError if the given folders are not the harness and its root."""
     for path in (harness.scripts / "run_peer.py", harness.scripts / "client.py", harness.python, harness.model):
         if not path.exists():
             raise StartupError(f"there is no {path}: PEERS= names the peers' harness, ROOT= what its README sets up")
 
 
 def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]]:
-    """Table SERVERS of the harness' run_peer.py: its definitions alone, since the script runs when imported."""
+    """Returns the table SERVERS of the harness' run_peer.py. Executes only its definitions, since importing the script
+    runs it.
+    """
     path = harness.scripts / "run_peer.py"
     module = ast.parse(path.read_text())
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assign)
@@ -77,19 +79,19 @@ def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]
 
 @dataclass(slots=True)
 class Target:
-    """One end to measure. `url` is empty for a peer inside the client's process."""
+    """A server to measure. `url` is empty for a peer inside the client's process."""
 
     name: str
     url: str = ""
     pid: int = 0
     model: str = "m"
-    """What requests call the model."""
+    """The model name in requests."""
     startup_s: float = 0.0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    """Of a peer, which may be stopped while others are measured."""
+    """The process of a peer, which may be stopped while others are measured."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Within it this target runs."""
+        """Lets this target run inside the context."""
         return nullcontext() if self.process is None else self._running(self.process.pid)
 
     @contextmanager
@@ -104,7 +106,7 @@ class Target:
 
 @contextmanager
 def peer_server(harness: Harness, name: str, log: Path, ready_s: float = 240.0) -> Iterator[Target]:
-    """A peer's server, up and stopped. StartupError with its last words: it did not get ready."""
+    """Yields a peer's server, ready and stopped. Raises StartupError with its last output if it does not get ready."""
     [port] = free_ports(1)
     options = Namespace(root=harness.root, size=harness.size, dtype=harness.dtype, port=port, kv_gib=2)
     environment = dict(os.environ, OMP_NUM_THREADS="2", TOKENIZERS_PARALLELISM="false")
@@ -133,7 +135,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], ready_s: float, log
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The whole process group, also if it is stopped or its leader has ended."""
+    """Kills the whole process group, even if it is stopped or its leader has ended."""
     for number, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -143,7 +145,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_token_s(model: Path, starts: int = 3) -> float:
-    """Median over starts of `looseleaf serve`, each alone; the first of them finds what it reads on disk."""
+    """Returns the median over starts of `looseleaf serve`, each alone. The first start reads its files from disk."""
     seconds = []
     for _ in range(starts):
         with Served(str(model), ["--roles", "both"]) as served:
@@ -153,6 +155,6 @@ def first_token_s(model: Path, starts: int = 3) -> float:
 
 @contextmanager
 def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = ()) -> Iterator[Target]:
-    """`looseleaf serve` with these roles."""
+    """Yields `looseleaf serve` with these roles."""
     with Served(str(model), ["--roles", roles, *flags], log) as served:
         yield Target(f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)

@@ -1,8 +1,8 @@
-"""transformers on the served workload without a server: one request after another, or in static batches of 16.
+"""Runs the served workload in transformers without a server: one request after another, or in static batches of 16.
 
-Run as a script by the harness' environment; imports nothing of Looseleaf. Requests are the harness' (`client.workload`)
-with a fixed seed. A static batch runs until its longest output is there; tokens that nobody asked for do not count. The
-last line is JSON: who, model and dtype, tokens, seconds, tokens a second.
+The harness' environment runs this file as a script; it imports nothing from Looseleaf. Requests come from the harness
+(`client.workload`) with a fixed seed. A static batch runs until its longest output is complete, and only requested
+tokens count. The last line is JSON: engine, model and dtype, tokens, seconds, tokens per second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Request = tuple[str, list[int], int]
 
 
 def served(scripts: Path, data: Path, count: int) -> list[Request]:
-    """The first `count` requests of the harness' served workload of 64."""
+    """Returns the first `count` requests of the harness' served workload of 64."""
     sys.path.insert(0, str(scripts))
     client = importlib.import_module("client")
     requests: list[Request] = client.workload(client.Prompts(data, client.SEED), "served", 64)
@@ -31,7 +31,9 @@ def served(scripts: Path, data: Path, count: int) -> list[Request]:
 
 
 def generate(model: Any, batch: list[Request]) -> int:
-    """Tokens wanted by `batch`, generated at once: prompts padded on the left, all as long as the longest output."""
+    """Generates a `batch` at once: prompts are padded on the left, and all outputs have the longest output's length.
+    Returns the number of requested tokens.
+    """
     torch = importlib.import_module("torch")
     longest = max(len(ids) for _, ids, _ in batch)
     rows = [[0] * (longest - len(ids)) + ids for _, ids, _ in batch]
@@ -53,7 +55,7 @@ def timed(call: Callable[[], int]) -> tuple[int, float]:
 
 
 def load(root: Path, size: str, first: Request) -> tuple[Any, str]:
-    """The model in whichever of bf16 and fp32 answers a request sooner on this machine, warm."""
+    """Loads the model in bf16 or fp32, whichever answers a request sooner on this machine, and warms it up."""
     found = []
     causal = importlib.import_module("transformers").AutoModelForCausalLM
     probe = [(first[0], first[1][:64], 12)]

@@ -1,9 +1,9 @@
-"""What running out of blocks costs: `python -m bench.served.preemption`, or `make bench-preemption`.
+"""Measures the cost of running out of blocks: `python -m bench.served.preemption`, or `make bench-preemption`.
 
-Serves the built-in model and sends the same requests, all at once, to an arena with room for all of them and to one
-with a share of the blocks that they then took, where groups are swapped to host memory, given back to prefill, or
-either (auto). All of that for several block sizes. Prints counts and times beside those of the arena with room, and how
-many requests were answered with other tokens than there, which must be none. The last line is JSON.
+Serves the built-in model and sends the same requests, all at once, to two arenas. The first has room for all requests.
+The second has a share of the blocks that they used in the first; there, groups are swapped to host memory, given back
+to prefill, or either (auto). This is repeated for several block sizes. Prints counts and times for both arenas, and the
+number of requests whose tokens differed between them, which must be zero. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODES = ("swap", "give-back", "auto")
 
 
 class PreemptionSettings(Settings):
-    """Measure swapping and giving back against an arena with room for everything."""
+    """Compares swapping and giving back with an arena that has room for all requests."""
 
     model_config = settings_config("LOOSELEAF_PREEMPTION_", "bench.served.preemption")
 
@@ -47,7 +47,7 @@ class PreemptionSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way through all requests."""
+    """One run of all requests."""
 
     num_blocks: int
     seconds: float
@@ -57,12 +57,12 @@ class Run:
 
     @property
     def most_held(self) -> int:
-        """The most blocks that sequences of the decode worker used at a time."""
+        """Returns the largest number of blocks that sequences of the decode worker used at one time."""
         return max(step.held_blocks for step in self.steps)
 
 
 def requests(num: int) -> list[Request]:
-    """Greedy and sampled in turn; every fourth has two samples."""
+    """Returns greedy and sampled requests in turn. Every fourth request has two samples."""
     found = []
     for number in range(num):
         wanted = WORKLOAD.request(number)
@@ -84,7 +84,7 @@ def requests(num: int) -> list[Request]:
 def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) -> Run:
     served = {"max_model_len": MAX_MODEL_LEN, "num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": 128}
     with WatchedServer(None, served, {"PREEMPTION": mode}) as server:
-        asyncio.run(send_all(server.addresses.grpc, wanted[:1], 1))  # warm; its prefix is a hit below, everywhere
+        asyncio.run(send_all(server.addresses.grpc, wanted[:1], 1))  # warms up; its prefix is a hit in every later run
         started, prefills = time.monotonic(), server.dispatched("prefill")
         answers = asyncio.run(send_all(server.addresses.grpc, wanted, len(wanted)))
         seconds = time.monotonic() - started
@@ -92,13 +92,15 @@ def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) 
 
 
 def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """Blocks for all requests at once, each at its full length, twice (floors keep half from workers without one)."""
+    """Returns twice the blocks that all requests need at full length. Floors reserve half for workers
+    that have none.
+    """
     lens = [(len(r.prompt_ids) + r.options["max_tokens"]) * r.options["n"] for r in wanted]
     return 2 * sum(-(-length // block_size) + 2 for length in lens)
 
 
 def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """The smallest arena whose decode worker may take every one of these requests (`sizing.granted_floor`)."""
+    """Returns the smallest arena whose decode worker accepts every one of these requests (`sizing.granted_floor`)."""
     needs = [GroupNeed(len(r.prompt_ids), r.options["max_tokens"], r.options["n"]) for r in wanted]
     largest = max(need.blocks(block_size) for need in needs)
     asked = blocks_of(MAX_MODEL_LEN, block_size) + 1
@@ -106,7 +108,7 @@ def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
 
 
 def row(mode: str, found: Run, ample: Run) -> dict[str, Any]:
-    """Counts and times of one run; times are means per request or per preempted group."""
+    """Returns counts and times of one run. Times are means per request or per preempted group."""
     counts = found.steps[-1].preemption
     out, back = max(1.0, counts["swapped_groups"]), max(1.0, counts["resumed_groups"])
     return {
@@ -147,7 +149,7 @@ def show(values: dict[str, Any], *, header: bool) -> None:
 
 
 def main(settings: PreemptionSettings) -> int:
-    """Exit status 1: an answer differed."""
+    """Returns exit status 1 if an answer differed."""
     rows = measure(settings)
     machine = platform.processor() or platform.machine()
     print(json.dumps({"benchmark": "preemption", "rows": rows, "machine": machine}))

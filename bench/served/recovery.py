@@ -1,6 +1,8 @@
-"""`python -m bench.served.recovery --model DIR`: what a client sees when the only decode worker is killed with -9.
+"""Measures the effect on clients if the only decode worker is killed with -9:
+`python -m bench.served.recovery --model DIR`.
 
-With a spare worker and without, each in mid-stream, several times; streams are compared with undisturbed ones.
+Runs with and without a spare worker, several trials each. The kill comes in mid-stream, and the streams are compared
+with undisturbed ones.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from testing.system import assert_nothing_held, wait_for
 
 PROMPT_LEN = 64
 WARM_TOKENS = 16
-"""That every stream has when the worker dies."""
+"""The tokens that every stream has when the worker dies."""
 LOADED_S = 300.0
 
 
 class RecoverySettings(Settings):
-    """Kill the worker that decodes, in mid-stream."""
+    """Kills the decoding worker in mid-stream."""
 
     model_config = settings_config("LOOSELEAF_RECOVERY_", "bench.served.recovery")
 
@@ -49,11 +51,11 @@ class RecoverySettings(Settings):
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as its client saw it."""
+    """One answer as its client received it."""
 
     token_ids: list[int] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
-    """Of messages with tokens."""
+    """The times of messages with tokens."""
 
     @property
     def longest_gap_s(self) -> float:
@@ -67,9 +69,9 @@ class Outcome:
     roles: str
     spare: int
     gaps_s: list[float]
-    """The longest of all streams, by trial."""
+    """The longest gap of all streams, by trial."""
     usual_s: float
-    """The longest of all undisturbed streams."""
+    """The longest gap of all undisturbed streams."""
     num_different: int
 
     def row(self) -> str:
@@ -86,7 +88,7 @@ async def follow(client: AsyncClient, prompt: Sequence[int], max_tokens: int, se
 
 
 async def streams(address: str, prompts: Sequence[Sequence[int]], max_tokens: int, victim: int | None) -> list[Stream]:
-    """All at once; `victim` dies when each has WARM_TOKENS tokens."""
+    """Runs all streams at once. `victim` dies when each has WARM_TOKENS tokens."""
     seen = [Stream() for _ in prompts]
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         for prompt, stream in zip(prompts, seen, strict=True):
@@ -99,7 +101,7 @@ async def streams(address: str, prompts: Sequence[Sequence[int]], max_tokens: in
 
 
 class Trials:
-    """Kills in one launch."""
+    """The kills in one launch."""
 
     def __init__(self, settings: RecoverySettings, launcher: Launcher, addresses: Addresses) -> None:
         rng = random.Random(1)

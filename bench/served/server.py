@@ -1,4 +1,4 @@
-"""A whole stack for a benchmark, whose decode worker writes down its blocks after every step; and requests for it."""
+"""A whole stack for a benchmark, whose decode worker records its blocks after every step; and requests for it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ STORY_LEN = 448
 
 
 class WatchedServer(Launcher):
-    """Block store, gateway, one prefill and one watched decode worker. A worker that dies is not started again."""
+    """Block store, gateway, one prefill worker and one watched decode worker. A worker that dies is not restarted."""
 
     def __init__(self, model: str | None, settings: Mapping[str, Any], decode: Mapping[str, str] | None = None) -> None:
-        """`settings` as of `LLM`; `decode` are variables of the decode worker alone, without their prefix."""
+        """Starts the stack. `settings` are those of `LLM`; `decode` are variables of the decode worker, without their
+        prefix.
+        """
         self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-bench-")
         self._file = Path(self._scratch.name) / "steps.jsonl"
         self._variables = {f"LOOSELEAF_DECODE_{name}": value for name, value in (decode or {}).items()}
@@ -43,15 +45,15 @@ class WatchedServer(Launcher):
         return super()._spawn(name, "bench.served.watched_decode", flags, variables)
 
     def steps(self, since_ns: int = 0, until_ns: int = 1 << 62) -> list[StepRecord]:
-        """Steps of the decode worker within this time (monotonic clock)."""
+        """Returns the decode worker's steps within this time (monotonic clock)."""
         return [step for step in read(self._file) if since_ns <= step.at_ns < until_ns]
 
     def dispatched(self, worker: str) -> int:
-        """How often the gateway has sent a request to a worker."""
+        """Returns how often the gateway has sent a request to a worker."""
         return int(self.metric("looseleaf_worker_requests_total", worker=worker))
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the gateway's samples of this name with these labels."""
+        """Returns the sum of the gateway's samples of this metric with these labels."""
         return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def __enter__(self) -> Self:
@@ -74,7 +76,7 @@ class Request:
 
 
 async def send_all(address: str, requests: Sequence[Request], at_once: int) -> list[Completion]:
-    """Answers in order; `at_once` requests are in flight until the last ones."""
+    """Returns the answers in order. Up to `at_once` requests are in flight."""
     places = asyncio.Semaphore(at_once)
     async with AsyncClient(address) as client:
 
@@ -86,7 +88,9 @@ async def send_all(address: str, requests: Sequence[Request], at_once: int) -> l
 
 
 async def stories(address: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Prompts of these lengths (at most STORY_LEN): beginnings of stories that the model itself tells, each another."""
+    """Returns different prompts of these lengths (at most STORY_LEN). They are beginnings of stories by the model
+    itself.
+    """
     async with AsyncClient(address) as client:
         beginning = list(await client.tokenize("Once upon a time"))
     longest = max(2, max(lengths) - len(beginning))

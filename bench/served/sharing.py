@@ -1,13 +1,13 @@
-"""What samples and beams share: `python -m bench.served.sharing`, or `make bench-sharing`.
+"""Measures the sharing between samples and beams: `python -m bench.served.sharing`, or `make bench-sharing`.
 
-Serves the built-in model on this machine and looks at the decode worker's block tables after every step. First, blocks
-saved by sharing, with lengths like those of the PagedAttention paper's data sets and its numbers beside ours: 1 -
-(different blocks / entries of all block tables), summed over steps. Then what one request of n samples costs up to the
-hand-over: prefills, tickets, bytes. The last line is JSON.
+Serves the built-in model on this machine and reads the decode worker's block tables after every step. The first part
+measures the blocks saved by sharing: 1 - (different blocks / entries of all block tables), summed over steps. It uses
+lengths like those of the PagedAttention paper's data sets and prints the paper's numbers for comparison. The second
+part measures the cost of one request of n samples up to the hand-over: prefills, tickets, bytes. The last line is JSON.
 
-Of the data sets only the mean lengths are known here (paper, section 6.1); the shape, a lognormal cut to what the model
-takes, is ours. Prompts are beginnings of stories that the model tells; each request has a cache salt of its own, so
-that only samples of the same request share. Outputs run to their length, as in the paper.
+Only the mean lengths of the data sets are known (paper, section 6.1). We assume a lognormal distribution, cut to the
+model's limit. Prompts are beginnings of stories that the model tells. Each request has a different cache salt, so only
+samples of the same request share blocks. Outputs run to their full length, as in the paper.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COPIES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Lengths like those of a data set, and what the paper saved on it with n or a width of 2 to 6 (figure 15)."""
+    """Lengths like those of a data set, and the paper's savings on it with n or a width of 2 to 6 (figure 15)."""
 
     name: str
     prompt: Lengths
@@ -65,7 +65,7 @@ DATA_SETS = (
 
 
 class SharingSettings(Settings):
-    """Measure what samples and beams of a request share."""
+    """Measures the sharing between samples and beams of a request."""
 
     model_config = settings_config("LOOSELEAF_SHARING_", "bench.served.sharing")
 
@@ -84,7 +84,7 @@ KINDS: Mapping[str, Callable[[int], GenerateOptions]] = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Prompts of one data set, their output lengths, and whom to send them to."""
+    """The prompts of one data set, their output lengths, and the server."""
 
     server: WatchedServer
     prompts: Sequence[Sequence[int]]
@@ -92,7 +92,9 @@ class Load:
     seed: int
 
     def run(self, name: str, width: int, options: GenerateOptions) -> list[StepRecord]:
-        """Send everything; the decode worker's steps meanwhile. `name` keeps runs from sharing blocks."""
+        """Sends all requests and returns the decode worker's steps in that time. `name` keeps runs from
+        sharing blocks.
+        """
         requests = []
         for number, (prompt, output_len) in enumerate(zip(self.prompts, self.output_lens, strict=True)):
             own: GenerateOptions = {
@@ -114,13 +116,15 @@ def load_of(server: WatchedServer, data: DataSet, num: int, seed: int) -> Load:
 
 
 def saved_share(steps: Sequence[StepRecord]) -> float:
-    """Blocks saved, of those that block tables without sharing would take, over all steps."""
+    """Returns the share of blocks saved over all steps, relative to block tables without sharing."""
     unshared = sum(step.table_blocks for step in steps)
     return 1 - sum(step.own_blocks for step in steps) / unshared
 
 
 def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
-    """What requests of n samples cost until decode has them, and what decode copies afterwards; means per request."""
+    """Returns the cost of requests of n samples until decode has them, and the blocks that decode copies afterwards.
+    All figures are means per request.
+    """
     server, num = load.server, len(load.prompts)
     before, dispatched = server.steps()[-1], server.dispatched("prefill")
     steps = load.run(f"hand-over {n}", n, KINDS["n"](n))
@@ -135,7 +139,7 @@ def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
 
 
 def measure(settings: SharingSettings) -> dict[str, Any]:
-    """Serve, run everything, print as it comes."""
+    """Serves the model, runs all measurements, and prints results as they come."""
     served = {
         "max_model_len": 1024, "num_blocks": 8192, "max_num_seqs": MAX_NUM_SEQS, "block_size": settings.block_size,
     }  # fmt: skip
@@ -158,7 +162,7 @@ def measure(settings: SharingSettings) -> dict[str, Any]:
 
 
 def saved(load: Load, data: DataSet) -> dict[str, float]:
-    """Percent of blocks saved, by kind and width, printed as it comes."""
+    """Returns the percentage of blocks saved, by kind and width. Prints each result as it comes."""
     found: dict[str, float] = {}
     for kind, options in KINDS.items():
         for width in WIDTHS:

@@ -1,6 +1,6 @@
-"""`looseleaf serve` as a process of its own, as a user starts it: time until the first token, and memory.
+"""Runs `looseleaf serve` as a user would, as a process, and measures the time until the first token, and memory.
 
-Knows /proc and the OpenAI endpoint; how services are launched is the launcher's.
+Uses /proc and the OpenAI endpoint. The launcher starts the services.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Served:
-    """A running `looseleaf serve`; leaving the context ends it."""
+    """A running `looseleaf serve`. Leaving the context ends it."""
 
     def __init__(self, model: str, flags: Sequence[str] = (), log: Path | None = None, start_s: float = 120.0) -> None:
-        """Start it; `log` takes what it says. StartupError: no token came within `start_s` seconds."""
+        """Starts the server, whose output goes to `log`. Raises StartupError if no token came within
+        `start_s` seconds.
+        """
         self.port, self.grpc_port = free_ports(2)
         ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
         command = [sys.executable, "-m", "looseleaf", "serve", model, *ports, "--served-model-name", "m", *flags]
@@ -57,7 +59,7 @@ class Served:
         raise StartupError(f"looseleaf serve gave no token; it said: {tail(log)}")
 
     def stop(self) -> None:
-        """SIGTERM, and after 30 s SIGKILL, as to a service that hangs."""
+        """Sends SIGTERM, and SIGKILL after 30 s, as for a service that hangs."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(30)
@@ -75,12 +77,14 @@ class Served:
 
 
 def tail(log: Path | None) -> str:
-    """The last lines of a log, for a message."""
+    """Returns the last lines of a log, for a message."""
     return "nothing kept" if log is None else "\n".join(log.read_text(errors="replace").splitlines()[-8:])
 
 
 def first_token(url: str) -> None:
-    """Return when a short request's first event has come. OSError: refused, or not there yet."""
+    """Returns when the first event of a short request has arrived. Raises OSError if the connection or the request
+    fails.
+    """
     body = {"model": "m", "prompt": FIRST_PROMPT, "max_tokens": 1, "temperature": 0, "stream": True}
     request = urllib.request.Request(
         url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -91,7 +95,7 @@ def first_token(url: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; all different."""
+    """Returns different ports on which nothing listens now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:
@@ -100,7 +104,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def tree(pid: int) -> Iterator[int]:
-    """`pid` and all that descend from it."""
+    """Returns `pid` and all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -109,7 +113,7 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process tree, its ended and reaped children included."""
+    """Returns user and system time of a process tree, including children that have ended and were reaped."""
     ticks = 0
     for member in tree(pid):
         with contextlib.suppress(OSError):
@@ -119,17 +123,17 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Proportional set sizes of a process tree in MiB, so that what is shared counts once."""
+    """Proportional set sizes of a process tree in MiB. Shared memory counts once."""
 
     total: float
     arena: float
-    """Of it: touched pages of the KV arena."""
+    """The touched pages of the KV arena, which are part of the total."""
     weights: float
-    """Size of the model's weights, once; not measured."""
+    """The size of one copy of the model's weights; not measured."""
 
     @property
     def beyond(self) -> float:
-        """What is neither KV nor one copy of the weights."""
+        """Returns the memory without KV and without one copy of the weights."""
         return self.total - self.arena - self.weights
 
     def row(self) -> dict[str, float]:
@@ -137,7 +141,7 @@ class Memory:
 
 
 def memory(pid: int, weights_bytes: int) -> Memory:
-    """Of the process tree of `pid` now."""
+    """Returns the current memory of the process tree of `pid`."""
     total = arena = 0
     for member in tree(pid):
         with contextlib.suppress(OSError):
@@ -148,7 +152,7 @@ def memory(pid: int, weights_bytes: int) -> Memory:
 
 
 def mappings(smaps: str) -> Iterator[tuple[str, int]]:
-    """(file or "", proportional KiB) of every mapping in a text like /proc/PID/smaps."""
+    """Returns (file or "", proportional KiB) of every mapping in a text like /proc/PID/smaps."""
     name = ""
     for line in smaps.splitlines():
         if found := _MAPPING.match(line):
@@ -158,5 +162,5 @@ def mappings(smaps: str) -> Iterator[tuple[str, int]]:
 
 
 def weights_bytes(model: str) -> int:
-    """Of a directory's safetensors."""
+    """Returns the bytes of a directory's safetensors files."""
     return sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))

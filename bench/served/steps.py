@@ -1,4 +1,4 @@
-"""A decode worker's block tables after one step, counted; written by `watching`, read by the benchmarks."""
+"""Counts of a decode worker's block tables after one step. `watching` writes them, and the benchmarks read them."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ import numpy as np
 from engine.block_table import BlockTable
 
 VARIABLE = "LOOSELEAF_BENCH_STEPS"
-"""The file that a watched worker writes to, one JSON list of a `StepRecord` a line."""
+"""The file to which a watched worker writes: one line of JSON per `StepRecord`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A decode worker after one step. Counts of blocks are those of running and waiting groups together."""
+    """A decode worker after one step. Block counts cover running and waiting groups together."""
 
     at_ns: int
     """Monotonic clock, the same for all processes of a machine."""
     num_running: int
-    """Sequences."""
+    """The number of running sequences."""
     num_waiting: int
     table_blocks: int
-    """Length of all block tables: blocks if nothing were shared."""
+    """The total length of all block tables, which is the number of blocks without sharing."""
     own_blocks: int
-    """Different blocks in these tables."""
+    """The number of different blocks in these tables."""
     filled_slots: int
-    """Token positions of these blocks that hold KV."""
+    """The number of token positions in these blocks that have KV."""
     sequence_tokens: int
-    """Positions with KV over all sequences, shared ones for each."""
+    """The number of positions with KV over all sequences. Shared positions count once per sequence."""
     held_blocks: int
-    """Blocks that the worker counts as used by a sequence."""
+    """The number of blocks that the worker counts as used by a sequence."""
     reserve_blocks: int
-    """Blocks allocated ahead."""
+    """The number of blocks allocated ahead."""
     copied_blocks: int
-    """Blocks copied on write since the start."""
+    """The number of blocks copied on write since the start."""
     num_tickets: int
-    """Tickets that came since the start."""
+    """The number of tickets received since the start."""
     ticket_bytes: int
-    """Bytes of their messages."""
+    """The size of their messages in bytes."""
     ticket_blocks: int
-    """Different blocks of each, added up."""
+    """The sum of the numbers of different blocks in each."""
     preemption: Mapping[str, float]
-    """`decode_svc.preemption.PreemptionCounts` since the start."""
+    """The counts of `decode_svc.preemption.PreemptionCounts` since the start."""
 
 
 def count_tables(tables: Iterable[tuple[BlockTable, int]], block_size: int) -> tuple[int, int, int]:
-    """Of (block table, positions with KV) of every sequence: (entries, different blocks, positions filled in these)."""
+    """Takes (block table, positions with KV) of every sequence. Returns (entries, different blocks, filled positions in
+    these blocks).
+    """
     blocks: list[Any] = [np.empty(0, np.int32)]
     filled: list[Any] = [np.empty(0, np.int64)]
     for table, num_tokens in tables:
@@ -65,7 +67,7 @@ def count_tables(tables: Iterable[tuple[BlockTable, int]], block_size: int) -> t
 
 
 def read(path: Path) -> list[StepRecord]:
-    """What has been written so far."""
+    """Returns all records written so far."""
     text = path.read_text() if path.exists() else ""
     complete = text[: text.rfind("\n") + 1]
     return [StepRecord(*json.loads(line)) for line in complete.splitlines()]

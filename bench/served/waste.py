@@ -1,13 +1,15 @@
-"""How much of the KV memory holds nothing: `python -m bench.served.waste`, or `make bench-waste`.
+"""Measures unused KV memory: `python -m bench.served.waste`, or `make bench-waste`.
 
-Serves a tiny random model with fewer blocks than the load asks for, and looks at the decode worker's blocks after every
-step and at the ledger twenty times a second. Requests are a mix of one greedy or sampled sequence, several samples, and
-beams; some share a prefix; they come by a seeded Poisson process, faster than they can be served. Printed are
+Serves a tiny random model with fewer blocks than the load needs. Reads the decode worker's blocks after every step and
+the ledger twenty times a second. The requests are a mix of single sequences (greedy or sampled), several samples, and
+beams; some share a prefix. They arrive in a seeded Poisson process, faster than they can be served. Prints
 
-* internal waste: slots of blocks in use that hold no KV, against (block_size - 1) / 2 slots a sequence in theory;
-* utilisation while saturated: blocks that somebody refers to, of all blocks, in the middle of the run, where many
-  requests wait (blocks allocated ahead do not count as used, nor does what is kept free for a floor);
-* stranded blocks: referred to by nobody who needs them, while running (held, but in no block table) and at rest.
+* internal waste: slots of used blocks without KV, compared with the theoretical (block_size - 1) / 2 slots per
+  sequence;
+* utilization while saturated: referenced blocks as a share of all blocks, in the middle of the run, when many requests
+  wait (blocks allocated ahead and blocks kept free for a floor do not count as used);
+* stranded blocks, which are referenced but needed by no sequence: while running (held, but in no block table) and at
+  rest.
 
 The last line is JSON.
 """
@@ -56,13 +58,13 @@ MIX: Sequence[tuple[int, GenerateOptions]] = (
     (5, {"beam_width": 2, "n": 1}),
     (5, {"beam_width": 4, "n": 2}),
 )
-"""(parts of 100, options)."""
+"""(share in percent, options)."""
 SATURATED = (0.2, 0.6)
-"""Measured between the moments at which these shares of the requests have been answered; the rest runs or waits."""
+"""The interval of the measurement, as shares of answered requests. The other requests run or wait."""
 
 
 class WasteSettings(Settings):
-    """Measure KV memory that holds nothing, under a mixed load."""
+    """Measures unused KV memory under a mixed load."""
 
     model_config = settings_config("LOOSELEAF_WASTE_", "bench.served.waste")
 
@@ -80,11 +82,11 @@ class Poll:
 
     at_ns: int
     referenced: int
-    """Blocks with a reference, those allocated ahead among them."""
+    """The number of blocks with a reference, including those allocated ahead."""
 
 
 async def poll(address: str, polls: list[Poll]) -> None:
-    """Look at the ledger until cancelled."""
+    """Polls the ledger until cancelled."""
     shown = trust_at(address).metadata
     async with open_channel(address) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
@@ -95,7 +97,7 @@ async def poll(address: str, polls: list[Poll]) -> None:
 
 
 async def run_load(address: str, block_store: str, settings: WasteSettings) -> tuple[list[Poll], list[int]]:
-    """Send everything; what the polls saw, and when each request was answered (sorted)."""
+    """Sends all requests. Returns the polls, and the sorted times at which requests were answered."""
     rng = random.Random(settings.seed)
     workload = Workload(settings.seed, VOCAB_SIZE, MAX_MODEL_LEN, PROMPT, OUTPUT, shared_share=0.3)
     polls: list[Poll] = []
@@ -118,9 +120,10 @@ async def run_load(address: str, block_store: str, settings: WasteSettings) -> t
 
 
 def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float, float, float]:
-    """(share of slots in used blocks without KV, in theory, mean length of a sequence in tokens), over all steps.
+    """Returns (share of slots without KV in used blocks, the same in theory, mean length of a sequence in tokens), over
+    all steps.
 
-    In theory the last block of a sequence lacks (block_size - 1) / 2 positions, and nothing else is lost.
+    In theory the last block of a sequence lacks (block_size - 1) / 2 positions, and there is no other loss.
     """
     slots = block_size * sum(step.own_blocks for step in steps)
     filled = sum(step.filled_slots for step in steps)
@@ -130,7 +133,7 @@ def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float,
 
 
 def utilisations(polls: Sequence[Poll], steps: Sequence[StepRecord], num_blocks: int) -> list[float]:
-    """Share of the blocks in use at each poll, without what the decode worker had allocated ahead."""
+    """Returns the share of used blocks at each poll, without the blocks that the decode worker had allocated ahead."""
     times = [step.at_ns for step in steps]
     reserves = [steps[max(0, bisect(times, item.at_ns) - 1)].reserve_blocks for item in polls]
     return [(item.referenced - ahead) / num_blocks for item, ahead in zip(polls, reserves, strict=True)]
@@ -176,7 +179,7 @@ def measure(settings: WasteSettings) -> dict[str, Any]:
 
 
 def tiny_model(directory: str) -> Path:
-    """Speed, not sense: blocks are what counts here."""
+    """Returns a model that is fast and produces nonsense, because only blocks matter here."""
     return make_checkpoint(directory, dtype=torch.bfloat16, max_position_embeddings=MAX_MODEL_LEN)
 
 

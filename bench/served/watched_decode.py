@@ -1,4 +1,4 @@
-"""A decode worker that writes down its blocks after every step (`watching`); flags as of `python -m decode_svc`."""
+"""A decode worker that records its blocks after every step (`watching`). Takes the flags of `python -m decode_svc`."""
 
 from bench.served.watching import install
 from common.service_main import run_service

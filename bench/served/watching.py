@@ -1,7 +1,7 @@
-"""Makes a decode worker write down its blocks after every step. For the benchmarks' own entry point only.
+"""Makes a decode worker record its blocks after every step. Only the benchmarks' entry points use this module.
 
-`watched_decode` becomes the service after `install`; no setting of a service turns this on. Counting takes place in the
-step thread, so a watched worker is a little slower than one in service.
+`watched_decode` becomes the service after `install`; no setting of a service enables it. The step thread does the
+counting, so a watched worker is a little slower than a worker in service.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.model_runner import ModelRunner
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start of the process."""
+    """The counts since the start of the process."""
 
     copied_blocks: int = 0
     num_tickets: int = 0
@@ -31,7 +31,7 @@ class Totals:
 
 
 def record(worker: Any, totals: Totals) -> StepRecord:
-    """A `DecodeWorker` between two steps."""
+    """Returns a record of a `DecodeWorker` between two steps."""
     sequences = [sequence for group in worker._scheduler.groups() for sequence in group.live]
     load, held = worker._scheduler.load(), worker._attached.held
     counts = count_tables(((s.table, s.num_computed) for s in sequences), worker._block_size)
@@ -52,7 +52,7 @@ def record(worker: Any, totals: Totals) -> StepRecord:
 
 
 def install() -> None:
-    """Patch this process. Before the service's `main`, once."""
+    """Patches this process. Call it once, before the service's `main`."""
     totals = Totals()
     file = open(os.environ[VARIABLE], "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process
 

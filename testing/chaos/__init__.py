@@ -1,4 +1,4 @@
-"""The chaos suite: real processes, real signals, seeded schedules, every answer compared with the oracle.
+"""The chaos suite: real processes, real signals and seeded schedules. Every answer is compared with the oracle.
 
 `python -m testing.chaos --scenario all` runs every scenario at its full count and prints one table.
 """

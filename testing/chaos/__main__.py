@@ -1,4 +1,4 @@
-"""`python -m testing.chaos --scenario all`: runs scenarios, prints their tables, ends with status 1 if one is bad."""
+"""`python -m testing.chaos --scenario all`: runs scenarios and prints their tables. Exit status 1 if one fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from testing.chaos.run import Run
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One scenario and how often it is tried where nobody says."""
+    """One scenario and its default number of trials."""
 
     run: Callable[[Run], Report]
     trials: int
@@ -66,9 +66,9 @@ SCENARIOS = {
 
 
 def main(argv: list[str]) -> int:
-    """The exit status."""
+    """Returns the exit status."""
     arguments = _parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: nothing is left running
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds every `with`, so no process is left running
     names = list(SCENARIOS) if "all" in arguments.scenario else arguments.scenario
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-model-") as directory:
         began = time.monotonic()
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(name: str, run: Run) -> Report:
-    """A scenario that cannot be carried through is a bad one; the others are still run."""
+    """Runs one scenario. An exception counts as a failure, and the other scenarios still run."""
     began = time.monotonic()
     try:
         report = SCENARIOS[name].run(run)

@@ -1,6 +1,6 @@
-"""What is asked in a chaos run, and the right answers: seeded requests with shared prefixes, answered by the oracle.
+"""The requests of a chaos run and the right answers: seeded requests with shared prefixes, answered by the oracle.
 
-Independent of services: one process, a batch of one, no cache.
+The oracle is one process with a batch of one and no cache. It does not use the services.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from looseleaf.options import GenerateOptions
 from testing.oracle import Oracle
 
 PREFIX_LENGTHS = (0, 15, 16, 17, 32, 48, 100)
-"""Lengths of the shared heads; those at and beside a block's border are where bookkeeping goes wrong."""
+"""The lengths of the shared prefixes. Bookkeeping tends to fail at block boundaries and next to them."""
 TAIL_LENGTHS = (1, 60)
 OUTPUT_LENGTHS = (16, 256)
 MAX_MODEL_LEN = 512
-"""Takes the longest head, tail and output, with room for a few more."""
+"""Enough for the longest prefix, prompt and output, with room for a few more tokens."""
 
 
 GROUP_WIDTH = 3
-"""Samples or beams of every fourth case."""
+"""The number of samples or beams of every fourth case."""
 _KINDS = ("greedy", "drawn", "greedy", "samples", "drawn", "greedy", "drawn", "beams")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request and its one right answer."""
+    """One request and its only right answer."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int
     expected: tuple[tuple[int, ...], ...]
-    """One per sample, or per beam, the best first. Empty: it must be refused."""
+    """The tokens of each sample, or of each beam, best first. Empty if the request must be refused."""
 
     @property
     def streamed(self) -> bool:
-        """Whether its tokens come as they are computed; those of a beam search come all at its end."""
+        """Whether its tokens are sent as they are computed. Those of a beam search are all sent at its end."""
         return self.sampling.beam_width is None
 
     def options(self, salt: str) -> GenerateOptions:
-        """As a client gives them."""
+        """The options of the request for a client."""
         options: GenerateOptions = {"max_tokens": self.max_tokens, "ignore_eos": True, "cache_salt": salt}
         options["n"] = self.sampling.num_sequences
         if self.sampling.beam_width is not None:
@@ -63,7 +63,9 @@ class Case:
 
 
 def make_model(directory: Path) -> Path:
-    """A tiny random Llama in bf16, drawn wide, so that one wrong KV block changes tokens."""
+    """Returns a tiny random Llama in bf16. Its weights are drawn from a wide distribution, so one wrong KV block
+    changes tokens.
+    """
     return make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, max_position_embeddings=2048)
 
 
@@ -75,8 +77,8 @@ def make_book(
     output_lengths: tuple[int, int] = OUTPUT_LENGTHS,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> list[Case]:
-    """`num_cases` cases: of eight, three greedy and three drawn ones, one of several samples and one beam search. Takes
-    about 1.5 ms per output token.
+    """Returns `num_cases` cases. Of eight, three are greedy, three are sampled, one has several samples, and one is a
+    beam search. Takes about 1.5 ms per output token.
     """
     rng = random.Random(seed)
     settings = RunnerSettings(model=str(model), max_model_len=max_model_len, num_threads=1, deterministic=True)

@@ -1,7 +1,7 @@
-"""Scenario of clients that go away: how soon nobody computes for them any more.
+"""Scenario: clients cancel their requests. Measures how soon the workers stop computing for them.
 
-A trial starts a few requests at once, cancels all of them at a random moment, and looks at the ledger until workers
-hold nothing but the reserve. So what is measured is the slowest of each trial, and includes the way through client and
+A trial starts a few requests at once, cancels all of them at a random moment, and polls the ledger until workers hold
+only their reserve. The result is therefore the slowest request of each trial. It includes the path through client and
 gateway.
 """
 
@@ -23,18 +23,18 @@ from testing.chaos.traffic import ask
 from testing.system import assert_nothing_held
 
 TOGETHER = 10
-"""Requests of a trial."""
+"""The number of requests in a trial."""
 LATEST_S = 0.6
-"""A trial's requests are cancelled so long after their start at the latest; most last longer."""
+"""The longest time between the start of a trial's requests and their cancellation. Most requests take longer."""
 WAIT_S = 10.0
 POLL_S = 0.005
 LIMIT_MS = 250.0
 SHORTEST_PROMPT = 17
-"""With a full block, so that each sequence on a decode worker holds a sealed one: the reserve is never sealed."""
+"""At least one full block, so that each sequence on a decode worker holds a sealed one. The reserve is never sealed."""
 
 
 def cancels(run: Run) -> Report:
-    """`trials` requests, cancelled."""
+    """Cancels `trials` requests."""
     report = run.report("cancels")
     book = [case for case in run.book if len(case.prompt_ids) >= SHORTEST_PROMPT and case.max_tokens >= 64]
     with run.stack() as stack:
@@ -47,13 +47,13 @@ def cancels(run: Run) -> Report:
         report.told("until nobody computes for them, most", f"{max(took, default=0):.0f} ms")
         with run.traffic(stack) as traffic:
             traffic.wait_for(2 * run.concurrency, timeout_s=60)
-            judge(report, stack, traffic.stop())  # of those that come after
+            judge(report, stack, traffic.stop())  # of those that follow
         assert_nothing_held(stack.addresses.block_store)
     return report
 
 
 async def _rounds(stack: Stack, book: Sequence[Case], num_rounds: int, rng: random.Random) -> list[tuple[int, float]]:
-    """(requests cut off, seconds until the workers were idle) of each round."""
+    """Returns (requests cut off, seconds until the workers were idle) of each round."""
     async with AsyncClient(stack.addresses.grpc) as client:
         return [await _round(client, stack.ledger(), book, rng) for _ in range(num_rounds)]
 
@@ -78,7 +78,9 @@ async def _round(
 
 
 def _idle(ledger: LedgerScripts) -> bool:
-    """Whether all that workers hold is what decode workers keep in reserve. Tickets, which compute nothing, may be."""
+    """Returns whether workers hold only the reserve of the decode workers. Tickets are allowed, because they compute
+    nothing.
+    """
     now = inspect(ledger)
     held = {holder.name: holder.num_references for holder in now.holders if holder.kind == "worker"}
     prefill = sum(count for name, count in held.items() if name.startswith("prefill"))

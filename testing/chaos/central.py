@@ -1,7 +1,8 @@
-"""Scenarios in which a service that there is one of is killed with -9 under load: the block store, the gateway.
+"""Scenarios that kill a service of which there is only one, the block store or the gateway, with -9 under load.
 
-The store's death must not be noticed by any request. The gateway's breaks its connections, and no more than that: it is
-back on its ports, finds the blocks of prompts from before, and whatever it had asked for is given back.
+No request may notice the death of the store. The death of the gateway breaks its connections, and has no other effect:
+the gateway comes back on its ports and finds the blocks of earlier prompts, and the workers release the blocks of its
+requests.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from testing.system import assert_nothing_held, inspect, wait_for
 
 BACK_MOST_S = 3.0
 RECONNECT_S = 5.0
-"""gRPC clients wait up to so long before they try a lost connection again."""
+"""The longest time that gRPC clients wait before they try a lost connection again."""
 _WARM_PROMPT = [17 + number % 200 for number in range(160)]
 
 
 def store_kill(run: Run) -> Report:
-    """Every second time a decode worker dies with the store, and its successor must find the new one."""
+    """Kills the store. Every second time a decode worker dies too, and its successor must find the new store."""
     with run.stack(Plan(restarted=("block_store", "prefill", "decode"))) as stack:
         return store_kill_on(run, stack)
 
 
 def store_kill_on(run: Run, stack: Stack) -> Report:
-    """The same on a stack that is there."""
+    """Runs `store_kill` on an existing stack."""
     report, rng = run.report("store-kill"), run.rng
     before, kills, back = stack.arena.fixed, list[float](), list[float]()
     with run.traffic(stack) as traffic:
@@ -55,7 +56,9 @@ def store_kill_on(run: Run, stack: Stack) -> Report:
 
 
 def _kill_store(stack: Stack, rng: random.Random, *, with_decode: bool) -> tuple[float, float]:
-    """When it was, and when a store answered again; returns once a decode worker that died too has requests."""
+    """Kills the store. Returns the time of the kill, and the time at which a store answered again. If a decode worker
+    died too, first waits until its successor has requests.
+    """
     time.sleep(rng.random() * 0.3)
     pid, decode, dead = stack.pids["block_store"], stack.pids["decode-0"], stack.holder("decode-0")
     moment = stack.kill("block_store")
@@ -70,21 +73,21 @@ def _kill_store(stack: Stack, rng: random.Random, *, with_decode: bool) -> tuple
 
 
 def _num_blocks(stack: Stack) -> int:
-    with contextlib.suppress(Exception):  # not there yet, in whichever way
+    with contextlib.suppress(Exception):  # not there yet; the error may be of any kind
         return inspect(stack.addresses.block_store).num_blocks
     return 0
 
 
 def gateway_kill(run: Run) -> Report:
-    """Killed in mid-stream."""
+    """Kills the gateway in mid-stream."""
     with run.stack(Plan(restarted=("gateway", "prefill", "decode"))) as stack:
         return gateway_kill_on(run, stack)
 
 
 def gateway_kill_on(run: Run, stack: Stack) -> Report:
-    """The same on a stack that is there."""
+    """Runs `gateway_kill` on an existing stack."""
     report, rng = run.report("gateway-kill"), run.rng
-    _cached(stack)  # from here on the prompt's blocks are there
+    _cached(stack)  # the prompt's blocks are cached from here on
     outages, cached = list[tuple[float, float]](), list[int]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=60)
@@ -110,7 +113,7 @@ def _wait_complete(traffic: Traffic, count: int) -> None:
 
 
 def _kill_gateway(stack: Stack) -> tuple[float, float]:
-    """When it was killed, and when it was ready again at its address."""
+    """Kills the gateway. Returns the time of the kill, and the time at which it was ready again at its address."""
     moment = stack.kill("gateway")
     wait_for(lambda: _is_ready(stack), bool, BACK_S, "the gateway is not ready again at its address")
     return moment, time.monotonic()
@@ -123,13 +126,13 @@ def _is_ready(stack: Stack) -> bool:
 
 
 def _cached(stack: Stack) -> int:
-    """Ask for the same prompt as ever; how many of its tokens were found."""
+    """Sends the same prompt every time. Returns the number of its tokens that were cached."""
     with Client(stack.addresses.grpc, timeout=60.0) as client:
         return client.generate(_WARM_PROMPT, max_tokens=1, temperature=0.0).usage.cached_tokens
 
 
 def _is_broken(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
-    """Whether it failed because no gateway was there, or its client had not yet connected again."""
+    """Returns whether it failed because the gateway was down or its client had not reconnected yet."""
     return answer.error is not None and any(
         answer.began < back + RECONNECT_S and kill < answer.ended for kill, back in outages
     )

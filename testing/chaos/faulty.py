@@ -1,7 +1,7 @@
-"""Faults inside a worker, for the suite's own entry points only: no setting of a service turns any of them on.
+"""Faults inside a worker. Only the suite's entry points use this module; no setting of a service enables a fault.
 
-`faulty_prefill` and `faulty_decode` become the services after `install`. What to do wrong comes in the variable
-LOOSELEAF_CHAOS, as JSON of `Faults`.
+`faulty_prefill` and `faulty_decode` become the services after `install`. The variable LOOSELEAF_CHAOS selects the
+faults, as JSON of `Faults`.
 """
 
 from __future__ import annotations
@@ -25,38 +25,41 @@ from testing.chaos.late import count_late_calls
 
 VARIABLE = "LOOSELEAF_CHAOS"
 PACKAGES = {f"{role}_svc": f"testing.chaos.faulty_{role}" for role in ("prefill", "decode")}
-"""Entry points of workers with faults."""
+"""The entry points of workers with faults."""
 PHASES = ("fill", "before seal", "after seal", "hand-over")
-"""Where a prefill worker can be told to die: KV stored, nothing published; header says sealed, ledger does not know;
-ledger knows, nobody was told; ticket made, nobody was told.
+"""The phases in which a prefill worker can be told to die. In "fill", KV is stored and nothing is published. In "before
+seal", the header says sealed and the ledger does not know. In "after seal", only the ledger knows. In "hand-over", the
+ticket exists, and the gateway has not received it.
 """
 DIED = "chaos: dies in phase "
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong."""
+    """The faults of a worker."""
 
     death_notes: str | None = None
-    """A directory; a worker that finds a file with its name there dies in the phase that the file names."""
+    """A directory. If it contains a file with the worker's name, the worker dies in the phase that the file names."""
     stop_notes: str | None = None
-    """A directory; a worker that finds a file with its name there stops in its next step, about to compute."""
+    """A directory. If it contains a file with the worker's name, the worker stops in its next step, just before
+    computing.
+    """
     poison_token: int | None = None
-    """The worker that computes this token dies."""
+    """A worker that computes this token dies."""
     lease_s: float | None = None
-    """The lease of workers, renewed six times as often."""
+    """The lease of workers, which is renewed six times as often."""
     reader_rule: bool = True
     """Whether block tables are compared with the header."""
     late_counted: bool = False
-    """Not a fault: the ledger counts what the worker asks of it after its lease."""
+    """Not a fault: the ledger counts the worker's calls after its lease has expired."""
 
     def variables(self) -> dict[str, str]:
-        """The environment that carries them."""
+        """Returns the environment variables that describe these faults."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 
 def install() -> None:
-    """Patch this process. Before the service's `main`, once."""
+    """Patches this process. Call it once, before the service's `main`."""
     faults = Faults(**json.loads(os.environ.get(VARIABLE, "{}")))
     if faults.lease_s is not None:
         register = LedgerClient.register
@@ -75,7 +78,7 @@ def install() -> None:
 
 
 def _switch_off_the_reader_rule() -> None:
-    _replace(Arena, "check_refs", lambda *_: True)  # what is swapped out; sources of copies
+    _replace(Arena, "check_refs", lambda *_: True)  # blocks to swap out; sources of copies
     for worker in (DecodeWorker, PrefillWorker):
         _replace(worker, "_check", lambda *_: True)
 

@@ -1,4 +1,6 @@
-"""Scenario in which a worker is stopped (SIGSTOP) past its lease and woken: a zombie that believes it still holds."""
+"""Scenario: a worker is stopped (SIGSTOP) past its lease and woken. It is then a zombie that believes it
+holds blocks.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,23 @@ FENCED = r"is fenced: |starting over: the worker's lease was over"
 
 @dataclass(frozen=True, slots=True)
 class _Freeze:
-    """One worker stopped and woken."""
+    """One worker that was stopped and woken."""
 
     found_after_s: float
-    """Until the gateway stopped counting on it; infinite: it did not."""
+    """The time until the gateway gave the worker up; infinite if it did not."""
     by_silence: bool
-    """On a stream; or it was missed in the registry, where it had nothing to do."""
+    """Whether the gateway noticed silence on a stream. Otherwise it noticed that an idle worker had left
+    the registry.
+    """
     fenced: bool
     """Whether the woken process was told that it is fenced."""
     survived: bool
     num_late: int
-    """What the incarnation asked of the ledger once its lease was over."""
+    """The number of ledger calls that the incarnation made after its lease had expired."""
 
 
 def freeze(run: Run) -> Report:
-    """Workers of both roles, a pair at a time, stopped for 10 s under load."""
+    """Stops workers of both roles, a pair at a time, for 10 s under load."""
     report = run.report("freeze")
     with run.stack(Plan(packages=PACKAGES, variables=Faults(late_counted=True).variables())) as stack:
         held = HeldAfter(stack)
@@ -78,7 +82,7 @@ def _freeze_one(stack: Stack, name: str, held: HeldAfter) -> _Freeze:
 
 
 def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None:
-    """What woken workers asked of the ledger as the incarnation that they were."""
+    """Reports the ledger calls that woken workers made under their old incarnation."""
     calls, by_kind = late_calls(stack.ledger()), Counter[str]()
     for (_, operation, verdict), times in calls.items():
         by_kind[f"{operation} {verdict}"] += times
@@ -91,7 +95,9 @@ def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None
 
 
 def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tuple[float, bool]:
-    """For FROZEN_S: when the gateway gave the worker up, and whether for its silence on a stream."""
+    """Watches for FROZEN_S. Returns when the gateway gave the worker up, and whether silence on a stream was the
+    reason.
+    """
     silent = rf"decode worker {name} has been silent"
     found: list[tuple[float, bool]] = []
     while (now := time.monotonic()) < stopped + FROZEN_S:
@@ -105,7 +111,9 @@ def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tup
 
 
 def _prefills_silent(stack: Stack) -> float:
-    """Requests that the gateway took from silent prefill workers. Its log tells of them in bursts, a second late."""
+    """Returns the number of requests that the gateway took from silent prefill workers. Its log reports them in bursts,
+    a second late.
+    """
     return stack.metric("looseleaf_requests_retried_total", reason="prefill_silent")
 
 

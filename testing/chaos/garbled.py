@@ -1,7 +1,8 @@
-"""Redis' values are changed at random under load: in the ledger, in the registry, of every kind, whole keys too.
+"""Scenario: Redis' values are changed at random under load: all kinds of values, in ledger and registry, and whole
+keys.
 
-No token may be wrong and no process may end. What was changed costs misses, requests that are prefilled again, and
-rebuilds. Changes that nobody has come across by the end are found by `fsck`, and its repair makes the ledger whole.
+No token may be wrong and no process may end. The changes cost cache misses, repeated prefills and rebuilds. `fsck`
+finds the changes that have not been noticed by the end, and its repair makes the ledger consistent.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from testing.chaos.stack import Stack
 from testing.system import wait_for
 
 BURST = 25
-"""Values changed within a moment; then traffic goes on over them."""
+"""The number of values changed in one burst. Traffic goes on between bursts."""
 HUGE = 1 << 16
 MOST_FAILED = 0.1
-"""A request that loses its blocks with each of several rebuilds is given up in the end."""
+"""A request that loses its blocks in several rebuilds fails in the end."""
 WHOLE_S = 30.0
 ANSWERS_S = 120.0
 
 
 def garbled(run: Run) -> Report:
-    """`trials` values."""
+    """Changes `trials` values."""
     with run.stack() as stack:
         return garble_on(run, stack)
 
 
 def garble_on(run: Run, stack: Stack) -> Report:
-    """The scenario on a stack that runs."""
+    """Runs the scenario on a running stack."""
     report, pids = run.report("redis-garbled"), stack.pids
     garbler = Garbler(stack.redis.client, run.rng)
     rebuilds = stack.arena.rebuild_count
@@ -63,7 +64,7 @@ def _repaired(stack: Stack) -> float:
     def findings() -> list[str]:
         try:
             return check_running(stack.ledger())
-        except Exception as error:  # not there yet, in whichever way
+        except Exception as error:  # not there yet; the error may be of any kind
             return [str(error)]
 
     wait_for(findings, lambda found: not found, WHOLE_S, "the ledger is not whole after a repair")
@@ -71,23 +72,23 @@ def _repaired(stack: Stack) -> float:
 
 
 class Garbler:
-    """Changes values of one Redis. Knows its types, and nothing of what they mean."""
+    """Changes values of one Redis. Uses the types of its values, not their meaning."""
 
     def __init__(self, client: Any, rng: random.Random) -> None:
         self._client = client
         self._rng = rng
         self.changed: Counter[str] = Counter()
-        """Values, by the type of their key."""
+        """The number of changed values, by the type of their key."""
 
     def burst(self, num_values: int) -> None:
-        """As many values, of keys that are there now."""
+        """Changes the given number of values, in keys that exist now."""
         wanted, families = self.changed.total() + num_values, self._families()
         while self.changed.total() < wanted:
             key = self._rng.choice(families[self._rng.choice(sorted(families))])
             try:
                 self._change(key)
-            except Exception as error:  # redis' own classes are not for this package to name
-                # Services work on the key too: by now it may be of another type, or shorter.
+            except Exception as error:  # this package may not import redis' error classes
+                # Services also change the key: by now it may have another type or be shorter.
                 if not any(word in str(error) for word in ("WRONGTYPE", "no such key", "index out of range")):
                     raise
 
@@ -100,14 +101,16 @@ class Garbler:
         self.changed[kind] += 1
 
     def _families(self) -> dict[bytes, list[bytes]]:
-        """The keys that are there now, by their names without numbers: one is as likely as a hundred of a kind."""
+        """Returns the existing keys, grouped by their names without numbers. A group of one is chosen as often as a
+        group of a hundred.
+        """
         families: dict[bytes, list[bytes]] = {}
         for key in sorted(self._client.scan_iter(count=1000)):
             families.setdefault(re.sub(rb"\d+$", b"", key), []).append(key)
         return families
 
     def _replace(self, key: bytes) -> None:
-        """The whole key: gone, or of another type."""
+        """Replaces the whole key: deletes it or changes its type."""
         self._client.delete(key)
         match self._rng.randrange(4):
             case 0:
@@ -125,7 +128,7 @@ class Garbler:
                 new = self._rng.randbytes(1)
             case 1:
                 new = self._rng.randbytes(64)
-            case 2:  # a piece of another place
+            case 2:  # a piece from elsewhere
                 other = self._rng.randrange(max(1, size))
                 new = self._client.getrange(key, other, other + 55)
             case _:
@@ -161,7 +164,7 @@ class Garbler:
         match self._rng.randrange(4):
             case 0:
                 self._client.lpop(key)
-            case 1:  # one twice
+            case 1:  # a duplicate
                 self._client.lpush(key, self._client.lindex(key, at) or b"0")
             case _:
                 self._client.lset(key, at, self._value(self._client.lindex(key, at) or b""))
@@ -173,7 +176,7 @@ class Garbler:
             self._client.sadd(key, self._value(b"1"))
 
     def _value(self, old: bytes) -> bytes:
-        """Random bytes, none, a great many, another number, or what was there with a byte changed."""
+        """Returns random bytes, no bytes, very many bytes, another number, or the old value with one byte changed."""
         rng = self._rng
         number = int(old) if old.isdigit() and len(old) < 20 else rng.randrange(2**32)
         return rng.choice(

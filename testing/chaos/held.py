@@ -1,6 +1,6 @@
-"""What the dead still hold some seconds after their death, looked up in the ledger at that moment.
+"""Looks up in the ledger which blocks dead workers still hold some seconds after their death.
 
-Uses the ledger; independent of how they died.
+Does not depend on the cause of death.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from testing.chaos.report import Report
 from testing.chaos.stack import Stack
 
 AFTER_S = 9.0
-"""A lease of 5 s and a sweep of 0.5 s, with room."""
+"""A lease of 5 s and a sweep of 0.5 s, with a margin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Blocks that nobody can use although nobody alive uses them."""
+    """The blocks that remain unavailable although no live worker uses them."""
 
     by_the_dead: int
     in_tickets: int
-    """In tickets that were there at the death and that nobody has claimed since."""
+    """The blocks in tickets that existed at the death and have not been claimed since."""
 
 
 class HeldAfter:
-    """One look `AFTER_S` after each death."""
+    """Looks at the ledger once after each death, `AFTER_S` later."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -36,7 +36,7 @@ class HeldAfter:
         self.left: list[Left] = []
 
     def died(self, moment: float, dead: HolderView) -> None:
-        """`dead` ended, or woke up, at `moment` (`time.monotonic()`)."""
+        """Records that `dead` ended, or woke up, at `moment` (`time.monotonic()`)."""
         tickets = {h.epoch: set(h.own) for h in self._stack.inspect().holders if h.kind == "ticket"}
         look = threading.Thread(target=self._look, args=(moment + AFTER_S, dead, tickets), daemon=True)
         look.start()
@@ -49,7 +49,7 @@ class HeldAfter:
         self.left.append(Left(held_by(now, dead), sum(len(refs) for e, refs in tickets.items() if e in still)))
 
     def tell(self, report: Report) -> None:
-        """Wait for the last look, then report all of them."""
+        """Waits for the last look, then reports all of them."""
         for look in self._looks:
             look.join()
         guilty = sum(left.by_the_dead > 0 for left in self.left)
@@ -58,6 +58,6 @@ class HeldAfter:
 
 
 def held_by(now: Inspection, dead: HolderView) -> int:
-    """References of an incarnation, and blocks in quarantine that wait for its writer slot."""
+    """Returns the references of an incarnation, and the blocks in quarantine that wait for its writer slot."""
     references = sum(dead.epoch in block.holders for block in now.blocks)
     return references + sum(slot == dead.writer_slot for _, slot in now.quarantine)

@@ -1,8 +1,9 @@
-"""`python -m testing.chaos.holding DIRECTORY REDIS_URL NUM_HOLDERS NUM_BLOCKS`: workers that hold much, no model.
+"""`python -m testing.chaos.holding DIRECTORY REDIS_URL NUM_HOLDERS NUM_BLOCKS`: workers without a model that hold many
+blocks.
 
-Each holds NUM_BLOCKS sealed blocks and a reserve. A line "ready" says that all do; from then on each takes blocks and
-gives them back as the steps of a sequence do, until a line comes in: then one JSON line says how long the longest of
-these steps took, and how many blocks the ledger and a holder did not agree about.
+Each holds NUM_BLOCKS sealed blocks and a reserve. The line "ready" says that all of them do. From then on each takes
+blocks and releases them like the steps of a sequence, until a line comes in. The last output is one JSON line: the
+duration of the longest of these steps, and the number of blocks on which the ledger and a holder disagreed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RESERVE = 64
 
 
 class Holding:
-    """One worker's blocks."""
+    """The blocks of one worker."""
 
     def __init__(self, arena: Arena, redis_url: str, name: str) -> None:
         slot = arena.acquire_writer_slot()
@@ -44,18 +45,20 @@ class Holding:
         self._sequence: list[BlockRef] = []
 
     def fill(self, num_blocks: int) -> None:
-        """Full blocks with hashes that nobody else has."""
+        """Fills full blocks with unique hashes."""
         while (left := num_blocks - len(self.refs)) > 0:
             try:
                 refs = self.held.alloc(min(CHUNK, left))
-            except LedgerUnavailable:  # all fill at once
+            except LedgerUnavailable:  # all workers fill at once
                 time.sleep(PACE_S)
             else:
                 self.refs += self.held.seal([SealItem(ref, secrets.token_bytes(32)) for ref in refs])
         self.held.top_up()
 
     def step(self) -> None:
-        """As a decode step without a pass: the reader rule, now and then a block, at times the end of a sequence."""
+        """Does the work of a decode step without a pass: the reader rule, sometimes a new block, sometimes the end of a
+        sequence.
+        """
         began = time.monotonic()
         self._num_steps += 1
         assert self.held.arena.check_refs([*self.refs[-BLOCKS_A_SEQUENCE:], *self._sequence])
@@ -68,7 +71,7 @@ class Holding:
         self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def num_different(self) -> int:
-        """Blocks that only one side knows of, once the ledger has heard everything."""
+        """Returns the number of blocks that only one side knows, once the ledger has received all calls."""
         self.held.release(self._sequence)
         self.held.rejoining.settle_up()
         return len({*self.refs, *self.held._reserve} ^ set(self.held.holder.holdings()))
@@ -76,7 +79,7 @@ class Holding:
 
 def _register(ledger: LedgerScripts, name: str, slot: int) -> LedgerClient:
     while True:
-        with suppress(LedgerUnavailable):  # all come at once
+        with suppress(LedgerUnavailable):  # all workers come at once
             return LedgerClient.register(ledger, name, writer_slot=slot)
         time.sleep(PACE_S)
 

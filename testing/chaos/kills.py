@@ -1,6 +1,6 @@
-"""Scenarios in which a worker is killed with -9 while it serves.
+"""Scenarios that kill a worker with -9 while it serves.
 
-Each trial kills one worker and waits until its successor serves, so that there is always a second one of its role.
+Each trial kills one worker and waits until its successor serves. There is always a second worker of the same role.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from testing.chaos.traffic import Answer
 from testing.system import wait_for
 
 BACK = r"(\d+) sequences came back: (\d+) tokens computed again, at most (\d+) of one"
-"""What a prefill worker logs of sequences that were decoding already."""
+"""The log line of a prefill worker for sequences that came back from decode."""
 
 
 def decode_kill(run: Run) -> Report:
-    """Decode workers, in turn, killed in mid-stream."""
+    """Kills decode workers, in turn, in mid-stream."""
     with run.stack() as stack:
         return decode_kill_on(run, stack)
 
 
 def decode_kill_on(run: Run, stack: Stack) -> Report:
-    """The same on a stack that is there."""
+    """Runs `decode_kill` on an existing stack."""
     report, rng, held = run.report("decode-kill"), run.rng, HeldAfter(stack)
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=60)
@@ -44,7 +44,9 @@ def decode_kill_on(run: Run, stack: Stack) -> Report:
 
 
 def prefill_kill(run: Run) -> Report:
-    """Prefill workers, in turn, killed by themselves in a chosen phase; every fifth time from outside, at random."""
+    """Lets prefill workers, in turn, kill themselves in a chosen phase. Every fifth kill comes from outside at a random
+    moment.
+    """
     report, rng = run.report("prefill-kill"), run.rng
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
         faults = Faults(death_notes=notes)
@@ -65,7 +67,7 @@ def prefill_kill(run: Run) -> Report:
 
 
 def _kill_in_phase(stack: Stack, notes: Path, trial: int, rng: random.Random, held: HeldAfter) -> float:
-    """One death. Returns when it was."""
+    """Kills one worker in a phase. Returns the time of its death."""
     name, phase = f"prefill-{trial % 2}", [*PHASES, None][trial % (len(PHASES) + 1)]
     if phase is None:
         return kill_one(stack, name, rng, held)
@@ -86,7 +88,7 @@ def _tell_phases(report: Report, stack: Stack, trials: int) -> None:
 
 
 def kill_one(stack: Stack, name: str, rng: random.Random, held: HeldAfter) -> float:
-    """Kill one worker at a random moment and wait until its successor is given requests. Returns the moment."""
+    """Kills one worker at a random moment and waits until its successor gets requests. Returns the time of the kill."""
     time.sleep(rng.random() * 0.3)
     dead, pid = stack.holder(name), stack.pids[name]
     moment = stack.kill(name)
@@ -110,7 +112,8 @@ def _tell_recovery(report: Report, stack: Stack, answers: Sequence[Answer], kill
 
 
 def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:
-    """The longest gap of each request that was in flight at a kill and whose tokens are streamed: a beam search, which
-    starts over, says nothing before its end."""
+    """Returns the longest gap of each streamed request that was in flight at a kill. Beam searches do not count,
+    because they start over and send nothing before their end.
+    """
     streamed = [answer for answer in answers if answer.case.streamed]
     return [answer.longest_gap_s for answer in streamed if any(answer.spans(kill) for kill in kills)]

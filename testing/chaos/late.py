@@ -1,7 +1,7 @@
-"""What workers whose lease is over still ask of the ledger, counted in the ledger itself at the moment of each call.
+"""Counts the ledger calls that workers make after their lease has expired. The ledger counts them as each call runs.
 
-`count_late_calls` belongs into a worker's process (`faulty`), `late_calls` into the suite's. A script knows best
-whether a call came too late and whether it changed anything: no log and no clock of ours stands between.
+`count_late_calls` runs in a worker's process (`faulty`), `late_calls` in the suite's. The script itself is the best
+judge of whether a call came too late and whether it changed anything: no log and no other clock is involved.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from block_store.ledger.scripts import LedgerScripts
 
 REFUSED = "refused"
 HARMLESS = "of no effect"
-"""Answered rather than refused, by `release` and `unregister`, and nothing has changed."""
+"""Verdict on a `release` or `unregister` that was answered rather than refused, and changed nothing."""
 EFFECTIVE = "EFFECTIVE"
-"""Something has changed: the fence has a hole."""
+"""Verdict on a call that changed something: the fence has a hole."""
 _OF_HOLDERS = frozenset({
     "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "holds",
     "assert_held", "assert_all", "report",
 })  # fmt: skip
-"""Operations whose first argument is the caller's epoch."""
+"""The operations whose first argument is the caller's epoch."""
 _COUNTED = """
 local function operation()
 {operation}
@@ -42,7 +42,7 @@ return reply
 
 
 def count_late_calls() -> None:
-    """From here on every ledger that this process opens has scripts that count. Once."""
+    """Makes every ledger that this process opens later use scripts that count. Call it once."""
     _replace_source(ledger_module.source)
 
 
@@ -51,7 +51,7 @@ def _replace_source(source: Callable[[str], str]) -> None:
 
 
 def counted(name: str, script: str) -> str:
-    """An operation's script that also counts, or what is none as it is."""
+    """Returns an operation's script with counting added. Returns any other script unchanged."""
     if name not in _OF_HOLDERS:
         return script
     words = {"effective": EFFECTIVE, "refused": REFUSED, "harmless": HARMLESS}
@@ -59,7 +59,7 @@ def counted(name: str, script: str) -> str:
 
 
 def late_calls(ledger: LedgerScripts) -> Counter[tuple[int, str, str]]:
-    """How often each (epoch, operation, verdict) came, since Redis was last emptied."""
+    """Returns how often each (epoch, operation, verdict) occurred since Redis was last emptied."""
     found: dict[bytes, bytes] = ledger.client.hgetall(ledger.tag + "late")  # type: ignore[assignment]
     calls: Counter[tuple[int, str, str]] = Counter()
     for field, times in found.items():

@@ -1,7 +1,7 @@
-"""Scenarios in which Redis is lost under load: killed and back empty, flushed, frozen, slow, back with older data.
+"""Scenarios that lose Redis under load: killed and back empty, flushed, frozen, slow, or back with older data.
 
-No process may end, requests go on (waiting where they must), and within 10 s of its return the ledger is whole again:
-no invariant broken, every worker holding a lease, and blocks moving.
+No process may end, and requests must go on (they may wait). Within 10 s of Redis' return the ledger must be consistent
+again: all invariants hold, every worker has a lease, and blocks move.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from testing.chaos.traffic import Answer
 
 FROZEN_S = 10.0
 DOWN_S = 1.0
-"""How long a killed Redis stays away."""
+"""How long a killed Redis stays down."""
 SLOW_S = 10.0
 STALLS_S = (0.02, 0.3)
-"""How long a slow Redis stalls at a time: on either side of what a worker waits for it, 0.25 s."""
+"""The range of a slow Redis' stalls. It includes the time for which a worker waits, 0.25 s."""
 PAUSES_S = (0.005, 0.05)
-"""How long it answers between two stalls."""
+"""The range of its pauses between two stalls."""
 OLD_S = 2.0
-"""Age of the snapshot that comes back: the ledger has moved on by hundreds of blocks."""
+"""The age of the restored snapshot. In this time the ledger changes by hundreds of blocks."""
 WHOLE_S = 10.0
 POLL_S = 0.1
 MOST_FAILED = 0.001
@@ -35,12 +35,12 @@ WORKERS = frozenset({"prefill-0", "prefill-1", "decode-0", "decode-1"})
 
 
 def killed(run: Run) -> Report:
-    """Killed with -9 and started again, empty."""
+    """Kills Redis with -9 and starts it again, empty."""
     return _scenario(run, "redis-killed", _kill)
 
 
 def flushed(run: Run) -> Report:
-    """FLUSHALL."""
+    """Runs FLUSHALL."""
     return _scenario(run, "redis-flushed", flush)
 
 
@@ -49,17 +49,17 @@ def flush(stack: Stack) -> None:
 
 
 def frozen(run: Run) -> Report:
-    """Stopped for 10 s, with everything it knew."""
+    """Stops Redis for 10 s. It keeps its data."""
     return _scenario(run, "redis-frozen", _freeze)
 
 
 def slow(run: Run) -> Report:
-    """For 10 s it answers late, as one does whose core, memory or disk others use: it stalls again and again."""
+    """Makes Redis answer late for 10 s. It stalls repeatedly, as if other processes used its core, memory or disk."""
     return _scenario(run, "redis-slow", partial(_stall, rng=run.rng))
 
 
 def older(run: Run) -> Report:
-    """Killed and started again with a snapshot from before."""
+    """Kills Redis and starts it again with an earlier snapshot."""
     return _scenario(run, "redis-older", _restore)
 
 
@@ -98,7 +98,7 @@ def _scenario(run: Run, name: str, lose: Callable[[Stack], None]) -> Report:
 
 
 def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) -> Report:
-    """`lose` takes Redis away and brings it back; that, `trials` times, under load."""
+    """Lets `lose` take Redis away and bring it back, `trials` times, under load."""
     report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=60)
@@ -126,7 +126,7 @@ def _gap(answers: Sequence[Answer], share: float) -> float:
 
 
 def _whole_after(stack: Stack) -> float:
-    """Seconds until the ledger is whole; infinite after three times the limit."""
+    """Returns the seconds until the ledger is consistent; infinite after three times the limit."""
     began = time.monotonic()
     while time.monotonic() < began + 3 * WHOLE_S:
         if _is_whole(stack):
@@ -139,5 +139,5 @@ def _is_whole(stack: Stack) -> bool:
     try:
         leased = {holder.name for holder in stack.inspect().holders}
         return leased >= WORKERS and not check_running(stack.ledger())
-    except Exception:  # not there yet, in whichever way
+    except Exception:  # not there yet; the error may be of any kind
         return False

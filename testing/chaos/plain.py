@@ -1,4 +1,4 @@
-"""Scenario without faults: if this differs from the oracle, no other scenario means anything."""
+"""Scenario without faults. If its answers differ from the oracle's, no other scenario means anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from testing.system import assert_nothing_held
 
 
 def none(run: Run) -> Report:
-    """`trials` requests through two prefill and two decode workers."""
+    """Sends `trials` requests through two prefill and two decode workers."""
     report = run.report("none")
     with run.stack() as stack:
         with run.traffic(stack) as traffic:

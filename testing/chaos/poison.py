@@ -1,5 +1,5 @@
-"""Scenario of a request that kills the worker which computes it: two workers die, then it is refused; nobody else
-notices.
+"""Scenario: a request kills the worker that computes it. Two workers die, then it is refused; other requests do not
+notice.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from testing.chaos.run import Run, judge
 from testing.chaos.stack import Plan, Stack
 
 TOKEN = 300
-"""In no prompt of the book, and drawn by no expected answer that a scenario uses here."""
+"""A token that is in no prompt of the book and in no expected answer used here."""
 MOST_DEATHS = 2
 WORKERS = ("prefill-0", "prefill-1")
 
 
 def poison(run: Run) -> Report:
-    """`trials` poisonous prompts, each sent three times; the next one when the workers are back."""
+    """Sends `trials` poisonous prompts, three times each. Waits for the workers to come back before the next prompt."""
     report = run.report("poison")
     book = [case for case in run.book if all(TOKEN not in tokens for tokens in case.expected)]
     packages = {"prefill_svc": "testing.chaos.faulty_prefill"}
@@ -45,7 +45,7 @@ def poison(run: Run) -> Report:
 
 
 def _send(stack: Stack, prompt: list[int]) -> int:
-    """How often the prompt was refused as it should be, of three times."""
+    """Sends the prompt three times. Returns how often it was refused as expected."""
     refused = 0
     with Client(stack.addresses.grpc, timeout=60.0) as client:
         for _ in range(3):

@@ -1,8 +1,8 @@
-"""Scenario of an arena too small: blocks for 30 % of what the requests at once can come to need.
+"""Scenario: an arena that is too small, with blocks for 30 % of the possible need of the concurrent requests.
 
-One pair of workers and two, where preempted groups are swapped and where they are given back, each for a quarter of the
-run. Every request is answered as the oracle does, or refused at once because no decode worker could ever hold it;
-somebody is answered all the time. Knows of preemption what workers log and the gateway counts.
+Runs four parts of equal length: one and two pairs of workers, each with swapping and with giving back. Every answer is
+the oracle's, or the request is refused at once because no decode worker could ever hold it. Some request gets an answer
+at all times. The preemption counts come from the workers' logs and the gateway's metrics.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from testing.system import assert_nothing_held
 
 Mode = Literal["swap", "give-back"]
 SHARE = 0.3
-"""Of the blocks that are needed, those that there are."""
+"""The share of the needed blocks that the arena has."""
 CLIENTS = 24
-"""For each decode worker."""
+"""The number of clients per decode worker."""
 PRIORITIES = (0, 0, 1)
-"""A third of the requests gives way to the others."""
+"""A third of the requests has a lower priority than the others."""
 MAX_MODEL_LEN = 432
 BLOCK_SIZE = 16
 QUIET_S = 30.0
-"""If so long nobody is answered, nobody ever will be."""
+"""If no request is answered for this long, the system counts as stuck."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
-"""Needs more than 256 blocks, and so than any floor here: it must be refused."""
+"""Needs more than 256 blocks, which is more than any floor here, so it must be refused."""
 REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")
 SWAPPED = r"no block left: group \d+, (\d+) blocks, is swapped out \(([\d.]+) ms\)"
 RESUMED = r"group \d+ is back: (\d+) blocks copied in ([\d.]+) ms, waited ([\d.]+) s"
@@ -45,7 +45,7 @@ GIVEN_BACK = r"no block left: group \d+, (\d+) blocks, is given back to prefill"
 
 
 def pressure(run: Run) -> Report:
-    """`trials` seconds, in four parts."""
+    """Runs for `trials` seconds, in four parts."""
     report = run.report("pressure")
     for workers in (1, 2):
         for mode in ("swap", "give-back"):
@@ -54,7 +54,7 @@ def pressure(run: Run) -> Report:
 
 
 def pressure_part(run: Run, report: Report, workers: int, mode: Mode, seconds: float) -> None:
-    """One way of preempting, on so many workers of each role."""
+    """Runs one mode of preemption with the given number of workers per role."""
     crowd = replace(run, book=[*run.book, TOO_WIDE], concurrency=CLIENTS * workers)
     needed = crowd.concurrency * fmean(map(blocks_needed, run.book))
     plan = Plan(int(SHARE * needed), MAX_MODEL_LEN, workers=workers, preemption=mode)
@@ -76,12 +76,12 @@ def pressure_part(run: Run, report: Report, workers: int, mode: Mode, seconds: f
 
 
 def blocks_needed(case: Case) -> int:
-    """The most that a request can come to hold."""
+    """Returns the most blocks that a request may need."""
     return GroupNeed(len(case.prompt_ids), case.max_tokens, case.sampling.width).blocks(BLOCK_SIZE)
 
 
 def _watch(traffic: Traffic, seconds: float) -> float:
-    """Wait so long, or until nobody is answered any more; the longest time in which nobody was."""
+    """Waits for the given time, or until answers stop. Returns the longest time without any answer."""
     last, end, longest, seen = time.monotonic(), time.monotonic() + seconds, 0.0, 0
     while (now := time.monotonic()) < end and longest <= QUIET_S:
         if len(traffic.answers) > seen:
@@ -97,7 +97,7 @@ def _last_words(stack: Stack) -> None:
 
 
 def _judge_answers(report: Report, stack: Stack, answers: Sequence[Answer], floor: int) -> None:
-    """Who was refused is who does not fit; everybody else is answered right."""
+    """Checks that exactly the requests that do not fit were refused, and that all others were answered correctly."""
     refused = [answer for answer in answers if answer.error is not None and REFUSAL.match(answer.error)]
     large = {id(answer) for answer in answers if blocks_needed(answer.case) > floor}
     wrongly = sum(id(answer) not in large or answer.num_tokens > 0 for answer in refused)
@@ -139,14 +139,14 @@ def _numbers(stack: Stack, pattern: str) -> Iterator[list[float]]:
 
 
 def _mean_copy(copies: Sequence[Sequence[float]]) -> str:
-    """(blocks, milliseconds, ..) of each copy."""
+    """Formats the mean of copies, each (blocks, milliseconds, ...)."""
     if not copies:
         return "none"
     return f"{fmean(c[0] for c in copies):.1f} blocks in {fmean(c[1] for c in copies):.2f} ms"
 
 
 def _judge_rest(report: Report, stack: Stack) -> None:
-    """Nothing is held once nobody asks."""
+    """Checks that no blocks are held when there are no requests."""
     try:
         assert_nothing_held(stack.addresses.block_store)
     except AssertionError as error:

@@ -1,6 +1,6 @@
-"""A Redis of the chaos suite's own, which can be killed, emptied, frozen, and brought back with an older snapshot.
+"""A private Redis for the chaos suite, which can be killed, emptied, frozen, and restored from an older snapshot.
 
-Independent of the ledger.
+Does not depend on the ledger.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ START_S = 10.0
 
 
 class RedisProcess:
-    """One server on one unix socket, whichever process is behind it at the moment."""
+    """One server on one unix socket. The process behind it may change."""
 
     def __init__(self, directory: Path) -> None:
-        """Start it, empty. `directory` takes socket and snapshots."""
+        """Starts it, empty. `directory` contains socket and snapshots."""
         self._directory = directory
         self._socket = directory / "redis.sock"
         self.url = f"unix://{self._socket}"
@@ -51,7 +51,7 @@ class RedisProcess:
     def _answers(self) -> bool:
         try:
             return bool(self.client.ping())
-        except Exception:  # redis' own classes are not for this package to name
+        except Exception:  # this package may not import redis' error classes
             return False
 
     def kill(self) -> None:
@@ -59,17 +59,17 @@ class RedisProcess:
         self._process.wait()
 
     def start_empty(self) -> None:
-        """A new server that knows nothing."""
+        """Starts a new server without data."""
         (self._directory / "dump.rdb").unlink(missing_ok=True)
         self._process = self._start()
 
     def start_from(self, snapshot: Path) -> None:
-        """A new server with the data of an earlier moment."""
+        """Starts a new server with the data of an earlier moment."""
         shutil.copy(snapshot, self._directory / "dump.rdb")
         self._process = self._start()
 
     def snapshot(self, name: str) -> Path:
-        """Everything as it is now, in a file."""
+        """Saves all current data in a file."""
         self.client.save()
         return Path(shutil.copy(self._directory / "dump.rdb", self._directory / name))
 

@@ -1,4 +1,4 @@
-"""What a scenario found, as a table: counts with their trials and the 3/n bound beside every zero."""
+"""The findings of a scenario as a table: counts with their trials, and the 3/n bound for every zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Row:
     what: str
     found: str
     wanted: str
-    """Empty: told, not judged."""
+    """The limit. If it is empty, the row is reported without a judgement."""
     good: bool = True
 
 
@@ -32,8 +32,8 @@ class Report:
         return all(row.good for row in self.rows)
 
     def none(self, what: str, events: int, trials: int, of: str) -> None:
-        """`events` in `trials`, of which there must be none. Beside a zero: the rate that is excluded with 95 %
-        confidence (the rule of three).
+        """Adds a row for `events` in `trials`, which must be zero. For a zero, it also shows the rate that is excluded
+        with 95 % confidence (the rule of three).
         """
         self.rows.append(Row(what, f"{events} of {trials:,} {of}{bound(events, trials)}", "0", events == 0))
 
@@ -53,12 +53,12 @@ class Report:
 
 
 def bound(events: int, trials: int) -> str:
-    """ ", rate < x": what the rule of three says of no event in `trials`."""
+    """Returns ", rate < x", which is the rule of three for no event in `trials`."""
     return "" if events or not trials else f", rate < {3 / trials:.2g}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all do not exceed; 0 of none."""
+    """Returns the value that `share` of all values do not exceed, or 0 if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 

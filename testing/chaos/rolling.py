@@ -1,4 +1,5 @@
-"""Scenario of a rolling restart under load: every service but Redis, one after the other, and no request notices.
+"""Scenario: a rolling restart under load. Every service but Redis restarts, one after the other, and no request
+notices.
 
 A worker or the store gets SIGTERM, ends with status 0, and is started again. A new gateway binds the same ports
 (`--reuse-port`) and is ready before the old one gets SIGTERM.
@@ -22,7 +23,7 @@ VARIABLES = {
 
 
 def rolling(run: Run) -> Report:
-    """`trials` cycles."""
+    """Runs `trials` cycles."""
     report = run.report("rolling")
     with run.stack(Plan(variables=VARIABLES)) as stack:
         statuses: list[int] = []
@@ -39,7 +40,7 @@ def rolling(run: Run) -> Report:
 
 
 def _restart(stack: Stack, name: str) -> int:
-    """The exit status of the old process, once the new one is in use."""
+    """Restarts a service and waits until the new process is in use. Returns the exit status of the old one."""
     status = stack.launcher.replace(name, overlap=name == "gateway")
     if name.startswith(("prefill", "decode")):
         stack.wait_used(name)

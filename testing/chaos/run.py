@@ -1,4 +1,4 @@
-"""What every scenario is given, and what every scenario asks of its answers."""
+"""The inputs of every scenario, and the checks that every scenario makes on its answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Run:
     trials: int
     seed: int
     concurrency: int = 12
-    """Requests at once."""
+    """The number of concurrent requests."""
 
     @property
     def rng(self) -> random.Random:
@@ -35,7 +35,9 @@ class Run:
         return Stack(self.model, plan or Plan())
 
     def traffic(self, stack: Stack, *, shared: bool = True, priorities: Sequence[int] = (0,)) -> Traffic:
-        """Clients of the stack. Not `shared`: no request finds another's prefix, so that blocks change hands often."""
+        """Returns clients of the stack. If not `shared`, no request finds another's prefix, so blocks change hands
+        often.
+        """
         return Traffic(
             stack.addresses.grpc,
             self.book,
@@ -47,7 +49,9 @@ class Run:
 
 
 def judge(report: Report, stack: Stack, answers: Sequence[Answer], *, most_failed: float = 0.0) -> None:
-    """Every answer is the oracle's; all complete but the share `most_failed`; no service ended for good."""
+    """Checks that every answer is the oracle's, that all but a share `most_failed` are complete, and that no service
+    ended for good.
+    """
     failed = [answer for answer in answers if answer.error is not None]
     report.none("answers that differ from the oracle's", sum(not a.right for a in answers), len(answers), "requests")
     if most_failed:

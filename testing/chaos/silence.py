@@ -1,7 +1,7 @@
-"""Scenarios of many running streams that must not notice what becomes of Redis: silent for some seconds, or killed
-while they hold very many blocks.
+"""Scenarios with many running streams, which must not notice that Redis is silent for some seconds or is killed while
+workers hold very many blocks.
 
-What the outages ask of the ledger is asked there; here it is how long a stream pauses.
+`outages` checks the ledger after an outage. The scenarios here measure the pauses of streams.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from testing.system import assert_nothing_held
 STREAMS = (8, 32, 128)
 SILENT_S = 4.0
 RUN_IN_S = 2.0
-"""From the last stream's first token until Redis is lost: a beat fills the reserve."""
+"""The time between the last stream's first token and the loss of Redis, in which a beat fills the reserve."""
 MOST_S = 0.5
 MANY_STREAMS, SMALL_BLOCK = 96, 4
-"""Held blocks at their longest: 96 x 500. A worker of 12,000 never had its ledger back once."""
+"""Streams at full length hold 96 x 500 blocks. A worker of 12,000 once never got its ledger back."""
 LOST_MOST_S = 5.0
 MAX_MODEL_LEN = 2048
 OUTPUT_LENGTHS = (1500, 1900)
 NUM_CASES = 8
 TRACEBACK = r"^Traceback"
 Loss = Callable[[Stack], Awaitable[None]]
-"""Takes Redis away and brings it back."""
+"""A function that takes Redis away and brings it back."""
 
 
 @dataclass(slots=True)
@@ -49,13 +49,13 @@ class Stream:
         return tuple(self.tokens) == self.case.expected[0]
 
     def longest_gap_s(self, since: float) -> float:
-        """Between two messages, of those that ended after `since`; 0 if there is none."""
+        """Returns the longest gap between two messages, among those that ended after `since`; 0 if there is none."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs if after > since), default=0.0)
 
 
 def silent(run: Run) -> Report:
-    """`trials` times for each number of streams."""
+    """Makes Redis silent `trials` times for each number of streams."""
     report = run.report("redis-silent")
     plan = Plan(num_blocks=1 << 16, max_model_len=MAX_MODEL_LEN, workers=1, max_num_seqs=max(STREAMS))
     with run.stack(plan) as stack:
@@ -67,7 +67,7 @@ def silent(run: Run) -> Report:
 
 
 def lost(run: Run) -> Report:
-    """Killed, `trials` times, under a worker that holds tens of thousands of blocks."""
+    """Kills Redis `trials` times under a worker that holds tens of thousands of blocks."""
     report = run.report("redis-lost-large")
     plan = Plan(
         num_blocks=1 << 17, max_model_len=MAX_MODEL_LEN, workers=1, max_num_seqs=MANY_STREAMS, block_size=SMALL_BLOCK
@@ -92,7 +92,7 @@ async def _silence(stack: Stack) -> None:
 
 
 async def _kill(report: Report, stack: Stack) -> None:
-    """Until the decode worker holds at least as much in the new ledger as it did in the old one."""
+    """Kills Redis. Returns when the decode worker holds at least as much in the new ledger as in the old one."""
     before, began = stack.holder("decode"), time.monotonic()
     stack.redis.kill()
     stack.redis.start_empty()
@@ -129,7 +129,9 @@ def _lose_under(
 
 
 async def _ask_all(stack: Stack, cases: Sequence[Case], salt: str, lose: Loss) -> tuple[float, list[Stream]]:
-    """When Redis was lost, and the streams, ended. Each has a salt of its own: nobody shares a block."""
+    """Returns when Redis was lost, and the streams after their end. Each stream has a different salt, so none share a
+    block.
+    """
     streams = [Stream(case) for case in cases]
     async with AsyncClient(stack.addresses.grpc) as client:
         tasks = [asyncio.create_task(_follow(client, stream, f"{salt}/{i}")) for i, stream in enumerate(streams)]

@@ -1,8 +1,8 @@
-"""Scenarios of the ledger at the size of a GPU's arena, without a model: what each script costs Redis, and how long the
-ledger is gone when Redis is killed under workers that hold very much.
+"""Scenarios with a ledger for the arena of a GPU, without a model. They measure the cost of each script in Redis, and
+how long the ledger is unavailable when Redis is killed under workers that hold very many blocks.
 
-`trials` is the number of blocks. In one scenario 64 workers hold all of them, a fifth by one (fewer in a small arena);
-in the other one worker holds them all.
+`trials` is the number of blocks. In one scenario 64 workers hold all of them, and one of the workers holds a fifth
+(less in a small arena). In the other one, one worker holds all blocks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from testing.chaos.run import Run
 from testing.ledger.store import LAYOUT
 
 LIMIT_MS = 5.0
-"""Redis' CPU time for any script."""
+"""The limit of Redis' CPU time for any script."""
 WHOLE_S = 5.0
-"""From the end of Redis until the ledger knows again who holds what, for each 100,000 references."""
+"""The limit for the time from the end of Redis until the ledger is complete again, per 100,000 references."""
 REFERENCES = 100_000
 STEP_S = 0.5
 BLOCKS_A_HOLDER = 6000
@@ -48,7 +48,7 @@ REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many hold how much."""
+    """The numbers of holders and of their blocks."""
 
     big: int
     num_others: int
@@ -62,22 +62,22 @@ class Size:
 
     @property
     def num_references(self) -> int:
-        """But for the reserves, which come and go."""
+        """The number of references without the reserves, which change."""
         return self.big + self.num_others * self.each
 
 
 def ledger_size(run: Run) -> Report:
-    """`trials` blocks, held by many."""
+    """Runs with `trials` blocks held by many workers."""
     return within(run.report("ledger-size"), Size.of(run.trials), 1.0)
 
 
 def ledger_loss(run: Run) -> Report:
-    """`trials` blocks, held by one."""
+    """Runs with `trials` blocks held by one worker."""
     return within(run.report("ledger-loss"), Size(run.trials, 0, 0), 1.0)
 
 
 def within(report: Report, size: Size, slack: float) -> Report:
-    """The same on a machine on which everything may take `slack` times as long."""
+    """Runs a scenario on a machine on which everything may take `slack` times as long."""
     with _store(size.num_references + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
         used: int = store.redis.client.info("memory")["used_memory"]
@@ -89,7 +89,7 @@ def within(report: Report, size: Size, slack: float) -> Report:
             print("stop", file=worker.stdin, flush=True)
         told = [json.loads(worker.stdout.readline()) for worker in workers if worker.stdout is not None]
         longest_s = max(t["longest_step_s"] for t in told)
-        if size.num_others:  # many of them share an interpreter, and all of them two cores
+        if size.num_others:  # many share an interpreter, and all of them share two cores
             report.told("longest step while Redis was gone", f"{longest_s:.2f} s")
         else:
             report.at_most("longest step while Redis was gone", longest_s, slack * STEP_S, "s")
@@ -99,7 +99,7 @@ def within(report: Report, size: Size, slack: float) -> Report:
 
 @dataclass(slots=True)
 class Store:
-    """An arena, its ledger in a Redis of its own, and the sweeps."""
+    """An arena, its ledger in a private Redis, and the sweeps."""
 
     arena: Arena
     redis: redis_server.RedisHandle
@@ -131,7 +131,7 @@ def _store(num_blocks: int) -> Iterator[Store]:
 
 @contextmanager
 def _workers(store: Store, size: Size) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process with the holder of much, and the others, all of which hold what they shall."""
+    """Starts one process with the largest holder, and processes with the others. Yields when all hold their blocks."""
     shares = [size.num_others // PROCESSES + (i < size.num_others % PROCESSES) for i in range(PROCESSES)]
     started = [_worker(store, 1, size.big), *(_worker(store, share, size.each) for share in shares if share)]
     try:
@@ -151,11 +151,11 @@ def _worker(store: Store, num_holders: int, num_blocks: int) -> subprocess.Popen
     )
 
 
-# --- what scripts cost
+# --- cost of scripts
 
 
 def _scripts(report: Report, store: Store, slack: float) -> None:
-    """Each operation over as many blocks as it takes, and the most CPU time that one call took of Redis."""
+    """Runs each operation over the most blocks that it accepts. Reports the most Redis CPU time of one call."""
     costs: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -202,7 +202,7 @@ def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], A
 
 
 def _cpu_ms(client: Any, call: Callable[[], Any]) -> tuple[Any, float]:
-    """The answer, and what Redis computed for it; others that call at the same time are counted in."""
+    """Returns the answer, and Redis' CPU time for it in ms. Concurrent calls of others are included."""
     before = _cpu(client)
     answer = call()
     return answer, 1000 * (_cpu(client) - before)
@@ -213,11 +213,11 @@ def _cpu(client: Any) -> float:
     return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
-# --- Redis killed
+# --- loss of Redis
 
 
 def _outage(report: Report, store: Store, size: Size, slack: float) -> None:
-    """Under workers that go on; until the ledger has every reference again."""
+    """Kills Redis under running workers and waits until the ledger has every reference again."""
     slow = store.redis.client.slowlog_len()
     report.told("scripts that took over 5 ms of time, while filling", str(slow))
     assert store.redis.process is not None

@@ -1,6 +1,6 @@
-"""A whole stack under test: Redis, every service as a process, their log lines with times, and ways to hurt them.
+"""A whole stack under test: Redis, every service as a process, their log lines with times, and ways to disturb them.
 
-Processes and the ledger; independent of requests and of what a scenario wants to see.
+Manages processes and the ledger. Does not depend on the requests or on a scenario's checks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 BACK_S = 180.0
-"""How long a service may take to come back: with torch ten seconds on a loaded machine, beside a build a minute."""
+"""The limit for a service to come back: ten seconds with torch on a loaded machine, a minute during a build."""
 EXIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a service's log, with the time at which it was read here."""
+    """One line of a service's log, with the time at which it was read."""
 
     at: float
     service: str
@@ -48,27 +48,27 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is particular to a scenario's stack."""
+    """The settings of a scenario's stack."""
 
     num_blocks: int = 4096
     max_model_len: int = 512
     max_num_seqs: int = 64
     block_size: int = 16
     workers: int = 2
-    """Of each role."""
+    """The number of workers of each role."""
     packages: Mapping[str, str] | None = None
-    """Entry points instead of the services' own, by the names of these."""
+    """Replacements for the services' entry points, by the original names."""
     variables: Mapping[str, str] | None = None
-    """Environment of all services."""
+    """Environment variables for all services."""
     preemption: Literal["auto", "swap", "give-back"] | None = None
     """None: the decode worker's default."""
     spare: int = 0
     restarted: tuple[str, ...] = ("prefill", "decode")
-    """Services that may die and are started again, however often, by the beginnings of their names."""
+    """The services that may die and are restarted without limit, by the beginnings of their names."""
 
 
 class Stack:
-    """Started at construction, ended by `close`."""
+    """The running stack. It starts at construction and ends with `close`."""
 
     def __init__(self, model: Path, plan: Plan) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-chaos-")
@@ -84,11 +84,11 @@ class Stack:
         self._supervisor.start()
         self.arena = Arena.open(self.launcher.directory)
 
-    # --- what it says
+    # --- observation
 
     @property
     def failure(self) -> str | None:
-        """Why the launch was given up, if it was."""
+        """Returns why the launch failed, if it did."""
         return None if self._supervisor.failure is None else str(self._supervisor.failure)
 
     def _take(self, line: str) -> None:
@@ -96,7 +96,7 @@ class Stack:
         self._lines.append(Line(time.monotonic(), service.strip(), text.strip()))
 
     def lines(self, pattern: str, *, service: str = "", since: float = 0.0) -> list[tuple[Line, re.Match[str]]]:
-        """Log lines that match, of services whose name begins with `service`."""
+        """Yields log lines that match, of services whose name begins with `service`."""
         found = re.compile(pattern)
         return [
             (line, match)
@@ -108,31 +108,31 @@ class Stack:
         return self._lines[-num_lines:]
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the gateway's samples with these labels, now."""
+        """Returns the current sum of the gateway's samples with these labels."""
         return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def ledger(self) -> LedgerScripts:
-        """The ledger that the arena's header names now."""
+        """Returns the ledger that the arena's header names now."""
         return LedgerScripts.attach(self.redis.client, self.arena)
 
     def inspect(self) -> Inspection:
         return inspect(self.ledger(), with_blocks=True)
 
     def holder(self, name: str, *, with_blocks: bool = False) -> HolderView:
-        """The newest incarnation of a worker. KeyError: it holds no lease."""
+        """Returns the newest incarnation of a worker. Raises KeyError if it has no lease."""
         found = [holder for holder in inspect(self.ledger(), with_blocks).holders if holder.name == name]
         if not found:
             raise KeyError(name)
         return max(found, key=lambda holder: holder.epoch)
 
-    # --- what is done to it
+    # --- disturbances
 
     @property
     def pids(self) -> dict[str, int]:
         return self.launcher.pids
 
     def kill(self, name: str) -> float:
-        """SIGKILL; the moment."""
+        """Sends SIGKILL. Returns the time."""
         return self._send(name, signal.SIGKILL)
 
     def freeze(self, name: str) -> float:
@@ -147,14 +147,14 @@ class Stack:
         return moment
 
     def wait_back(self, name: str, old_pid: int, old_epoch: Epoch, timeout_s: float = BACK_S) -> None:
-        """Until a successor of the process `old_pid` is ready, registered and given requests again."""
+        """Waits until a successor of the process `old_pid` is ready, registered and in use."""
         wait_for(lambda: self.pids[name], lambda pid: pid != old_pid, timeout_s, f"{name} is not started again")
         self.wait_registered(name, old_epoch, timeout_s)
         wait_for(lambda: self.launcher.is_ready(name), bool, timeout_s, f"{name} does not become ready")
         self.wait_used(name, timeout_s)
 
     def wait_registered(self, name: str, after: Epoch, timeout_s: float = BACK_S) -> None:
-        """Until a later incarnation than `after` holds a lease."""
+        """Waits until an incarnation later than `after` has a lease."""
 
         def newest() -> int:
             with contextlib.suppress(KeyError):
@@ -164,18 +164,18 @@ class Stack:
         wait_for(newest, lambda epoch: epoch > after, timeout_s, f"{name} does not register again")
 
     def wait_used(self, name: str, timeout_s: float = BACK_S) -> None:
-        """Until the gateway sends the worker something. Only while there is traffic."""
+        """Waits until the gateway sends the worker a request. Needs running traffic."""
         before = self.metric("looseleaf_worker_requests_total", worker=name)
         wait_for(
             lambda: self.metric("looseleaf_worker_requests_total", worker=name), lambda n: n > before, timeout_s,
             f"{name} gets no requests",
         )  # fmt: skip
 
-    # --- its end
+    # --- shutdown
 
     def close(self) -> None:
         self._supervisor.end()
-        for pid in self.pids.values():  # nobody stays frozen
+        for pid in self.pids.values():  # no process stays frozen
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self.launcher.stop()
@@ -196,7 +196,9 @@ class Stack:
 
 
 class _Launcher(Launcher):
-    """With entry points and variables of the suite's choice, ports that outlive a process, and no limit of restarts."""
+    """A launcher with the suite's entry points and variables, ports that outlive a process, and no limit
+    on restarts.
+    """
 
     def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:
         self._ports = iter(free_ports(3))
@@ -224,7 +226,7 @@ class _Launcher(Launcher):
 
     @property
     def directory(self) -> Path:
-        """Where the arena is."""
+        """The directory of the arena."""
         assert self._shared is not None
         return self._shared.path
 
@@ -236,7 +238,7 @@ class _Launcher(Launcher):
             super().check()
 
     def replace(self, name: str, *, overlap: bool) -> int:
-        """End a service with SIGTERM and start it again, with `overlap` the new one before the old one ends.
+        """Ends a service with SIGTERM and starts it again. With `overlap`, the new one starts before the old one ends.
 
         Returns the old one's exit status once the new one is ready.
         """
@@ -274,7 +276,7 @@ class _Launcher(Launcher):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Returns ports on which nothing listens now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

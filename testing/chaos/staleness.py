@@ -1,10 +1,10 @@
 """Scenario of forced staleness: leases shorter than the delays, a tiny arena, and churn.
 
-Workers are stopped past their lease, until others have taken half of their blocks to write into. Woken in the middle
-of a step they read what is no longer theirs: the reader rule must find it, before a token leaves. Two of three are told
-to stop there (`faulty`), the others are stopped at a random moment, mostly between two steps, where they learn from the
-ledger that they are fenced. With the rule switched off the same seed gives wrong tokens, or this scenario would prove
-nothing.
+Workers are stopped past their lease, until others have taken half of their blocks to write into. A worker that wakes in
+the middle of a step reads blocks that it has lost. The reader rule must find this before a token leaves. Two of three
+workers are told to stop in a step (`faulty`). The others are stopped at a random moment, mostly between two steps, and
+learn from the ledger that they are fenced. Without the rule, the same seed must give wrong tokens; otherwise the
+scenario would prove nothing.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ from testing.chaos.stack import Plan, Stack
 
 LEASE_S = 0.5
 MOST_STOPPED_S = 20.0
-"""By then half of the blocks of a stopped worker should be reallocated; if not, it is woken nevertheless. An idle
-machine takes a second, a loaded one ten: blocks of the reaped are the last that are evicted."""
+"""By this time, half of the blocks of a stopped worker should be reallocated; the worker is woken in any case. An idle
+machine takes a second, a loaded one ten, because a reaped worker's blocks are evicted last.
+"""
 STEP_S = 1.0
-"""A worker that has something to do steps within."""
+"""A worker with work makes a step within this time."""
 RENEWED_S = 3.0
-"""A woken worker that is not registered anew by then was not fenced."""
+"""A woken worker that has not registered again by then was not fenced."""
 MAX_MODEL_LEN = 432
 NUM_BLOCKS = 160
-"""Few more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14): what is cached is soon
-evicted, that of a stopped worker too."""
+"""Slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14). Cached blocks are
+evicted soon, including those of a stopped worker.
+"""
 LONGEST_OUTPUT = 128
-"""Of the requests used here: the shorter their outputs, the faster blocks change hands."""
+"""The longest output of the requests used here. Shorter outputs make blocks change hands faster."""
 MOST_ATTEMPTS = 100
 CONCURRENCY = 20
-"""More than fits: every now and then a group is preempted."""
+"""More than fits, so a group is preempted now and then."""
 DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
-"""In a step of either role; a group that was about to be swapped out counts as one."""
+"""A detection in a step of either role. A group that was about to be swapped out counts as one."""
 SENT_AWAY = r"starting over: .*; (\d+) "
 UNRULED_VICTIMS = 300
-"""How many victims the run without the rule may take until a wrong token has left."""
+"""How many victims the run without the rule may take until a wrong token leaves."""
 
 
 def staleness(run: Run) -> Report:
-    """Until `trials` sequences were victims."""
+    """Runs until `trials` sequences were victims."""
     report = run.report("staleness")
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
         _with_the_rule(run, report, Path(notes))
@@ -96,7 +98,9 @@ def _hurried(run: Run) -> Run:
 
 
 def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[[], bool]) -> int:
-    """Stop workers, two decode to one prefill, until that is enough. Returns how many were stopped."""
+    """Stops workers, two decode workers for each prefill worker, until `enough` returns true. Returns the number of
+    stops.
+    """
     num_stops = 0
     while not enough():
         name = ("decode-0", "decode-1", "decode-0", "decode-1", "prefill-0", "prefill-1")[num_stops % 6]
@@ -104,12 +108,12 @@ def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[
             _stop_in_step(notes / name)
         _stop_one(stack, name)
         num_stops += 1
-        time.sleep(0.2 + 0.3 * rng.random())  # until it has something to lose again
+        time.sleep(0.2 + 0.3 * rng.random())  # until it has blocks to lose again
     return num_stops
 
 
 def _stop_in_step(note: Path) -> None:
-    """Until the worker has stopped by itself; one that does not step is stopped where it is."""
+    """Waits until the worker has stopped itself, or gives up if it makes no step."""
     note.touch()
     deadline = time.monotonic() + STEP_S
     while note.exists() and time.monotonic() < deadline:
@@ -122,16 +126,16 @@ def _stop_one(stack: Stack, name: str) -> None:
     try:
         before = stack.holder(name, with_blocks=True)
         _wait_taken(stack, list(before.own))
-    except KeyError:  # it was late by itself, and is about to register anew
+    except KeyError:  # its lease expired anyway, and it is about to register again
         return
     finally:
         stack.thaw(name)
-    with contextlib.suppress(AssertionError):  # where the store itself was late it is not fenced, and goes on
+    with contextlib.suppress(AssertionError):  # if the store itself was late, the worker is not fenced and goes on
         stack.wait_registered(name, before.epoch, RENEWED_S)
 
 
 def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
-    """Until half of these blocks have a new generation in the header: their new writers are about to store."""
+    """Waits until half of these blocks have a new generation in the header: their new writers are about to store."""
     deadline = time.monotonic() + (MOST_STOPPED_S if refs else 2 * LEASE_S)
     while time.monotonic() < deadline:
         time.sleep(0.01)
@@ -141,10 +145,10 @@ def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
 
 
 def victims(stack: Stack) -> int:
-    """Sequences whose worker lost their blocks under them: found stale, or sent away by a worker that was fenced."""
+    """Returns the number of sequences that lost blocks in use: found stale, or aborted by a fenced worker."""
     return _count(stack, DETECTED) + _count(stack, SENT_AWAY)
 
 
 def _count(stack: Stack, pattern: str) -> int:
-    """Sum of the numbers that the pattern finds; where it finds none, it is one."""
+    """Returns the sum of the numbers that the pattern matches. A match without a number counts as one."""
     return sum(int(next(filter(None, match.groups()), 1)) for _, match in stack.lines(pattern))

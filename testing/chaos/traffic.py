@@ -1,6 +1,6 @@
-"""Clients in a closed loop, in a thread of their own, and what became of every request.
+"""Clients in a closed loop in a separate thread, and the outcome of every request.
 
-Knows the gateway's address and the book, nothing of workers or faults.
+Uses the gateway's address and the book. Does not depend on workers or faults.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from looseleaf.client import AsyncClient
 from testing.chaos.book import Case
 
 DRAIN_S = 90.0
-"""How long requests in flight may take once no new ones are sent."""
+"""The limit for requests in flight once no new ones are sent."""
 NUM_SALTS = 3
-"""Requests draw one of so many cache salts, or in every fourth case one of their own: cold and cached prefixes mix."""
+"""The number of shared cache salts. Every fourth case uses a unique salt instead, so cold and cached prefixes mix."""
 REFUSED_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request, ended. Times are `time.monotonic()`."""
+    """One request after its end. Times are `time.monotonic()`."""
 
     case: Case
     began: float
     ended: float
     num_tokens: int
     right: bool
-    """Whether all tokens that came are the oracle's, of every sample, however many came."""
+    """Whether all received tokens of every sample match the oracle's, even if some are missing."""
     error: str | None
-    """Why it did not complete; None: it did."""
+    """Why it did not complete, or None if it did."""
     longest_gap_s: float
-    """Longest time between two messages of one sample, the request itself being the first."""
+    """The longest time between two messages of one sample. The request counts as the first message."""
 
     def spans(self, moment: float) -> bool:
         return self.began < moment < self.ended
 
 
 class Traffic:
-    """`concurrency` clients that ask, wait for the end of the answer and ask again, until `stop`."""
+    """`concurrency` clients that send a request, wait for the end of the answer, and repeat until `stop`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Traffic:
         shared: bool = True,
         priorities: Sequence[int] = (0,),
     ) -> None:
-        """Each request has one of `priorities`."""
+        """Sets up the clients. Each request has one of `priorities`."""
         self.answers: list[Answer] = []
         self._address = address
         self._book = book
@@ -72,7 +72,7 @@ class Traffic:
         return sum(answer.error is None for answer in self.answers)
 
     def wait_for(self, num_answers: int, timeout_s: float) -> None:
-        """Until so many requests in all have ended. TimeoutError."""
+        """Waits until the given total number of requests has ended. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while len(self.answers) < num_answers:
             if time.monotonic() > deadline:
@@ -80,7 +80,7 @@ class Traffic:
             time.sleep(0.05)
 
     def stop(self) -> list[Answer]:
-        """Send nothing new, wait for what is in flight, and return everything."""
+        """Stops sending, waits for requests in flight, and returns all answers."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -119,7 +119,7 @@ class Traffic:
 
 
 async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0) -> Answer:
-    """One request to its end, whatever that is."""
+    """Sends one request and returns its outcome."""
     began = time.monotonic()
     samples: list[list[int]] = [[] for _ in range(case.sampling.num_sequences)]
     last, longest, error = [began] * len(samples), 0.0, "unfinished"
@@ -142,7 +142,7 @@ async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0) -> 
 
 
 def _missing(samples: Sequence[Sequence[int]], case: Case) -> str:
-    """What an answer that ended lacks; empty: nothing."""
+    """Returns what is missing from a finished answer, or an empty string."""
     came, wanted = [len(tokens) for tokens in samples], [len(tokens) for tokens in case.expected]
     return "" if came == wanted else f"{came} of {wanted} tokens"
 

@@ -1,1 +1,1 @@
-"""Promise 1 as a suite: the same requests down every path have to give what one process alone gives."""
+"""Tests of promise 1: the same requests must give the same answers on every path as in one process alone."""

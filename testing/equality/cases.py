@@ -1,6 +1,6 @@
-"""The requests of the equality suite, what the oracle answers to them, and how answers differ.
+"""The requests of the equality suite, the oracle's answers to them, and the comparison of answers.
 
-Independent of workers.
+Does not depend on workers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from looseleaf.results import Completion
 from testing.oracle import Oracle
 
 TOLERANCE = 1e-4
-"""Of log-probabilities and scores."""
+"""The tolerance for log-probabilities and scores."""
 _OPTIONS = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "logprobs", "beam_width", "length_penalty", "early_stopping",
@@ -30,7 +30,9 @@ KINDS = {
     "n=1 of them": SamplingParams(temperature=1.0, seed=11, frequency_penalty=0.3, logprobs=2),
     "beam 4": SamplingParams(temperature=0.0, num_sequences=4, beam_width=4, length_penalty=0.8, logprobs=2),
 }
-"""How tokens are chosen. All with log-probabilities, so that a wrong block shows where it changes no token."""
+"""How tokens are chosen. All kinds request log-probabilities, so that a wrong block shows even if it
+changes no token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Case:
 
     @property
     def options(self) -> GenerateOptions:
-        """The same for a client."""
+        """The same options for a client."""
         given: dict[str, Any] = {name: getattr(self.sampling, name) for name in _OPTIONS}
         if self.sampling.beam_width is None:
             given = {name: value for name, value in given.items() if name not in ("length_penalty", "early_stopping")}
@@ -62,7 +64,7 @@ class Text:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     score: float | None = None
-    """Of a beam."""
+    """The score of a beam."""
 
 
 Answer = list[Text]
@@ -70,7 +72,7 @@ Answer = list[Text]
 
 
 def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37, 32)) -> list[Case]:
-    """Every kind with prompts of these lengths, whose first 16 tokens are the same, so that requests share a block.
+    """Returns every kind with prompts of these lengths. Their first 16 tokens are the same, so requests share a block.
 
     Eight stop tokens let some samples end early. `n=1 of them` has the prompts and the seed of `n=4`.
     """
@@ -89,7 +91,7 @@ def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37,
 
 
 def expect(oracle: Oracle, case: Case) -> Answer:
-    """What one process says, one sequence at a time, without a cache."""
+    """Returns the answer of one process that runs one sequence at a time without a cache."""
     prompt, sampling, stopping = list(case.prompt), case.sampling, case.stopping
     if sampling.beam_width is not None:
         best = oracle.beam_search(prompt, sampling, stopping)
@@ -105,12 +107,12 @@ def expect(oracle: Oracle, case: Case) -> Answer:
 
 
 def answer_of(done: Completion) -> Answer:
-    """What a client got."""
+    """Returns the answer that a client received."""
     return [Text(list(s.token_ids), list(s.logprobs), s.finish_reason, s.beam_score) for s in done.samples]
 
 
 def differences(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """One sentence for each sample that is not as expected; empty: all are."""
+    """Returns one sentence for each sample that is not as expected. The list is empty if all are."""
     return [
         f"{case.name}, sample {index}: {difference}"
         for case, wanted, got in zip(cases, expected, found, strict=True)
@@ -126,7 +128,7 @@ def _all(wanted: Answer, got: Answer) -> list[str]:
 
 
 def _differs(wanted: Text, got: Text) -> str:
-    """How two texts differ; empty: not at all."""
+    """Returns how two texts differ, or an empty string."""
     if wanted.token_ids != got.token_ids:
         pairs = zip(wanted.token_ids, got.token_ids, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted.token_ids), len(got.token_ids)))

@@ -12,18 +12,20 @@ When = Literal["before it is read", "after it is read"]
 
 
 class Meddler:
-    """Stands in for `runner.step`, and takes a block inside of one step of one role, before or after the real one."""
+    """Replaces `runner.step`. Takes a block inside one step of one role, before or after the real step."""
 
     def __init__(
         self, runner: ModelRunner, take: Callable[[int], object], when: When, pick: Callable[[StepInput], int | None]
     ) -> None:
-        """`take` takes a block; `pick` says which one of a step, None: this step is not the one."""
+        """Sets up the replacement. `take` takes a block; `pick` chooses the block of a step, or returns None to skip
+        the step.
+        """
         self._step = runner.step
         self._take, self._when, self._pick = take, when, pick
         self.is_armed = False
         self.taken: int | None = None
         self.batch: StepInput | None = None
-        """Of the step in which it was taken."""
+        """The input of the step in which the block was taken."""
 
     def __call__(self, batch: StepInput) -> Any:
         block = self._pick(batch) if self.is_armed and self.taken is None else None

@@ -1,8 +1,8 @@
-"""A prefill and a decode worker in this process, the least of a gateway between them, and whatever can go wrong there.
+"""A prefill and a decode worker in this process, a minimal gateway between them, and every fault that can occur there.
 
-For the state machine in tests/equality: unlike `workers.Workers`, which runs requests to their end, each move here is
-one rule's, so that a cancel, a lost answer, a rebuild or a fence comes in every phase of a request. Beats and sweeps
-happen when told; nothing waits for a clock.
+This is for the state machine in tests/equality. `workers.Workers` runs requests to their end; here, each move is a rule
+of the machine, so a cancel, a lost answer, a rebuild or a fence can come in every phase of a request. Beats and sweeps
+happen on command; nothing waits for a clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RoughWorld:
-    """Moves are methods; `finish` ends every request and checks everything."""
+    """The workers and their faults. Moves are methods; `finish` ends every request and checks everything."""
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int, preemption: Choice, reserve: int
@@ -62,9 +62,11 @@ class RoughWorld:
         self._start_decode()
         self.requests: list[Request] = []
         self.errors: list[str] = []
-        """What must not be heard of a worker; it is not raised there, where it would be caught."""
+        """Events that a worker must not report. They are not raised on the spot, because the worker would
+        catch them.
+        """
         self.seen: Counter[str] = Counter()
-        """Which paths were taken."""
+        """How often each path was taken."""
         self._by_handle: dict[int, Request] = {}
 
     def _attached(self, role: Role) -> Any:
@@ -77,7 +79,7 @@ class RoughWorld:
         self.decode = DecodeWorker(self.runner, self._attached("decode"), scheduler, DOMAIN, self.preemption)
         self._session = Session(self._hear)
 
-    # --- a gateway's moves
+    # --- moves of the gateway
 
     def ask(self, case: Case, salt: bytes) -> None:
         self.requests.append(Request(case, len(self.requests), salt))
@@ -103,7 +105,7 @@ class RoughWorld:
             self.errors.append(f"prefill: {event!r}")
 
     def _check_tenant(self, request: Request, event: Done) -> None:
-        """What was cached is of requests of the same tenant."""
+        """Checks that the cached tokens come from requests of the same tenant."""
         self.seen["hits"] += event.sources.cached > 0
         others = [r for r in self.requests if r.salt == request.salt and (r is not request or r.times_sent > 1)]
         known = [(*r.case.prompt, *text.token_ids) for r in others for text in [Text(), *r.texts.values()]]
@@ -112,7 +114,7 @@ class RoughWorld:
             self.errors.append(f"{event.sources.cached} tokens of another tenant's blocks")
 
     def deliver(self, request: Request) -> None:
-        """What prefill has made goes to decode."""
+        """Sends the output of prefill to decode."""
         event, request.arrived = request.arrived, None
         assert event is not None
         for token in event.tokens:
@@ -161,7 +163,7 @@ class RoughWorld:
             request.handle = None
 
     def cancel(self, request: Request) -> None:
-        """Wherever it is. A ticket under way is left to its lease."""
+        """Cancels the request in any phase. A ticket under way is left to its lease."""
         request.is_cancelled, phase = True, self.phase(request)
         self.seen[f"cancel while {phase}"] += 1
         if request.job is not None:
@@ -183,7 +185,7 @@ class RoughWorld:
                 request.handle = None
 
     def phase(self, request: Request) -> Phase:
-        """Where it is, for a count of what was met."""
+        """Returns the request's phase, for a count of the phases that occurred."""
         if request.job is not None:
             if request.job in self.prefill._parked:
                 return "parked"
@@ -194,8 +196,9 @@ class RoughWorld:
         return "under way" if request.arrived is not None else "nowhere"
 
     def bring(self, request: Request, phase: Phase, num_lost: int) -> None:
-        """Move a request to a phase, if nothing comes between. What needs the ledger to be silent loses that many
-        answers first."""
+        """Moves a request to a phase, unless another event intervenes. For a phase that needs a silent ledger, first
+        loses that many answers.
+        """
         if phase != "queued":
             self.heal()
         for _ in range(12):
@@ -211,23 +214,23 @@ class RoughWorld:
                 self.deliver(request)
 
     def heal(self) -> None:
-        """Redis answers again."""
+        """Lets Redis answer again."""
         for attachment in self.attachments.values():
             attachment.line.heal()
             attachment.beat()
 
     def session_ends(self) -> None:
-        """The gateway is gone: decode drops its groups."""
+        """Ends the gateway's session. Decode drops its groups."""
         self.decode.close(self._session)
         self._session = Session(self._hear)
         for request in self.requests:
             if request.handle is not None:
                 request.is_cancelled, request.handle = True, None
 
-    # --- the block store's, and what goes wrong
+    # --- moves of the block store, and faults
 
     def sweep(self) -> None:
-        """A sweep; a ledger that is void is built anew."""
+        """Runs a sweep. Rebuilds the ledger if it is void."""
         try:
             report = sweep(self._ledger, self.arena, ())
             sweep(self._ledger, self.arena, report.waiting_slots, report.tick)
@@ -236,11 +239,11 @@ class RoughWorld:
             self.seen["rebuild"] += 1
 
     def lose_redis(self) -> None:
-        """Everything that Redis knew of this arena."""
+        """Deletes everything that Redis has about this arena."""
         self._ledger.forget()
 
     def expire(self, epochs: list[Epoch]) -> None:
-        """These leases are over."""
+        """Lets these leases expire."""
         known = [epoch for epoch in epochs if self._client.zscore(self._ledger.tag + "leases", str(epoch)) is not None]
         if known:
             self._client.zadd(self._ledger.tag + "leases", {str(epoch): 1 for epoch in known})
@@ -250,7 +253,7 @@ class RoughWorld:
         self.sweep()
 
     def expire_tickets(self) -> None:
-        """All that nobody has claimed."""
+        """Lets all unclaimed tickets expire."""
         try:
             self.expire([h.epoch for h in inspect(self._ledger).holders if h.kind == "ticket"])
         except StaleDataset:
@@ -258,7 +261,7 @@ class RoughWorld:
         self.sweep()
 
     def steal(self, ref: BlockRef) -> None:
-        """Somebody else has this block now, which the ledger does not know (`testing.ledger.block_thief`)."""
+        """Gives this block to another writer without the ledger's knowledge (`testing.ledger.block_thief`)."""
         slot = self.arena.acquire_writer_slot()
         self.arena.raise_generations([BlockRef(ref.block, int(self.arena.generations[ref.block]) + 1)], slot.number)
         self.arena.data[ref.block] = 0x3D
@@ -266,7 +269,7 @@ class RoughWorld:
         self.seen["stolen"] += 1
 
     def kill_decode(self) -> None:
-        """As if its process had died."""
+        """Simulates the death of the decode worker's process."""
         dead = self.attachments["decode"]
         dead.held.writer_slot.close()
         self.fence("decode")
@@ -275,22 +278,23 @@ class RoughWorld:
         for request in self.requests:
             request.handle = None
 
-    # --- the end
+    # --- the end of a run
 
     def let_back(self) -> None:
-        """Requests that are nowhere go to prefill: one, or all that there is room for."""
+        """Sends waiting requests to prefill: all that fit, or one if decode is idle."""
         for request in self.requests:
             if self.phase(request) == "nowhere" and not request.is_over:
-                load, size = self.decode.load, self.runner.layout.block_size
+                load, layout = self.decode.load, self.runner.layout
                 busy = load.num_running + load.num_waiting + load.num_preempted > 0
-                if busy and self.attachments["decode"].held.num_free_hint < request.num_blocks(size) * len(self.runner.layout.groups):
+                needed = request.num_blocks(layout.block_size) * len(layout.groups)
+                if busy and self.attachments["decode"].held.num_free_hint < needed:
                     return
                 self._send(request)
                 if not busy:
                     return
 
     def pump(self) -> None:
-        """What happens all the time: everything, in order."""
+        """Runs all periodic work once, in order."""
         self.sweep()
         self.let_back()
         self.prefill.step()
@@ -300,7 +304,7 @@ class RoughWorld:
         self.decode.step()
 
     def finish(self) -> list[Request]:
-        """Everything answers again; requests run to their end. Returns those that were not cancelled."""
+        """Heals all faults and runs the requests to their end. Returns those that were not cancelled."""
         for pump in range(MAX_PUMPS):
             for attachment in self.attachments.values():
                 attachment.line.heal()
@@ -330,7 +334,7 @@ class RoughWorld:
         self._check_contents()
 
     def check(self) -> None:
-        """No invariant is broken, and no worker said what it must not."""
+        """Checks that all invariants hold and that no worker reported an error."""
         assert not self.errors, self.errors
         try:
             found = invariants.check(self._ledger)
@@ -339,7 +343,7 @@ class RoughWorld:
         assert not found, found
 
     def _check_contents(self) -> None:
-        """I7: what is sealed has the bytes that were sealed."""
+        """I7: sealed blocks have the bytes with which they were sealed."""
         sealed = [b for b in range(self.arena.num_blocks) if self.arena.states[b] == HeaderState.SEALED]
         wrong = [block for block in sealed if self.arena.digest(block) != int(self.arena.digests[block])]
         assert not wrong, f"blocks {wrong} have other bytes than were sealed"

@@ -1,4 +1,4 @@
-"""Parts of `rough.RoughWorld`: a request and where it is, and a worker's way to Redis that can be disturbed."""
+"""Parts of `rough.RoughWorld`: a request and its phase, and a worker's connection to Redis that can be disturbed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from testing.ledger.lossy_redis import LossyRedis
 
 Role = Literal["prefill", "decode"]
 BUDGET_S = 0.01
-"""Of a ledger call: some repeats, then the worker goes on without."""
+"""The budget of a ledger call: a few repeats, then the worker goes on without the ledger."""
 
 
 @dataclass(eq=False)
 class Request(Asked):
-    """One request, and where it is."""
+    """One request and its phase."""
 
     job: Job | None = None
-    """At prefill."""
+    """The job, while the request is at prefill."""
     arrived: Done | None = None
-    """Prefilled, and not yet brought to decode."""
+    """The output of prefill that has not been sent to decode yet."""
     handle: int | None = None
-    """At decode."""
+    """The handle, while the request is at decode."""
     times_sent: int = 0
     is_cancelled: bool = False
     dropped: set[int] = field(default_factory=set)
-    """Samples that were cancelled."""
+    """The samples that were cancelled."""
 
     @property
     def is_over(self) -> bool:
@@ -46,7 +46,7 @@ class Request(Asked):
 
 
 class RoughAttachment(Attachment):
-    """Its worker's way to Redis can be disturbed."""
+    """An attachment whose connection to Redis can be disturbed."""
 
     def __init__(self, arena: Arena, client: Any, name: Role, sweep: Callable[[], object], reserve: int) -> None:
         self.line = LossyRedis(client)
@@ -55,14 +55,14 @@ class RoughAttachment(Attachment):
         super().__init__(arena, ledger, name, reserve=reserve, beat_s=None, budget_s=BUDGET_S)
 
     def renew(self) -> None:
-        """`Attached.renew` waits until Redis answers and the ledger is there."""
+        """Like `Attached.renew`, waits until Redis answers and the ledger exists."""
         self.held.close()
         self.line.heal()
         self._sweep()
         self.held = self._register()
 
     def beat(self) -> None:
-        """What the beat thread does."""
+        """Does the work of the beat thread."""
         if not self.is_fenced:
             try:
                 self.held.holder.lease.probe()

@@ -1,7 +1,7 @@
-"""A prefill and a decode worker in this process over a real arena and ledger, and the least of a gateway between them.
+"""A prefill and a decode worker in this process over a real arena and ledger, with a minimal gateway between them.
 
-For the equality suite: no RPC, so that every family and every path takes a second. Groups that come back from decode go
-through prefill again with what they have produced, in order of arrival, once there are blocks for them.
+The equality suite does not use RPC, so every family and every path takes a second. Groups that come back from decode go
+through prefill again with their output so far, in order of arrival, once there are blocks for them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MAX_STEPS = 3000
 
 
 class Attachment:
-    """What a worker has of the block store."""
+    """A worker's access to the block store."""
 
     def __init__(
         self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
         budget_s: float = BUDGET_S,
     ) -> None:  # fmt: skip
-        """`beat_s` None: it beats only when `held.holder.probe` is called."""
+        """Sets up the attachment. If `beat_s` is None, it beats only when `held.holder.probe` is called."""
         self.arena = arena
         self.floor_blocks = arena.num_blocks
         self._ledger, self._name, self._reserve = ledger, name, reserve
@@ -69,23 +69,23 @@ class Attachment:
         return self.held.holder.fenced.is_set()
 
     def renew(self) -> None:
-        """As `Attached.renew`."""
+        """Works like `Attached.renew`."""
         self.held.close()
         self.held = self._register()
 
 
 @dataclass(slots=True)
 class Asked:
-    """One request, and what has come of it."""
+    """One request and its output so far."""
 
     case: Case
     number: int
     salt: bytes
     texts: dict[int, Text] = field(default_factory=dict)
-    """By sample index; of a beam search by rank."""
+    """By sample index, or by rank for a beam search."""
     attempts: int = 0
     cached_tokens: int = 0
-    """Of the prompt, in the first attempt."""
+    """The cached tokens of the prompt in the first attempt."""
 
     @property
     def answer(self) -> Answer:
@@ -98,7 +98,7 @@ class Asked:
 
     @property
     def branches(self) -> list[Branch]:
-        """What has not ended."""
+        """The branches that have not ended."""
         if self.case.sampling.beam_width is not None:
             return [Branch()]
         if not self.texts:
@@ -106,13 +106,13 @@ class Asked:
         return [Branch(i, tuple(t.token_ids)) for i, t in sorted(self.texts.items()) if t.finish_reason is None]
 
     def num_blocks(self, block_size: int) -> int:
-        """The most that it can need."""
+        """Returns the most blocks that the request can need."""
         case = self.case
         return GroupNeed(len(case.prompt), case.stopping.max_tokens, case.sampling.width).blocks(block_size)
 
 
 class Workers:
-    """One worker of each role; `answer` is all there is to do with them."""
+    """One worker of each role. Tests only need `answer`."""
 
     def __init__(
         self,
@@ -124,7 +124,9 @@ class Workers:
         budget: int = 512,
         preemption: Choice = "give-back",
     ) -> None:
-        """`client` is a Redis; `num_blocks` those of one KV group; `budget` the most prompt tokens of a step."""
+        """Starts the workers. `client` is a Redis client; `num_blocks` is the number of blocks for each KV group;
+        `budget` is the most prompt tokens of a step.
+        """
         self.runner = runner
         self.arena = Arena.create(directory, runner.layout, num_blocks * len(runner.layout.groups))
         self._client, self._ledger, self._choice = client, open_ledger(client, self.arena), preemption
@@ -137,14 +139,14 @@ class Workers:
         self._returned: list[Asked] = []
         self.num_returned = 0
         self.rejections: list[tuple[int, Rejection]] = []
-        """What decode has sent away: number of the request, why."""
+        """The groups that decode rejected: (number of the request, reason)."""
         self.num_steps = 0
-        """Of decode."""
+        """The number of decode steps."""
 
     def answer(
         self, cases: Sequence[Case], salt: bytes = b"", before_step: Callable[[Workers], None] = lambda _: None
     ) -> list[Asked]:
-        """All requests at once, to their end."""
+        """Runs all requests at once to their end."""
         self._asked = [Asked(case, number, salt) for number, case in enumerate(cases)]
         for asked in self._asked:
             self._send(asked)
@@ -159,9 +161,9 @@ class Workers:
         raise AssertionError(f"not done after {MAX_STEPS} steps: {self.decode.load}")
 
     def kill_decode(self) -> None:
-        """As if its process had died: the store finds it silent, another one starts."""
+        """Simulates the death of the decode worker's process: the store finds it silent, and another worker starts."""
         dead = self.attachments.pop()
-        report = sweep(self._ledger, self.arena, ())  # the first one after a pause reaps nothing
+        report = sweep(self._ledger, self.arena, ())  # the first sweep after a pause reaps nothing
         dead.held.writer_slot.close()
         self._client.zadd(self._ledger.tag + "leases", {str(dead.held.epoch): 1})
         reaped = sweep(self._ledger, self.arena, report.waiting_slots, report.tick).reaped
@@ -173,8 +175,9 @@ class Workers:
             self._come_back(asked)
 
     def sweep(self) -> bool:
-        """What the store does meanwhile: where somebody has found the ledger wrong it is built anew, and the workers
-        hear of it with their next beat. Whether it was."""
+        """Does the periodic work of the store. If damage was found, rebuilds the ledger; the workers learn of it with
+        their next beat. Returns whether it did so.
+        """
         try:
             sweep(self._ledger, self.arena, ())
         except StaleDataset:
@@ -186,7 +189,7 @@ class Workers:
         return False
 
     def assert_idle(self) -> None:
-        """AssertionError if anything is held."""
+        """Raises AssertionError if blocks are held."""
         for attachment in self.attachments:
             attachment.held.assert_idle()
 
@@ -196,7 +199,7 @@ class Workers:
         self._ledger.forget()
         self.arena.remove()
 
-    # --- between the two
+    # --- the gateway's part
 
     def _start_decode(self) -> None:
         attached: Any = Attachment(self.arena, self._ledger, "decode")
@@ -257,7 +260,7 @@ class Workers:
         self._returned.sort(key=lambda item: item.number)
 
     def _let_back(self) -> None:
-        """The oldest one that came back, once there is room for it or nothing else runs."""
+        """Sends the oldest request that came back to prefill, once there is room for it or nothing else runs."""
         while self._returned:
             load = self.decode.load
             busy = load.num_running + load.num_waiting + load.num_preempted > 0

@@ -1,1 +1,1 @@
-"""`make fuzz`: input that nobody should send, to every port of a running system."""
+"""`make fuzz`: sends invalid input to every port of a running system."""

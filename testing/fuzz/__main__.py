@@ -1,7 +1,7 @@
-"""`make fuzz`: sends inputs to a system that it starts, over every port, and checks that nothing gives way.
+"""`make fuzz`: starts a system, sends invalid input to every port, and checks that the system keeps working.
 
-No process ends, no status is UNKNOWN or INTERNAL, every call ends, every block comes back, memory stays flat. Internal
-services are met with the launch's secret and without.
+No process may end, no status may be UNKNOWN or INTERNAL, every call must end, every block must come back, and memory
+must stay flat. Internal services get inputs with and without the launch's secret.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SERVICES = {
 }  # fmt: skip
 FORBIDDEN = ("UNKNOWN", "INTERNAL", "HANG", "500")
 MAX_GROWTH_BYTES = 64 << 20
-"""Of one service's resident memory between the first fifth and the end."""
+"""The limit for the growth of a service's resident memory between the first fifth and the end."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run has seen."""
+    """The observations of a run."""
 
     num_inputs: int = 0
     seconds: float = 0.0
@@ -68,7 +68,7 @@ class Fuzzer:
         self._began = time.monotonic()
 
     async def run(self, num_inputs: int, num_at_once: int) -> None:
-        """A fifth of the inputs is over before memory is looked at for the first time."""
+        """Sends all inputs. Measures memory for the first time after a fifth of them."""
         pids, queue = dict(self._llm.pids), iter(range(num_inputs))
         before: dict[str, int] = {}
 
@@ -116,12 +116,12 @@ class Fuzzer:
 
 
 def _resident(pid: int) -> int:
-    """Bytes."""
+    """Returns the resident memory in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def fuzz(num_inputs: int, seed: int, num_at_once: int = 64) -> Outcome:
-    """A run against a system of a tiny model, one worker of each role."""
+    """Runs against a system with a tiny model and one worker of each role."""
     with tempfile.TemporaryDirectory(prefix="ll-fuzz-") as directory:
         model = make_checkpoint(Path(directory) / "tiny", "llama", seed=1)
         settings: dict[str, Any] = {"num_blocks": 512, "max_model_len": 128, "roles": "split"}
@@ -132,7 +132,7 @@ def fuzz(num_inputs: int, seed: int, num_at_once: int = 64) -> Outcome:
 
 
 def lines_of(outcome: Outcome) -> Iterable[str]:
-    """Markdown."""
+    """Returns the results as lines of markdown."""
     yield f"{outcome.num_inputs:,} inputs in {outcome.seconds:.0f} s, {outcome.rate:.0f} a second."
     yield ""
     yield "| target | inputs | statuses |"

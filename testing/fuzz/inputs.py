@@ -1,6 +1,6 @@
-"""What is sent: messages with any values, bytes that are almost messages, HTTP that is almost HTTP. Sends nothing.
+"""Generates input: messages with any values, bytes that are almost messages, HTTP that is almost HTTP. Sends nothing.
 
-All is drawn from a `random.Random`, so that a seed makes the same inputs again.
+A `random.Random` makes all choices, so the same seed gives the same inputs.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ RIGHT: dict[str, Message] = {
         )
     ),
 }  # fmt: skip
-"""By name, messages that a service takes, or all but the ticket."""
+"""By name: messages that a service accepts, or that are complete except for the ticket."""
 
 
 def message(draw: random.Random, kind: type[Message]) -> Message:
-    """A message whose fields have any values that their types can have; some are left out."""
+    """Returns a message whose fields have arbitrary values of their types. Some fields are left out."""
     right = RIGHT.get(kind.DESCRIPTOR.name)
     if right is not None and draw.random() < 0.6:
         return near(draw, right)
@@ -68,7 +68,7 @@ def message(draw: random.Random, kind: type[Message]) -> Message:
 
 
 def near(draw: random.Random, right: Message) -> Message:
-    """A message that would be served, but for a field or two; so that more than the first check is met."""
+    """Returns a valid message with one or two fields changed, so that it gets past the first checks."""
     made = type(right)()
     made.CopyFrom(right)
     for _ in range(draw.choice((0, 1, 1, 2))):
@@ -129,7 +129,7 @@ def _value(draw: random.Random, field: Any) -> Any:
 
 
 def almost(draw: random.Random, whole: bytes) -> bytes:
-    """Bytes that were a message: flipped, cut, doubled, or any bytes at all."""
+    """Returns the bytes of a message with bits flipped, cut or doubled, or random bytes."""
     match draw.randrange(5):
         case 0:
             return draw.randbytes(draw.choice((1, 3, 20, 300)))
@@ -145,7 +145,7 @@ def almost(draw: random.Random, whole: bytes) -> bytes:
 
 
 def json_value(draw: random.Random, depth: int = 0) -> Any:
-    """Any JSON, and some that is none (NaN)."""
+    """Returns arbitrary JSON, sometimes invalid (NaN)."""
     kind = draw.randrange(9 if depth < 4 else 6)
     match kind:
         case 0:
@@ -165,7 +165,7 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def body(draw: random.Random) -> bytes:
-    """A request's body: mostly one that is nearly right."""
+    """Returns a request body that is nearly valid in most cases."""
     if draw.random() < 0.15:
         return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
     right: dict[str, Any] = {
@@ -179,7 +179,7 @@ def body(draw: random.Random) -> bytes:
 
 
 def http(draw: random.Random) -> bytes:
-    """A whole request as it goes over the wire, or what is none."""
+    """Returns a complete request in wire format, or bytes that are not a request."""
     content = body(draw)
     method = draw.choice(("POST",) * 6 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW", "\xff"))
     path = draw.choice(_PATHS[:2] * 4 + _PATHS)

@@ -1,4 +1,4 @@
-"""Sends one input and says what came of it. Independent of inputs of its own."""
+"""Sends one input and returns the outcome. Does not depend on how inputs are made."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from testing.fuzz import inputs
 
 Metadata = tuple[tuple[str, str], ...]
 TIMEOUT_S = 60.0
-"""No answer within this is a hang. It ends a call that waits, too: those say so by `DEADLINE_EXCEEDED` before."""
+"""A call that takes longer than this counts as a hang. Calls that wait have a shorter deadline and end with
+`DEADLINE_EXCEEDED`.
+"""
 _OWN_WORDS = "Internal error from Core"
-"""What `grpc.aio` itself says where the other side ended a stream that it still wrote to; it came over no wire."""
+"""The message that `grpc.aio` itself generates if the other side ends a stream while the client still writes to it. It
+did not come over the wire.
+"""
 CALL_S = 3.0
 """The deadline that a call carries."""
 
@@ -57,7 +61,7 @@ class GrpcSender:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def send(self, draw: random.Random, method: Method) -> str:
-        """Name of the status; HANG: none came."""
+        """Returns the name of the status, or HANG if none came."""
         channel = self._channels.get(method.address)
         if channel is None:
             channel = self._channels[method.address] = grpc.aio.insecure_channel(method.address)
@@ -97,7 +101,7 @@ async def _status_of(call: Any) -> str:
 
 
 async def send_http(draw: random.Random, address: str) -> str:
-    """The status of the answer; CLOSED: the connection was, without one; HANG."""
+    """Returns the status of the response; CLOSED if the connection was closed without one; HANG if none came."""
     host, port = address.rsplit(":", 1)
     request = inputs.http(draw)
     try:

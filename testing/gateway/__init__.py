@@ -1,1 +1,1 @@
-"""Tests of the gateway: its parts without workers, and workers that follow a script."""
+"""Parts for tests of the gateway: workers that follow a script, so that its parts run without real workers."""

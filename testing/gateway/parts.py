@@ -1,8 +1,8 @@
-"""For tests: workers that speak the real protos over real sockets, with tokens by arithmetic and faults by script.
+"""For tests: workers that speak the real protos over real sockets, with computed tokens and scripted faults.
 
-Here are the model and the script; `testing_workers` has the workers. A token is a function of all tokens before it and
-of the sample, so whatever happens on the way the right answer is known. A beam search's beam of a rank is what the
-sample of that number would be.
+This module has the model and the script; `testing.gateway.scripted_workers` has the workers. A token is a function of
+all tokens before it and of the sample, so the right answer is known for every path. The beam of a given rank equals the
+sample of that number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE of 400 tokens that puts <s> before a text."""
+    """Returns a byte-level BPE of 400 tokens that puts <s> before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def make_assets(**overrides: Any) -> ModelAssets:
 
 
 def next_id(ids: Sequence[int], sample: int = 0) -> int:
-    """The token after `ids`: never a special one."""
+    """Returns the token after `ids`, which is never a special one."""
     mixed = sum((i + 1) * t for i, t in enumerate(ids[-8:])) * 31 + len(ids) * 7 + sample * 101
     return 3 + mixed % (VOCAB_SIZE - 3)
 
@@ -71,29 +71,29 @@ def beam_score(rank: int) -> float:
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with one submit: after `after` steps do `action`."""
+    """The fault of one submit: do `action` after `after` steps."""
 
     action: str
-    """reject, die, gap, repeat, stray, silence (no more tokens), freeze (no heartbeats either)."""
+    """One of: reject, die, gap, repeat, stray, silence (no more tokens), freeze (no heartbeats either)."""
     after: int = 2
     rejection: int = decode_pb2.REJECTION_UNSPECIFIED
 
 
 @dataclass(slots=True)
 class Script:
-    """Faults in the order in which calls come, and what was seen."""
+    """The faults in the order of the calls, and the observed calls."""
 
     submits: list[Fault] = field(default_factory=list)
     prefills: list[LooseleafError | float] = field(default_factory=list)
-    """An error to answer with, or seconds to take."""
+    """For each call, an error to answer with or the seconds to take."""
     step_s: float = 0.0
     prefill_heartbeats: bool = True
     timings: pb.Timings = field(default_factory=lambda: pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))
-    """What decode workers say of a sample's end."""
+    """The timings that decode workers report at a sample's end."""
     burst: bool = False
-    """All tokens of a submit in one message, as after a gateway was slow."""
+    """Whether all tokens of a submit come in one message, as after the gateway was slow."""
     load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
-    """What decode workers report with their steps, but for the sequences that run."""
+    """The load that decode workers report with their steps, without the running sequences."""
     prefilled: list[prefill_pb2.PrefillRequest] = field(default_factory=list)
     submitted: list[decode_pb2.Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""For tests: workers of both roles that follow a `Script`, on real sockets. See `testing`."""
+"""For tests: workers of both roles that follow a `Script`, on real sockets. See `testing.gateway.parts`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch) -> pref
 
 
 def _tables(prompt_len: int, branch: pb.Branch, number: int) -> pb.BranchTables:
-    """The first branch has all its blocks; others share the prompt's: all if they have no outputs, else full ones."""
+    """Returns the block tables. The first branch has all its blocks. The others share blocks of the prompt: all of them
+    if they have no outputs, else the full ones.
+    """
     num_outputs = len(branch.output_token_ids)
     shared = prompt_len // BLOCK_SIZE if num_outputs else blocks_of(prompt_len, BLOCK_SIZE)
     return pb.BranchTables(num_tokens=prompt_len + num_outputs, shared_blocks=shared if number else 0)
@@ -147,7 +149,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.SequenceOutput]) -> None:
-    """As decode workers do: one token and nothing else goes into the columns."""
+    """Adds outputs to a response as decode workers do: an output that is only one token goes into the columns."""
     plain = response.plain_tokens
     for output in outputs:
         if len(output.token_ids) != 1 or output.logprobs or output.finish_reason or output.rejection:
@@ -161,7 +163,7 @@ def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.Sequence
 
 
 class _Group:
-    """One submitted group; each step brings a token of every live sample, a beam search all at its end."""
+    """One submitted group. Each step gives every live sample a token; a beam search gets all its tokens at its end."""
 
     def __init__(self, submit: decode_pb2.Submit, script: Script) -> None:
         self._submit = submit
@@ -234,7 +236,7 @@ class ScriptedWorker:
     """One worker of either role on a free port."""
 
     def __init__(self, role: Role, name: str, script: Script, secret: str | None = None, **record: Any) -> None:
-        """`secret`: what gateways must show."""
+        """Starts the worker. `secret` is the secret that gateways must send."""
         self.role: Role = role
         self.name = name
         door = None if secret is None else Door(secret)

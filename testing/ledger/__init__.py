@@ -1,1 +1,1 @@
-"""Tests of the ledger: random walks, an exhaustive small world, faulty writers."""
+"""Parts for tests of the ledger: random walks, an exhaustive small world, faulty writers."""

@@ -1,7 +1,7 @@
-"""For tests of the reader rule: another process that takes a block while somebody reads it.
+"""For tests of the reader rule: a second process that takes a block while the first one reads it.
 
-It does what a writer does that got the block from the ledger after its holder's lease had ended: raises the header's
-generation, enters its own writer slot, and writes. The ledger is not asked, so nothing but the reader rule can notice.
+It acts like a writer that got the block from the ledger after its holder's lease had expired: it raises the header's
+generation, enters its own writer slot, and writes. The ledger is not involved, so only the reader rule can notice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from testing.ledger.store import line, python
 
 
 class Thief:
-    """A process with a mapping of its own."""
+    """A process with its own mapping of the arena."""
 
     def __init__(self, arena: Arena) -> None:
         code = "from testing.ledger.block_thief import main; main()"
@@ -32,7 +32,7 @@ class Thief:
 
 
 def main() -> None:
-    """The other process."""
+    """Runs in the other process."""
     arena = Arena.open(sys.argv[1])
     print("ready", flush=True)
     for text in sys.stdin:

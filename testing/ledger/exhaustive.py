@@ -1,8 +1,8 @@
 """For tests: every state that two holders, two blocks and two hashes can reach, by the real scripts in a real Redis.
 
-Breadth first. A state is what matters of the ledger: states, hashes, holders by role, the orders of eviction and of
-free blocks; not generations, clocks or running numbers. Every operation that could be called is called in every state,
-and repeated; the invariants are checked after each.
+The search is breadth-first. A state consists of block states, hashes, holders by role, and the orders of eviction and
+of free blocks; generations, clocks and running numbers do not count. In every state, each possible operation is called
+twice, and the invariants are checked after each call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One state, and how to get back to it."""
+    """One state, and the moves that lead to it."""
 
     saved: tuple[bytes, ...]
     roles: tuple[Role, ...]
@@ -55,12 +55,12 @@ class Node:
 
 
 Move = tuple[str, Callable[[], object], tuple[Role, ...]]
-"""A name, the calls, and the roles after it."""
+"""A name, the calls, and the roles after the move."""
 RoleMove = tuple[str, Callable[[], object], Role]
 
 
 class SmallWorld:
-    """The search; `explore` returns how many states and moves there were."""
+    """The search. `explore` returns the numbers of states and moves."""
 
     def __init__(self, store: TestStore) -> None:
         self.store = store
@@ -69,7 +69,9 @@ class SmallWorld:
         self._load = store.client.register_script(_LOAD)
 
     def explore(self, max_depth: int) -> int:
-        """Number of states within `max_depth` moves. AssertionError: a broken invariant, and the move that broke it."""
+        """Returns the number of states within `max_depth` moves. Raises AssertionError with the move that broke an
+        invariant.
+        """
         start = self._keep(tuple(Role(slot, self._register(slot)) for slot in (1, 2)), 0)
         seen, frontier = {self._shape(start.roles)}, [start]
         while frontier:
@@ -123,7 +125,9 @@ class SmallWorld:
         yield "die", partial(self._die, role), Role(role.slot, role.epoch, role.number, is_dead=True)
 
     def _of_dead(self, role: Role) -> Iterator[RoleMove]:
-        """A late call has no effect; the end of the process frees what it was writing, and a successor comes."""
+        """Yields the moves of a dead holder. A late call has no effect. When its process ends, its unsealed blocks
+        become free, and a successor comes.
+        """
         lane = CallId(role.epoch, role.number + 1)
         yield "late call", partial(self._refused, partial(self.store.ledger.alloc, lane, 1)), role
         last = self.store.client.hget(self.store.ledger.tag + "meta", "epoch")
@@ -135,7 +139,7 @@ class SmallWorld:
         assert self._register(successor.slot) == successor.epoch
 
     def _twice(self, call: Callable[[], object]) -> None:
-        """I8, and a refusal changes nothing."""
+        """Checks I8, and that a refusal changes nothing."""
         before = self.store.moment()
         answer = _answer(call)
         after = self.store.moment()
@@ -150,7 +154,9 @@ class SmallWorld:
         return self.store.ledger.register("role", writer_slot=slot, lease_s=LONG_S)
 
     def _die(self, role: Role) -> None:
-        """What it was writing waits for its slot: its process may store into it yet."""
+        """Reaps a holder. The blocks that it was writing wait for its writer slot, because its process may still store
+        into them.
+        """
         before = self.store.moment().blocks
         self._end(role.epoch)
         for old, new in zip(before, self.store.moment().blocks, strict=True):
@@ -162,7 +168,7 @@ class SmallWorld:
         assert epoch in self.store.ledger.reap(gap_s=LONG_S).reaped
 
     def _shape(self, roles: tuple[Role, ...]) -> tuple[Any, ...]:
-        """What matters of the state now."""
+        """Returns the relevant parts of the current state."""
         now = inspect(self.store.ledger, with_blocks=True)
         names: dict[Epoch, int | str] = {role.epoch: index for index, role in enumerate(roles)}
         waits = {block: index for block, slot in now.quarantine for index, r in enumerate(roles) if r.slot == slot}

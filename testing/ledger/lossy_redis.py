@@ -1,4 +1,4 @@
-"""For tests: a client of Redis whose answers get lost, or whose commands do not arrive, as told."""
+"""For tests: a Redis client that loses answers or commands on request."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import redis
 
 
 class LossyRedis(redis.Redis):
-    """A real client of the same server; a lost answer is one of a script that was executed."""
+    """A real client of the same server. A lost answer belongs to a script that was executed."""
 
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(connection_pool=client.connection_pool)
         self.num_to_lose = 0
-        """Answers that will get lost next."""
+        """The number of the next answers to lose."""
         self.cuts_then = False
-        """Whether nothing arrives any more once they are lost, until `heal`."""
+        """Whether commands stop arriving after these answers, until `heal`."""
         self.num_lost = 0
 
     def lose(self, num_answers: int, cut: bool) -> None:

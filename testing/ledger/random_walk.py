@@ -1,7 +1,7 @@
-"""For tests: a walker that does random operations on a ledger and checks each.
+"""For tests: a walker that makes random operations on a ledger and checks each.
 
-It keeps its own idea of what everybody holds. After every operation it scans the invariants, and where the operation
-was an odd one (repeated, stale, fenced) it compares the whole ledger with the moment before.
+It keeps a model of all holders. After every operation it checks the invariants. After an irregular operation (repeated,
+stale, fenced) it also compares the whole ledger with the state before.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from common.types import BlockRef, CacheQuota
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
 
 QUOTAS = {"ax": CacheQuota(b"a" * 32, 34), "bx": CacheQuota(b"b" * 32, 9)}
-"""Of those whose chains these are."""
+"""The quotas of the tenants that own these chains."""
 
 
 @dataclass(slots=True)
 class Mine:
-    """The walker's idea of one holder."""
+    """The walker's model of one holder."""
 
     caller: Caller
     held: dict[BlockRef, bytes | None] = field(default_factory=dict)
-    """Sealed references and the hash they were sealed with."""
+    """Sealed references and the hash with which they were sealed."""
     unsealed: list[BlockRef] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Paper:
-    """The walker's idea of one ticket."""
+    """The walker's model of one ticket."""
 
     id: TicketId
     held: dict[BlockRef, bytes | None]
 
 
 class LedgerWalk:
-    """One walk. Arguments of the operations are any integers; they choose among what there is."""
+    """One walk. The operations take arbitrary integers, which choose among the existing objects."""
 
     def __init__(self, store: TestStore, successes: Counter[str], num_holders: int = 3) -> None:
         self.store = store
@@ -54,8 +54,8 @@ class LedgerWalk:
         self.zombies: list[Mine] = []
         self.seen: dict[int, int] = {}
         self._known: Inspection | None = None
-        """The ledger as it was left, until something is done to it. One kept too long would hide nothing, but raise a
-        false alarm: it is compared with one read afresh.
+        """The ledger after the last operation. A stale copy could hide nothing; it could only raise a false alarm,
+        because it is compared with a fresh one.
         """
 
     @property
@@ -63,7 +63,7 @@ class LedgerWalk:
         return self.store.ledger
 
     def _now(self) -> Inspection:
-        """The moment, without a call if it is known."""
+        """Returns the state of the ledger. Makes no call if it is known."""
         self._known = self._known or self.store.moment()
         return self._known
 
@@ -75,7 +75,7 @@ class LedgerWalk:
         return self.holders[who % len(self.holders)]
 
     def _once(self, name: str, mine: Mine, operation: Callable[[CallId], object]) -> object:
-        """The operation, its repetition (I8), and the invariants after it. Returns its answer or refusal."""
+        """Runs the operation, repeats it (I8), and checks the invariants. Returns its answer or refusal."""
         before = self._now()
         answer = _attempt(lambda: operation(mine.caller.lane()))
         self._known = after = self.store.check(before)
@@ -113,7 +113,7 @@ class LedgerWalk:
             return
         hashes: list[bytes | None] = [*chain(name, len(refs))]
         if which % 7 == 3:
-            hashes[-1] = hashes[0]  # two samples of one group that have come to say the same
+            hashes[-1] = hashes[0]  # two samples of one group with the same output
         if which % 5 == 4:
             hashes[-1] = None
         self.store.write(mine.caller, refs, hashes)
@@ -185,7 +185,7 @@ class LedgerWalk:
             mine.held.pop(ref, None)
 
     def die(self, who: int) -> None:
-        """A holder falls silent and is reaped; its process may go on as a zombie."""
+        """Silences a holder, which is reaped. Its process may go on as a zombie."""
         if len(self.holders) < 2:
             return
         mine = self.holders.pop(who % len(self.holders))
@@ -210,7 +210,7 @@ class LedgerWalk:
             assert isinstance(answer, errors.Gone)
 
     def zombie(self) -> None:
-        """I5: nothing that a reaped holder does succeeds or has an effect."""
+        """I5: every call of a reaped holder fails and has no effect."""
         for mine in self.zombies:
             before, caller = self._now(), mine.caller
             refs = [*mine.unsealed, *mine.held][:3]
@@ -229,14 +229,14 @@ class LedgerWalk:
             self.successes["zombie"] += 1
 
     def revive(self) -> None:
-        """A zombie's process ends; its quarantined blocks are free, and a new holder comes."""
+        """Ends a zombie's process. Its quarantined blocks become free, and a new holder comes."""
         if not self.zombies:
             return
         mine = self.zombies.pop()
         mine.caller.slot.close()
         before, unsealed = self._now(), {ref.block for ref in mine.unsealed}
         waiting = {block for block, slot in before.quarantine if slot == mine.caller.slot.number}
-        # A rebuild since its death knows only the header: what it had given up unsealed waits too.
+        # A rebuild since its death knows only the header, so the unsealed blocks that it had given up wait too.
         assert waiting >= unsealed if mine.caller.ledger is not self.ledger else waiting == unsealed
         report = self._reap([mine.caller.slot.number])
         self.store.check(before)
@@ -246,7 +246,7 @@ class LedgerWalk:
         self.successes["unquarantine"] += report.num_unquarantined
 
     def stale(self, who: int) -> None:
-        """I10: nothing with an old dataset or block generation has an effect."""
+        """I10: a call with an old dataset generation or block generation has no effect."""
         mine = self._mine(who)
         old = copy.copy(self.ledger)
         old.dataset = "0" * 16
@@ -262,7 +262,7 @@ class LedgerWalk:
         assert self.store.moment() == before, "I10"
 
     def late(self, who: int) -> None:
-        """A release that was held up on the way arrives after the acquire that followed it."""
+        """Delivers a delayed release after the acquire that followed it."""
         mine = self._mine(who)
         full = [(ref, prefix_hash) for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
         if not full:
@@ -282,7 +282,7 @@ class LedgerWalk:
         self.successes["late"] += 1
 
     def gap(self) -> None:
-        """Nothing was swept for long, or the clock jumped: everybody looks dead, and nobody is."""
+        """Simulates a long gap between sweeps or a clock step: every holder looks dead, and none is."""
         self._known = None
         self.store.expire(*(holder.epoch for holder in self.store.moment().holders))
         self.store.client.hset(self.ledger.tag + "meta", "last_reap", 1)
@@ -293,14 +293,14 @@ class LedgerWalk:
         self.successes["gap"] += 1
 
     def flushed(self) -> None:
-        """Redis loses everything; the ledger is built anew, and all who live assert what they hold."""
+        """Empties Redis and rebuilds the ledger. All live holders assert their blocks."""
         self.ledger.forget()
         self._build_anew()
         self.successes["rebuild"] += 1
 
     def older(self, who: int) -> None:
-        """Redis comes back with an older snapshot of this very ledger. The first beat of whom it misses a call refuses
-        it.
+        """Restores an older snapshot of the same ledger. The first beat of a holder whose call is missing
+        refuses it.
         """
         mine, client = self._mine(who), self.store.client
         keys = list(client.scan_iter(f"{self.ledger.tag}*", count=1000))
@@ -342,7 +342,7 @@ class LedgerWalk:
             self.store.client.zadd(self.ledger.tag + "leases", leases)
 
     def finish(self) -> None:
-        """I9: with everybody gone, FREE + CACHED is everything."""
+        """I9: when all holders are gone, every block is FREE or CACHED."""
         self.store.expire(*(mine.caller.epoch for mine in self.holders), *(paper.id.epoch for paper in self.tickets))
         self._reap()
         gone = [*self.zombies, *self.holders]
@@ -354,7 +354,7 @@ class LedgerWalk:
         assert counts.free + counts.cached == counts.total, f"I9: {counts}"
 
     def _read(self, mine: Mine) -> None:
-        """I7, by the reader rule: what is read is what was sealed under this hash."""
+        """I7, by the reader rule: a reader gets the bytes that were sealed under this hash."""
         refs = [ref for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
         assert self.store.arena.check_refs(refs), "a held block was reallocated"
         blocks = self._now().blocks

@@ -1,5 +1,5 @@
-"""For tests: a real store (arena, Redis, ledger) in one line, here or as a process; other processes; device memory of
-the stand-in for the CUDA driver. `walk` does random operations on it.
+"""For tests: a real store (arena, Redis, ledger) in one line, in this process or another; helper processes; device
+memory of the stand-in for the CUDA driver.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="b
 
 
 LONG_S = 3600.0
-"""Of leases that only `TestStore.expire` ends, however slow the machine."""
+"""The length of leases that only `TestStore.expire` ends, however slow the machine."""
 
 
 def chain(name: str, length: int) -> list[bytes]:
-    """Prefix hashes of a made-up chain; chains whose names share a first letter share their first block."""
+    """Returns prefix hashes of an invented chain. Chains whose names share the first letter share their first block."""
     return [hashlib.sha256(f"{name[: i + 1] if i == 0 else name}/{i}".encode()).digest() for i in range(length)]
 
 
 @dataclass(slots=True)
 class Caller:
-    """A holder driven by hand, without beats: it keeps the running number only."""
+    """A holder without beats that tests drive by hand. It keeps only the running number."""
 
     ledger: LedgerScripts
     epoch: Epoch
@@ -63,7 +63,7 @@ class Caller:
 
     @property
     def last(self) -> CallId:
-        """The lane of the last call, to repeat it."""
+        """Returns the lane of the last call, to repeat it."""
         return CallId(self.epoch, self.number)
 
 
@@ -92,18 +92,18 @@ class TestStore:
         self.client.zadd(self.ledger.tag + "leases", {str(epoch): 1 for epoch in epochs})
 
     def ticket_id(self, epoch: Epoch) -> TicketId:
-        """Of a live ticket, by what the ledger has."""
+        """Returns the id of a live ticket, from the ledger."""
         secret = self.client.hget(f"{self.ledger.tag}holder:{epoch}", "secret")
         assert isinstance(secret, bytes), f"epoch {epoch} is no ticket"
         return TicketId(epoch, secret)
 
     def moment(self) -> Inspection:
-        """The ledger but for the passing of time."""
+        """Returns the state of the ledger without the remaining lease times."""
         now = inspect(self.ledger, with_blocks=True)
         return replace(now, holders=tuple(replace(holder, lease_ms=0) for holder in now.holders))
 
     def check(self, before: Inspection | None = None) -> Inspection:
-        """No invariant is broken, nor was any since the moment `before`. Returns the moment."""
+        """Checks that all invariants hold now and were kept since the moment `before`. Returns the current moment."""
         now = self.moment()
         assert not (found := invariants.findings(self.ledger, now, before)), found
         return now
@@ -115,8 +115,8 @@ class TestStore:
         return self.ledger.seal(caller.lane(), [SealItem(*pair, quota) for pair in zip(refs, hashes, strict=True)])
 
     def write(self, caller: Caller, refs: Sequence[BlockRef], hashes: Sequence[bytes | None]) -> None:
-        """By the writer rule; the content of a full block is a function of its hash."""
-        if not self.arena.check_refs(refs):  # not entered in the header yet
+        """Writes blocks by the writer rule. The content of a full block is a function of its hash."""
+        if not self.arena.check_refs(refs):  # not in the header yet
             self.arena.raise_generations(refs, caller.slot.number)
         for ref, prefix_hash in zip(refs, hashes, strict=True):
             self.arena.data[ref.block] = content(prefix_hash)
@@ -128,7 +128,7 @@ class TestStore:
 
 
 def content(prefix_hash: bytes | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """uint8 [block_bytes] that belongs to a hash."""
+    """Returns the content uint8 [block_bytes] that belongs to a hash."""
     return np.resize(np.frombuffer(prefix_hash or b"\xff" * 32, np.uint8), LAYOUT.block_bytes)
 
 
@@ -176,13 +176,13 @@ class StoreProcess:
         return list(self.stub.ReadBlocks(request, timeout=5))
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self.channel.close()
         self.process.kill()
         self.process.communicate(timeout=10)
 
     def stop(self) -> str:
-        """SIGTERM; returns what it logged."""
+        """Sends SIGTERM. Returns the log."""
         self.channel.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -191,20 +191,20 @@ class StoreProcess:
 
 
 def python(code: str, *args: str) -> subprocess.Popen[str]:
-    """Another process that runs `code`, with pipes."""
+    """Starts another process that runs `code`, with pipes."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    """The next line that it prints."""
+    """Returns the next line that it prints."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def wait_until(holds: Callable[[], object], within_s: float = 5.0) -> None:
-    """Returns once `holds()`; AssertionError if that takes too long."""
+    """Returns once `holds()` is true. Raises AssertionError if that takes too long."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline
@@ -212,8 +212,8 @@ def wait_until(holds: Callable[[], object], within_s: float = 5.0) -> None:
 
 
 def view(blocks: DeviceBlocks) -> npt.NDArray[np.uint8]:
-    """uint8 [num_blocks, block_bytes] over the very memory, by `__cuda_array_interface__` as torch would. Only with the
-    stand-in for the driver, whose device memory the host can reach.
+    """Returns uint8 [num_blocks, block_bytes] over the memory itself, by `__cuda_array_interface__` as torch would.
+    Works only with the stand-in for the driver, whose device memory the host can access.
     """
     interface = blocks.__cuda_array_interface__
     rows, row_bytes = interface["shape"]

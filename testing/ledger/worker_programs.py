@@ -1,8 +1,8 @@
-"""For tests: workers as step-by-step programs over a real arena and the real ledger, so that a search can stop each of
-them anywhere, let others go on, and wake it.
+"""For tests: workers as step-by-step programs over a real arena and the real ledger. A search can stop each of them
+anywhere, let others go on, and wake it.
 
-What Redis alone cannot show is seen here: headers raised, bytes stored and read, comparisons made. `Rules` are the
-writer and reader rules of docs/design.md, Ledger; each can be broken for the search to find.
+This shows effects that are not visible in Redis: raised headers, stored and read bytes, and comparisons. `Rules` are
+the writer and reader rules of docs/design.md, Ledger; each can be broken for the search to find.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _GARBAGE = 0xEE
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules as they are; False breaks one."""
+    """The rules. A value of False breaks one."""
 
     enter_before_store: bool = True
     compare_with_table: bool = True
-    """Else two readings of the header are compared with each other."""
+    """If False, two readings of the header are compared with each other."""
     quarantine_by_lock: bool = True
-    """Else what the dead were writing is free at the next sweep."""
+    """If False, blocks that a dead worker was writing are free at the next sweep."""
     compare_before_seal: bool = True
 
 
 @dataclass(slots=True)
 class Actor:
-    """One worker process and what it is in the middle of."""
+    """One worker process and its current position in its program."""
 
     caller: Caller
     rebuild_count: int
@@ -45,7 +45,7 @@ class Actor:
 
 
 class World:
-    """Actors in one small arena. `choose(n)` gives a number below n: everything that happens follows from it."""
+    """Actors in one small arena. `choose(n)` returns a number below n and determines every event."""
 
     def __init__(self, store: TestStore, rules: Rules, successes: Counter[str], num_actors: int = 3) -> None:
         self.store = store
@@ -55,7 +55,7 @@ class World:
         self.actors = [self._spawn() for _ in range(num_actors)]
 
     def act(self, choose: Callable[[int], int]) -> None:
-        """One thing happens to one actor; then every indexed block is looked at (I7)."""
+        """Lets one event happen to one actor, then checks every indexed block (I7)."""
         index, what = choose(len(self.actors)), choose(20)
         if what < 16:
             self._step(index, choose)
@@ -70,7 +70,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """I7 for the next reader: what the index offers is what its hash says."""
+        """I7 for the next reader: every indexed block has the content that its hash promises."""
         for block, view in enumerate(self.store.moment().blocks):
             if view.prefix_hash is not None and int(self.store.arena.generations[block]) == view.generation:
                 as_sealed = (self.store.arena.data[block] == content(view.prefix_hash)).all()
@@ -85,7 +85,7 @@ class World:
         return Actor(self.store.caller(), self.store.arena.rebuild_count)
 
     def _freeze(self, index: int, choose: Callable[[int], int]) -> None:
-        """One is stopped and fenced where it is, others churn through the arena; it may wake at once, to the end."""
+        """Stops and fences one actor while others work in the arena. The actor may wake at once and run to its end."""
         actor = self.actors[index]
         self.store.expire(actor.caller.epoch)
         self.sweep()
@@ -129,7 +129,9 @@ class World:
             self.actors[index] = self._spawn()
 
     def _request(self, actor: Actor, hashes: Sequence[bytes]) -> Program:
-        """Reads what is cached of a chain, computes the next block from it, seals it. A step ends at every `yield`."""
+        """Reads the cached part of a chain, computes the next block from it, and seals it. A step ends at every
+        `yield`.
+        """
         ledger, arena, caller = actor.caller.ledger, self.store.arena, actor.caller
         [cached] = ledger.acquire(caller.lane(), [hashes[:-1]])
         yield "acquired"
@@ -167,7 +169,7 @@ class World:
         ledger.release(caller.lane(), [*cached, *dict.fromkeys([own, *final])])
 
     def _enter(self, actor: Actor, own: BlockRef) -> None:
-        """The writer rule, and its part in a rebuild."""
+        """Applies the writer rule, and the writer's part of a rebuild."""
         arena = self.store.arena
         if arena.rebuild_count != actor.rebuild_count:
             raise errors.StaleDataset("before entering")
@@ -176,7 +178,7 @@ class World:
             raise errors.StaleDataset("after entering")
 
     def _compare(self, cached: Sequence[BlockRef], before: Sequence[int], is_good: bool) -> None:
-        """The second comparison. What passes it was read as it was sealed (I7)."""
+        """Makes the second comparison. A block that passes it was read as it was sealed (I7)."""
         expected = [ref.generation for ref in cached] if self.rules.compare_with_table else list(before)
         if self._readings(cached) != expected:
             self.successes["stale read found"] += 1

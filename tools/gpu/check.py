@@ -1,13 +1,13 @@
-"""Is everything right on this GPU? Runs the project's tests there and says so in one table: `make gpu-check`.
+"""Runs the project's tests on this machine's GPU and prints the results in one table: `make gpu-check`.
 
     python tools/gpu/check.py [--out DIR] [--rehearse]
 
-Every kernel un-interpreted; the engine's bits, graphs, streams and every attention provider that is installed; an arena
-opened over CUDA IPC; every test of token equality through real services, in deterministic mode, workers killed too; the
-models against transformers. The most telling stages come first, each has a limit of its own, and all together end
-within `SECONDS`. What failed or was skipped is listed under its stage. Logs and check.json go to DIR (default
-build/gpu). `--rehearse` runs the same where there is no GPU, with what that leaves of it, and takes its time. Exit
-status 1 if a stage did not pass. Nothing here has run on a GPU yet.
+The stages cover all kernels, compiled; the engine's bits, graphs, streams and every installed attention provider; an
+arena opened over CUDA IPC; all tests of token equality through real services in deterministic mode, including killed
+workers; and a comparison of the models with transformers. The most important stages run first. Each stage has a time
+limit, and all of them together end within `SECONDS`. Failed and skipped tests are listed under their stage. Logs and
+check.json go to DIR (default build/gpu). `--rehearse` runs as much as is possible without a GPU, with longer limits.
+The exit status is 1 if a stage did not pass. This script has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 440
-"""Of all stages together; 40 are left for unpacking and building before."""
+"""The limit for all stages together. It leaves 40 s for unpacking and building before them."""
 PATIENCE = 10
-"""A rehearsal's limits are this many times as long: two cores do what sixteen and a GPU would."""
+"""A rehearsal's limits are longer by this factor, because two cores replace sixteen cores and a GPU."""
 ENVIRONMENT = {
     "LOOSELEAF_SERVE_DETERMINISTIC": "true",
     "LOOSELEAF_GATEWAY_RECOVER_S": "90",  # a worker with a CUDA context and graphs takes longer to come back
     "OMP_WAIT_POLICY": "PASSIVE",
-    "OMP_NUM_THREADS": "2",  # of each of many processes
+    "OMP_NUM_THREADS": "2",  # applies to each of many processes
 }
 TELLING = ("FAILED", "ERROR", "SKIPPED")
 MOST_LINES = 12
@@ -40,7 +40,7 @@ MOST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Tests, the seconds they may take, and into how many processes they go where pytest-xdist is there."""
+    """A group of tests, its time limit in seconds, and its number of processes if pytest-xdist is installed."""
 
     name: str
     tests: tuple[str, ...]
@@ -78,7 +78,7 @@ def command(stage: Stage, limit_s: float) -> list[str]:
 
 
 def run(stage: Stage, limit_s: float, out: Path) -> Outcome:
-    """Run one stage, its output into a log of its own."""
+    """Runs one stage and writes its output to a separate log."""
     if limit_s < 10:
         return Outcome(stage.name, "no time left", 0.0, "")
     log = out / f"{stage.name.replace(' ', '-').replace('=', 'is')}.log"
@@ -104,7 +104,7 @@ def run(stage: Stage, limit_s: float, out: Path) -> Outcome:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask as a person would, so that fixtures end their services; then end the group."""
+    """Interrupts a stage with SIGINT, so that fixtures can end their services. Kills its process group after 15 s."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(15)
@@ -114,7 +114,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def commit() -> str:
-    """Of the checkout; COMMIT in the environment where there is no git or no history."""
+    """Returns the variable COMMIT if it is set, else the commit of the checkout. Set it where git or its history is
+    missing.
+    """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
     try:
@@ -125,7 +127,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, str]:
-    """What this runs on."""
+    """Returns a description of this machine."""
     import torch
     import triton
 
@@ -158,7 +160,7 @@ def main() -> None:
         print(f"{outcome.name:24} {outcome.status:12} {outcome.seconds:6.1f} s  {outcome.summary}", flush=True)
         for line in outcome.details:
             print(f"    {line}", flush=True)
-        # After each, so that a session which is cut short has something.
+        # written after each stage, so that an interrupted session leaves results
         report = {**about, "stages": [asdict(outcome) for outcome in outcomes]}
         (options.out / "check.json").write_text(json.dumps(report, indent=1))
     sys.exit(any(outcome.status != "passed" for outcome in outcomes))

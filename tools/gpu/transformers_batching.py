@@ -1,8 +1,8 @@
-"""transformers' continuous batching over its own paged cache, on the work of `loadtest.throughput`: for comparison.
+"""Measures transformers' continuous batching over its own paged cache, with the workload of `loadtest.throughput`.
 
     python tools/gpu/transformers_batching.py --model models/configs/llama-3.1-8b --requests 128
 
-Random weights of the same shape. All requests are given at once; the scheduler takes as many as fit.
+The model has the same shape and random weights. All requests are submitted at once; the scheduler runs as many as fit.
 """
 
 from __future__ import annotations

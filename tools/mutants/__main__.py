@@ -1,7 +1,7 @@
-"""`make mutants`: puts small bugs into the code one at a time, and says which of them no test notices.
+"""`make mutants`: puts small bugs into the code, one at a time, and reports those that no test detects.
 
-Each mutant is tried in a scratch copy of the tree by the tests that its area names, up to the first failure. Which ones
-are tried follows from the seed alone. Python and torch are loaded once: each run is a fork.
+Each mutant is tried in a scratch copy of the tree. Its area's tests run until the first one fails. The sample of
+mutants depends only on the seed. Python and torch are loaded once, and each run is a fork.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Verdict = Literal["killed", "timeout", "survived"]
 _VERDICTS: dict[int | None, Verdict] = {
     None: "timeout", 0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed",
 }  # fmt: skip
-"""By exit status of pytest; 2 to 4 are mutants that cannot be imported. None: no end within the time. Others are
-no verdict: a KeyError."""
+"""Verdicts by exit status of pytest. 2 to 4 mean that the mutant cannot be imported; None means a timeout. Any other
+status is no verdict and raises KeyError.
+"""
 _KEPT = (
     "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "looseleaf", "models", "prefill_svc",
     "protos", "tests", "tools", "pyproject.toml", "README.md", "loadtest", "docker-compose.yml", "docs", "Makefile",
@@ -41,7 +42,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One mutant and what became of it."""
+    """One mutant and its verdict."""
 
     target: str
     mutant: Mutant
@@ -50,7 +51,7 @@ class Trial:
 
 
 def scratch(directory: Path) -> Path:
-    """A copy of the tree, without what is built or kept elsewhere."""
+    """Makes a copy of the tree without build products and external data."""
     directory.mkdir()
     for name in _KEPT:
         source = ROOT / name
@@ -62,7 +63,7 @@ def scratch(directory: Path) -> Path:
 
 
 def preload() -> None:
-    """What is slow to import and none of ours."""
+    """Imports slow modules that are not ours."""
     import hypothesis.stateful
     import pytest
     import redis
@@ -73,7 +74,7 @@ def preload() -> None:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float) -> int | None:
-    """Exit status of pytest in a fork; None: it took too long."""
+    """Runs pytest in a fork. Returns its exit status, or None if it took too long."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -103,7 +104,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float) -> int | Non
 
 
 def _end_session(child: int) -> None:
-    """What the tests have started, and the child itself."""
+    """Kills the processes that the tests have started, and the child itself."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
@@ -111,7 +112,7 @@ def _end_session(child: int) -> None:
 
 
 class Bench:
-    """Scratch trees, one for each worker."""
+    """The scratch trees, one for each worker."""
 
     def __init__(self, directory: Path, num_workers: int) -> None:
         self._trees: SimpleQueue[Path] = SimpleQueue()
@@ -119,7 +120,7 @@ class Bench:
             self._trees.put(scratch(directory / f"tree{number}"))
 
     def baseline(self, target: Target) -> float:
-        """Seconds that the tests take without a mutant. SystemExit: they fail."""
+        """Returns the seconds that the tests take without a mutant. Raises SystemExit if they fail."""
         began, tree = time.monotonic(), self._trees.get()
         status = run_tests(tree, existing(target, tree), 600)
         self._trees.put(tree)
@@ -148,7 +149,7 @@ def existing(target: Target, tree: Path) -> tuple[str, ...]:
 
 
 def chosen(target: Target, most: int, seed: int) -> list[Mutant]:
-    """Up to `most` mutants of the area, drawn by the seed."""
+    """Returns up to `most` mutants of the area, drawn by the seed."""
     files = [file for file in target.files if (ROOT / file).exists()]
     every = [mutant for file in files for mutant in mutants_of(file, (ROOT / file).read_text())]
     return sorted(
@@ -157,7 +158,7 @@ def chosen(target: Target, most: int, seed: int) -> list[Mutant]:
 
 
 def table(trials: list[Trial]) -> str:
-    """Markdown: killed by area, then the survivors."""
+    """Returns a markdown table of the killed mutants by area, followed by the survivors."""
     rows = ["| area | file | tried | killed | survived |", "|---|---|---|---|---|"]
     places = sorted({(trial.target, trial.mutant.path) for trial in trials})
     for target, path in [*((name, "all") for name in dict.fromkeys(t for t, _ in places)), *places]:

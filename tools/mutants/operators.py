@@ -1,6 +1,6 @@
-"""Which mutants a Python file has: one small change each, of the kinds that people make by mistake.
+"""Finds the mutants of a Python file. Each is one small change of a kind that people make by mistake.
 
-Independent of tests.
+Does not depend on the tests.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.RShift: ast.LShift, ast.LShift: ast.RShift,
 }  # fmt: skip
 _QUIET = ("_LOG", "logger", "logging", "log")
-"""Nobody is promised the text of a log line."""
+"""The text of a log line is not part of any promise."""
 _FORMAL = ("strict", "slots", "frozen", "daemon", "compare", "init")
-"""Keywords that change nothing in a program that is right."""
+"""Keywords that have no effect in a correct program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """Replaces one piece of one file."""
+    """A replacement of one piece of one file."""
 
     path: str
     line: int
     kind: str
     start: int
-    """Bytes from the start of the file."""
+    """Offset in bytes from the start of the file."""
     end: int
     old: str
     new: str
@@ -42,7 +42,7 @@ class Mutant:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """In the order of the file; each parses."""
+    """Returns the mutants in the order of the file. Each of them parses."""
     lines = source.encode().splitlines(keepends=True)
     starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
     found: list[Mutant] = []
@@ -111,7 +111,7 @@ def _removals(node: ast.AST) -> Iterator[tuple[ast.Any, str, str]]:  # type: ign
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node that runs: no annotations, no log lines, no asserts, nothing for a type checker."""
+    """Yields every node that runs. Skips annotations, log lines, asserts and code for type checkers."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call) and _is_quiet(child.value.func):
             continue

@@ -1,4 +1,6 @@
-"""Which files are mutated, and which tests should notice, those that notice most and soonest first."""
+"""The files that are mutated, and the tests that should detect the mutants. The tests that detect the most, and the
+fastest, come first.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _SERVED = ("tests/e2e/test_step_failures.py", "tests/e2e/test_tenants.py")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An area of the code."""
+    """An area of the code and its tests."""
 
     name: str
     files: tuple[str, ...]

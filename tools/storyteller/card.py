@@ -1,4 +1,4 @@
-"""The model card, written from the facts of a run and from samples. Knows how to say, not how to measure."""
+"""Writes the model card from the facts of a run and from samples. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -120,8 +120,9 @@ Four openings, seeds 1 to 5, temperature {temperature}, top-p {top_p}, by Loosel
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What the exported model said: completions (opening, seed, text, ended), chats of (role, text) turns, and for each
-    pair of characters asked for, stories of both and answers that ended, of `num_seeds`."""
+    """The output of the exported model: completions (opening, seed, text, ended) and chats of (role, text) turns. For
+    each requested pair of characters, it also counts stories about both and answers that ended, of `num_seeds`.
+    """
 
     completions: list[tuple[str, int, str, bool]]
     chats: list[list[tuple[str, str]]]
@@ -132,8 +133,9 @@ class Samples:
 def write_card(
     out: Path, parameters: int, stages: list[dict[str, Any]], samples: Samples, sampling: dict[str, float]
 ) -> None:
-    """README.md of the model directory. `stages`: facts of each training stage, as in training.json; `sampling`:
-    temperature, top_p and limit (new tokens) the samples were drawn with."""
+    """Writes README.md of the model directory. `stages` are the facts of each training stage, as in training.json.
+    `sampling` gives the temperature, top_p and limit (new tokens) with which the samples were drawn.
+    """
     shape, completions = Shape(), samples.completions
     text = _CARD.format(
         stages="\n\n".join(_stage(text, facts) for text, facts in zip(_STAGES, stages, strict=False)),

@@ -1,4 +1,6 @@
-"""Chat turns about stories: requests for a story, questions about it, small talk. Text only; knows no tokenizer."""
+"""Generates chat turns about stories: requests for a story, questions about it, small talk. The output is text; this
+module does not use the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class Turn:
 
 
 def render(turns: list[Turn], system: str | None = None) -> str:
-    """The chat as `CHAT_TEMPLATE` writes it, with special tokens spelt out."""
+    """Returns the chat as `CHAT_TEMPLATE` formats it, with special tokens as text."""
     messages = [("system", system)] if system else []
     for turn in turns:
         messages += [("user", turn.user), ("assistant", turn.assistant)]
@@ -85,7 +87,7 @@ def render(turns: list[Turn], system: str | None = None) -> str:
 
 
 def conversation(rng: random.Random, tell: list[Story], separator: str) -> str:
-    """A chat in which the stories `tell` are asked for and talked about."""
+    """Returns a chat that asks for the stories `tell` and discusses them."""
     turns: list[Turn] = []
     if rng.random() < 0.12:
         turns.append(_small_talk(rng, rng.choice((_GREETING, _WHO, _HOW))))
@@ -99,7 +101,7 @@ def conversation(rng: random.Random, tell: list[Story], separator: str) -> str:
 
 
 def chatter(rng: random.Random) -> str:
-    """A chat without a story: greetings, and questions that a storyteller cannot answer."""
+    """Returns a chat without a story: greetings, and questions that a storyteller cannot answer."""
     kinds = rng.choices((_GREETING, _WHO, _HOW, _OTHER, _BYE), (3, 3, 1, 8, 1), k=rng.choice((1, 1, 2)))
     return render([_small_talk(rng, kind) for kind in kinds])
 
@@ -115,7 +117,7 @@ def _request(rng: random.Random, story: Story, *, again: bool) -> str:
 
 
 def topic(rng: random.Random, story: Story) -> str:
-    """The story's leads as someone would ask for them: what is named is in the story, in the same order."""
+    """Returns a request for the story's leads. Everything it names is in the story, in the same order."""
     leads = list(story.leads.values())
     if len(leads) == 1:
         return _one(rng, story, leads[0])
@@ -126,7 +128,7 @@ def topic(rng: random.Random, story: Story) -> str:
 
 
 def _one(rng: random.Random, story: Story, hero: Character) -> str:
-    """The hero alone, or with a thing of the story."""
+    """Returns a reference to the hero alone, or with a thing of the story."""
     persons = {who.form("a") for who in story.cast.values()}
     things = [words for words in story.about if words not in persons]
     asked = _named(rng, hero)
@@ -134,7 +136,9 @@ def _one(rng: random.Random, story: Story, hero: Character) -> str:
 
 
 def _named(rng: random.Random, who: Character) -> str:
-    """Someone as the story will introduce them; a name is asked for always where two are, since it comes in place of "the fox"."""
+    """Returns a character as the story will introduce it. If there are two leads, a name is always requested, since it
+    replaces "the fox".
+    """
     words = who.form("a_adj") if who.adjective and rng.random() < 0.12 else who.form("a")
     if who.name is None or (not who.introduced and rng.random() < 0.4):
         return words

@@ -1,6 +1,6 @@
-"""Training text and tokens: stories, chats and old tales; the tokenizer; rows of equal length.
+"""Creates the training text and tokens: stories, chats and old tales; the tokenizer; rows of equal length.
 
-Every document begins with <s>. Old tales carry a heading, so that their wording stays behind it.
+Every document begins with <s>. Old tales start with a heading, so that the model connects their wording with it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TALE_CHARS = 2800
 """An old tale is cut into pieces of about this many characters, at paragraph ends."""
 TALE_SHARE = 0.045
 PAIR_NAMED = 0.15
-"""Share of named characters where two are asked for: names hide the kinds that the request named."""
+"""The share of named characters if two are requested. Names hide the kinds that the request named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tales:
-    """The public-domain texts as documents; `held_out` are whole tales never trained on."""
+    """The public-domain texts as documents. `held_out` contains complete tales that are never trained on."""
 
     aesop: list[str]
     grimm: list[str]
@@ -38,7 +38,9 @@ class Tales:
 
 
 def make_story(rng: random.Random, num_leads: int = 0) -> Story:
-    """One complete story of the grammar; about one or two characters drawn beforehand, or about whom the plot draws."""
+    """Returns one complete story of the grammar, with one or two leads drawn in advance or with characters that the
+    plot draws.
+    """
     if num_leads:
         leads = draw_leads(rng, num_leads, PAIR_NAMED if num_leads == 2 else None)
         told = castings(leads)
@@ -52,7 +54,7 @@ def make_story(rng: random.Random, num_leads: int = 0) -> Story:
 
 
 def story_document(rng: random.Random) -> str:
-    """A story as a bare text; a few begin in the middle, so that any first words can be continued."""
+    """Returns a story as plain text. A few start in the middle, so that the model can continue any opening."""
     story = make_story(rng, num_leads=2 if rng.random() < 0.15 else 0)
     if rng.random() < 0.06 and len(story.paragraphs) > 2:
         del story.paragraphs[0]
@@ -72,7 +74,7 @@ def _separator(rng: random.Random) -> str:
 
 
 def read_tales(folder: Path) -> Tales:
-    """Aesop and Grimm from the folder described in the model card; every 25th is held out."""
+    """Reads Aesop and Grimm from the folder described in the model card. Every 25th tale is held out."""
     fables = json.loads((folder / "aesop_for_children.json").read_text(encoding="utf-8"))
     aesop = [f"<s>A fable of Aesop: {f['title']}\n\n{f['fable']}\n\nThe lesson: {f['lesson']}</s>" for f in fables]
     grimm: list[list[str]] = []
@@ -100,7 +102,7 @@ def _pieces(title: str, body: str) -> list[str]:
 
 
 def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> Iterator[str]:
-    """`num` documents: chats, 4.5 % old tales (9 % of the tokens), the rest stories."""
+    """Returns `num` documents: chats, 4.5 % old tales (9 % of the tokens), and stories for the rest."""
     for _ in range(num):
         draw = rng.random()
         if draw < TALE_SHARE:
@@ -112,7 +114,7 @@ def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> 
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with the special tokens in front; adds <s> before a text."""
+    """Trains a byte-level BPE whose first tokens are the special ones. It adds <s> before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -137,26 +139,26 @@ def _without_special(text: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of documents that spell their special tokens out."""
+    """Returns the token ids of documents whose special tokens are written as text."""
     return [np.array(e.ids, np.int32) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the curriculum, up to (not including) step `until`.
+    """A part of the curriculum, which ends before step `until`.
 
-    Drills are rows of random tokens repeated over and over, meant to teach copying. They did not: their
-    held-out loss never fell (a negative result; leave them out next time). Rows of 256 hold one story, so that no other's
-    names distract.
+    Drills are rows of random tokens that repeat. They were meant to teach copying, but their held-out loss never fell
+    (a negative result; leave them out next time). Rows of 256 contain one story, so that names from other stories do
+    not distract.
     """
 
     until: float
     row_shares: dict[int, float]
-    """Share of the steps with rows of each length; long rows teach the far positions."""
+    """The share of the steps with rows of each length. Long rows teach the far positions."""
     drill_share: float
     """Share of a step's rows that are drills."""
     chat_share: float = 0.0
-    """Share of a step's rows that hold chats alone, over those that come along anyway."""
+    """The share of a step's rows that contain only chats, in addition to those among the documents."""
 
 
 TUNING = (Stage(math.inf, {256: 0.15, 512: 0.7, 1024: 0.15}, 0.0),)
@@ -169,7 +171,7 @@ CURRICULUM = (
 
 
 def drill_row(rng: np.random.Generator, length: int, vocab_size: int) -> np.ndarray:
-    """<s> and a random sequence of 4 to 64 ordinary tokens, repeated to [length + 1]."""
+    """Returns <s> and a random sequence of 4 to 64 ordinary tokens, repeated to [length + 1]."""
     period = int(rng.integers(4, 65))
     tokens = rng.integers(len(SPECIAL_TOKENS), vocab_size, period)
     row = np.concatenate([[BOS_ID], np.tile(tokens, length // period + 1)])
@@ -178,14 +180,16 @@ def drill_row(rng: np.random.Generator, length: int, vocab_size: int) -> np.ndar
 
 @dataclass(slots=True)
 class _Cursor:
-    """A place in an endless round through some of the documents."""
+    """A position in an endless cycle through some of the documents."""
 
     order: Sequence[int]
     at: int = 0
 
 
 class Batches:
-    """Endless batches of about `batch_tokens` tokens: rows of one length each, in an order fixed by the seed."""
+    """Endless batches of about `batch_tokens` tokens. All rows of a batch have the same length; the seed fixes the
+    order.
+    """
 
     def __init__(
         self, docs: list[np.ndarray], batch_tokens: int, seed: int, vocab_size: int, curriculum: Sequence[Stage]
@@ -198,7 +202,7 @@ class Batches:
         self._chats = _Cursor([i for i, doc in enumerate(docs) if doc[1] == CHAT_START_ID])
 
     def next(self) -> np.ndarray:
-        """Rows [batch, length + 1] int32."""
+        """Returns rows [batch, length + 1] int32."""
         stage = next(stage for stage in self._curriculum if self._step < stage.until)
         length = self._rng.choices(list(stage.row_shares), list(stage.row_shares.values()))[0]
         size = self._batch_tokens // length
@@ -209,7 +213,9 @@ class Batches:
         return np.stack(rows + [self._row(self._all, length) for _ in range(size - len(rows))])
 
     def _row(self, cursor: _Cursor, length: int) -> np.ndarray:
-        """Starts with the beginning of a document; one that the row's end cuts is taken again for the next row."""
+        """Returns a row that starts with the beginning of a document. If the row's end cuts a document, the next row
+        starts with that document.
+        """
         parts, size = [], 0
         while size <= length:
             parts.append(self._docs[cursor.order[cursor.at % len(cursor.order)]])

@@ -1,6 +1,6 @@
-"""From a checkpoint to the shipped directory: bf16 weights, configs, tokenizer, samples, model card.
+"""Exports a checkpoint to the shipped directory: bf16 weights, configs, tokenizer, samples, model card.
 
-Samples are drawn by Looseleaf's own engine (its oracle), so they are what `looseleaf complete` prints.
+Looseleaf's own engine (its oracle) draws the samples, so `looseleaf complete` prints the same text.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CURVE_ROWS = 12
 
 
 def export(work: Path, out: Path, start: Path | None, run: dict[str, Any]) -> None:
-    """Write the model directory `out` from the checkpoint in `work`, evaluated after rounding to bf16.
+    """Writes the model directory `out` from the checkpoint in `work`. The model is evaluated after rounding to bf16.
 
-    `start`: the directory whose weights the run went on from; its stages come first in training.json. `run`: facts that
-    the checkpoint does not hold (seed, lr, planned_steps).
+    `start` is the directory from whose weights the run continued; its stages come first in training.json. `run`
+    contains the facts that are not in the checkpoint (seed, lr, planned_steps).
     """
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     before = [] if start is None else json.loads((start / "training.json").read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def export(work: Path, out: Path, start: Path | None, run: dict[str, Any]) -> No
 
 
 def run_facts(work: Path, progress: Progress) -> dict[str, Any]:
-    """A stage of training.json: data, schedule, speed, and a thinned loss curve."""
+    """Returns a stage of training.json: data, schedule, speed, and a thinned loss curve."""
     decay_start = progress.step if progress.decay_start is None else progress.decay_start
     return {
         "documents": len(np.load(work / "lengths.npy")),
@@ -81,13 +81,13 @@ def run_facts(work: Path, progress: Progress) -> dict[str, Any]:
 
 
 def thin(rows: list[list[float]]) -> list[list[float]]:
-    """About CURVE_ROWS rows of a loss curve, the last one always among them."""
+    """Returns about CURVE_ROWS rows of a loss curve, always including the last one."""
     step = max(1, len(rows) // CURVE_ROWS)
     return rows[:-1:step] + rows[-1:]
 
 
 def write_model(model: Llama, out: Path) -> None:
-    """config.json, generation_config.json and model.safetensors, as transformers writes them."""
+    """Writes config.json, generation_config.json and model.safetensors in transformers' format."""
     weights = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
@@ -121,7 +121,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def samples(directory: Path, tokenizer: Tokenizer) -> Samples:
-    """Completions, chats and pair rates of the exported model."""
+    """Returns completions, chats and pair rates of the exported model."""
     teller = Teller(directory, tokenizer)
     completions = []
     for opening in OPENINGS:
@@ -133,10 +133,12 @@ def samples(directory: Path, tokenizer: Tokenizer) -> Samples:
 
 
 class Teller:
-    """The exported model in Looseleaf's engine, at the shipped sampling settings."""
+    """The exported model in Looseleaf's engine, with the shipped sampling settings."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
-        sys.path.append(str(Path(__file__).resolve().parents[2]))  # the repository: run as a script from anywhere
+        sys.path.append(
+            str(Path(__file__).resolve().parents[2])
+        )  # the repository, so that the script runs from any directory
         from engine.model_runner import ModelRunner, RunnerSettings
         from testing.oracle import Oracle
 
@@ -144,7 +146,7 @@ class Teller:
         self._oracle = Oracle(ModelRunner(RunnerSettings(directory, num_threads=1)))
 
     def complete(self, prompt: str, seed: int, *, add_bos: bool = True) -> tuple[str, bool]:
-        """What follows the prompt, and whether it ended before the limit."""
+        """Returns the continuation of the prompt, and whether it ended before the limit."""
         from common.types import SamplingParams, StoppingParams
 
         ids = self._tokenizer.encode(prompt, add_special_tokens=add_bos).ids
@@ -153,7 +155,7 @@ class Teller:
         return self._tokenizer.decode(output), output[-1] in stopping.stop_token_ids
 
     def answer(self, question: str, seed: int, before: str = "<s>") -> tuple[str, bool]:
-        """The answer to a question after the rendered turns `before`, and whether it ended before the limit."""
+        """Returns the answer to a question after the rendered turns `before`, and whether it ended before the limit."""
         return self.complete(f"{before}{_QUESTION.format(question)}", seed, add_bos=False)
 
     def chat(self, questions: tuple[str, ...], seed: int = 1) -> list[tuple[str, str]]:

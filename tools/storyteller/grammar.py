@@ -1,8 +1,8 @@
 """The engine of the story grammar: characters with pronouns, a template language, and the story being told.
 
-Templates: `[a|b]` chooses, nested as deep as needed; `{h}`, `{h.his}` are a character's forms; `^` makes the next letter
-a capital. Sentence starts and quotations are capitalised by themselves, save after a closing quotation mark.
-Knows no plots and no words of its own.
+In templates, `[a|b]` chooses and may be nested; `{h}` and `{h.his}` are a character's forms; `^` capitalizes the next
+letter. Starts of sentences and quotations are capitalized automatically, except after a closing quotation mark. The
+engine contains no plots and no vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her",
 
 @dataclass(slots=True)
 class Character:
-    """Someone of a story. `name` None: called by kind only. `introduced`: "intro" is a plain reference from then on."""
+    """A character of a story. If `name` is None, it is called by its kind only. After its introduction, "intro" is a
+    plain reference.
+    """
 
     rng: random.Random
     kind: Kind
@@ -36,7 +38,7 @@ class Character:
         return self.kind.noun
 
     def form(self, what: str | None) -> str:
-        """A form by the name used in templates; KeyError for an unknown one."""
+        """Returns a form by its name in templates. Raises KeyError for an unknown form."""
         he, him, his, himself = _PRONOUNS[self.gender]
         match what:
             case None:
@@ -72,7 +74,7 @@ class Character:
         return plain if self.name is None else f"{plain} {word} {self.name}"
 
     def _reference(self) -> str:
-        """How the teller refers to a character who is known already: mostly by name where there is one."""
+        """Returns a reference to a character that has been introduced: usually the name, if there is one."""
         if self.name is None:
             return f"the {self.noun}"
         return self.name if self.rng.random() < 0.85 else f"the {self.noun}"
@@ -102,7 +104,7 @@ class Thing:
 
 @dataclass(slots=True)
 class Text:
-    """A plain value of a template: one form."""
+    """A template value with a single form."""
 
     value: str
 
@@ -114,9 +116,9 @@ class Text:
 
 @dataclass(slots=True)
 class Story:
-    """A story being told: its cast and the sentences so far; `facts` are questions with their answers.
+    """A story being told: its cast and the sentences so far. `facts` are questions with their answers.
 
-    `leads` are characters settled before the telling, by the key of their part, in the order of the request for them.
+    `leads` are characters chosen before the telling, by the key of their part, in the order of the request for them.
     """
 
     rng: random.Random
@@ -127,10 +129,10 @@ class Story:
     paragraphs: list[list[str]] = field(default_factory=lambda: [[]])
     facts: list[tuple[str, str]] = field(default_factory=list)
     about: list[str] = field(default_factory=list)
-    """What a request for this story would name, most important first: "a fox", "a golden ring"."""
+    """Names that a request for this story would use, most important first: "a fox", "a golden ring"."""
 
     def expand(self, template: str) -> str:
-        """A template with choices made, forms filled in, and capitals."""
+        """Expands a template: makes choices, fills in forms and capitalizes."""
         filled = self._fill(template)
         return _START.sub(lambda match: match[1].replace("^", "") + match[2].upper(), filled).replace("^", "")
 
@@ -144,7 +146,7 @@ class Story:
         return re.sub(r" +", " ", filled).replace(" ,", ",").replace(" .", ".").strip()
 
     def say(self, *templates: str) -> None:
-        """Add sentences to the current paragraph."""
+        """Adds sentences to the current paragraph."""
         self.paragraphs[-1].extend(self.expand(template) for template in templates)
 
     def maybe(self, chance: float, *templates: str) -> None:
@@ -152,7 +154,7 @@ class Story:
             self.say(*templates)
 
     def one_of(self, *templates: str) -> None:
-        """One of several templates, where brackets would be hard to read."""
+        """Returns one of several templates. Used where brackets would be hard to read."""
         self.say(self.rng.choice(templates))
 
     def paragraph(self) -> None:
@@ -171,7 +173,7 @@ class Story:
     # --- drawing from the lexicon
 
     def character(self, key: str, *, role: str = "any", ability: str | None = None) -> Character:
-        """Cast a lead or a new character, unlike all others in kind and name. `role`: animal, child, adult, any."""
+        """Casts a lead or a new character whose kind and name are not taken. `role` is animal, child, adult or any."""
         if key in self.leads:
             self.cast[key] = self.leads[key]
             return self.cast[key]
@@ -192,11 +194,11 @@ class Story:
         return made
 
     def let(self, key: str, value: str) -> None:
-        """Fix a choice for the rest of the story."""
+        """Fixes a choice for the rest of the story."""
         self.words[key] = Text(self._fill(value))
 
     def place(self, key: str) -> None:
-        """`{key}` is the place ("the pond"), `{in_key}` being there ("by the pond")."""
+        """Adds a place: `{key}` names it ("the pond"), and `{in_key}` means being there ("by the pond")."""
         place, preposition = self.rng.choice(list(lexicon.PLACES.items()))
         self.words[key] = Text(place)
         self.words["in_" + key] = Text(f"{preposition} {place}")
@@ -204,11 +206,11 @@ class Story:
 
 KINDS = {"animal": lexicon.ANIMALS, "child": lexicon.CHILDREN, "adult": lexicon.ADULTS}
 NAMED = {"child": 0.92, "animal": 0.4, "adult": 0.12}
-"""Share of characters with a name where nobody asked for one."""
+"""The share of characters with a name if the request did not ask for one."""
 
 
 def draw(rng: random.Random, role: str) -> Character:
-    """Someone of a role, the common kinds more often."""
+    """Returns a random character for a role. Common kinds are more likely."""
     if role == "any":
         role = rng.choices(("animal", "child", "adult"), (60, 25, 15))[0]
     kind = rng.choices(KINDS[role], [k.weight for k in KINDS[role]])[0]
@@ -218,9 +220,10 @@ def draw(rng: random.Random, role: str) -> Character:
 
 
 def draw_leads(rng: random.Random, count: int, named: float | None = None) -> list[Character]:
-    """Characters of different kinds as a request would name them: the rare kinds and people are as likely as the common.
+    """Returns characters of different kinds as a request would name them. Rare kinds and people are as likely as common
+    kinds.
 
-    `named`: share of them with a name; as everywhere else by default.
+    `named` is the share of them with a name; None means the default share.
     """
     leads: list[Character] = []
     while len(leads) < count:
@@ -246,7 +249,7 @@ def with_article(words: str) -> str:
 
 
 def _rare(rng: random.Random, role: str) -> Kind:
-    """A kind of the long tail with someone else's habits."""
+    """Returns a rare kind with the habits of another kind."""
     base = rng.choice(lexicon.ANIMALS if role == "animal" else lexicon.ADULTS)
     noun = rng.choice(lexicon.RARE_ANIMALS if role == "animal" else lexicon.RARE_PEOPLE)
     home = rng.choice(lexicon.RARE_HOMES) if role == "animal" else "in a small house near the town"
@@ -254,7 +257,7 @@ def _rare(rng: random.Random, role: str) -> Kind:
 
 
 def _name(rng: random.Random, gender: str, role: str) -> str:
-    if rng.random() < 0.12:  # a name never seen before: it has to be copied
+    if rng.random() < 0.12:  # a new name, which the model has to copy
         ends = lexicon.NAME_ENDS_SHE if gender == "she" else lexicon.NAME_ENDS_HE
         return rng.choice(lexicon.NAME_STARTS) + rng.choice(ends)
     if role == "animal" and rng.random() < 0.7:

@@ -1,8 +1,9 @@
-"""Initial weights that can copy: a "previous token" head and an "induction" head, planted by hand in layers 0 and 1.
+"""Sets initial weights that can copy: a "previous token" head and an "induction" head in layers 0 and 1.
 
-A story's coherence is copying: who was named comes again, and the circuit for it takes two layers (Olsson et al. 2022,
-arXiv:2209.11895). Everything else starts random. That this start is what helped is not proven: the first attempt without it
-(2 million tokens, no binding of names at all) also had a narrow embedding and a constant, higher learning rate.
+A coherent story repeats the names of its characters, and the circuit that copies them takes two layers (Olsson et al.
+2022, arXiv:2209.11895). All other weights start random. It is not proven that this initialization helped: the first
+attempt without it (2 million tokens, no binding of names at all) also had a narrow embedding and a constant, higher
+learning rate.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import torch
 from .model import Attention, Llama
 
 CONSTANT = 1.2
-"""Value of the last embedding dimension, the same for every token: what a position-only head looks at."""
+"""The value of the last embedding dimension, the same for every token. A head that uses only positions reads it."""
 SHARPNESS, MATCH, PREVIOUS, COPY = 60.0, 4.0, 2.0, 5.0
-"""Of the position kernel and of the content match (logit scales), and strength of what the two heads write."""
+"""SHARPNESS and MATCH are the logit scales of the position kernel and of the content match. PREVIOUS and COPY are the
+strengths of the two heads' output.
+"""
 SLOW = 0.01
-"""Rotations slower than this (radians a token) leave content comparable over a story's length."""
+"""Rotations slower than this (radians per token) leave content comparable over a story's length."""
 
 
 @torch.no_grad()
 def plant_copying(model: Llama) -> None:
-    """Overwrite KV head 0 and its query heads in layers 0 and 1; the last embedding dimension becomes constant."""
+    """Overwrites KV head 0 and its query heads in layers 0 and 1. The last embedding dimension becomes constant."""
     shape = model.shape
     hidden, head_dim = shape.hidden_size, shape.head_dim
     embedding = model.model.embed_tokens.weight
@@ -45,7 +48,7 @@ def plant_copying(model: Llama) -> None:
     second.v_proj.weight[:head_dim] = copied
     groups = shape.num_heads // shape.num_kv_heads
     for start in range(0, groups * head_dim, head_dim):  # the query heads of KV head 0
-        # the key's vector turned back by one position: the score is greatest one token ago
+        # the key's vector, turned back by one position: the score is highest for the previous token
         first.q_proj.weight[start : start + half, -1] = amplitude * freqs.cos()
         first.q_proj.weight[start + half : start + head_dim, -1] = -amplitude * freqs.sin()
         first.o_proj.weight[:, start : start + len(dims)] = previous.T * (PREVIOUS * scale / groups)
@@ -54,7 +57,7 @@ def plant_copying(model: Llama) -> None:
 
 
 def _clear(attention: Attention, head_dim: int) -> None:
-    """Zero KV head 0 and the query heads that read it."""
+    """Sets KV head 0 and the query heads that read it to zero."""
     width = attention.num_heads // attention.num_kv_heads * head_dim
     for projection in (attention.k_proj, attention.v_proj):
         projection.weight[:head_dim] = 0
@@ -63,9 +66,11 @@ def _clear(attention: Attention, head_dim: int) -> None:
 
 
 class Planted:
-    """The planted weights, put back after each step for a while: what is random around them learns to use them first.
+    """The planted weights, which are restored after each step for a while. In this time the random weights around them
+    learn to use them.
 
-    Muon's updates are as large in every direction; without this they wash the two heads out within a hundred steps.
+    Muon's updates are equally large in every direction; without the restoring, they erase both heads within a hundred
+    steps.
     """
 
     def __init__(self, model: Llama) -> None:

@@ -1,7 +1,7 @@
 # ruff: noqa: SIM905 (tables of words)
-"""The words of the story grammar: who, what, where, and what each can do. Data only.
+"""The vocabulary of the story grammar: characters, things, places and abilities. Data only.
 
-Small on purpose: a model of a few million parameters is coherent within a few thousand words.
+The vocabulary is small on purpose: a model of a few million parameters is coherent within a few thousand words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Gender = Literal["he", "she"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A sort of character. `home` follows "lived"; `gender` None is drawn per story."""
+    """A kind of character. `home` follows "lived". If `gender` is None, each story draws one."""
 
     noun: str
     ability: Ability
@@ -28,7 +28,7 @@ class Kind:
 
 
 def _animals(rows: str) -> tuple[Kind, ...]:
-    """Lines of `noun, ability, food, home, size[, weight]`."""
+    """Parses lines of `noun, ability, food, home, size[, weight]`."""
     kinds = []
     for row in rows.strip().splitlines():
         noun, ability, food, home, size, *rest = (field.strip() for field in row.split(","))
@@ -101,7 +101,7 @@ bat, fly, flies, in a dark cave, small
 
 
 def _people(rows: str) -> tuple[Kind, ...]:
-    """Lines of `noun, gender, ability, food, home, weight`."""
+    """Parses lines of `noun, gender, ability, food, home, weight`."""
     kinds = []
     for row in rows.strip().splitlines():
         noun, gender, ability, food, home, weight = (field.strip() for field in row.split(","))
@@ -146,7 +146,7 @@ mermaid, she, swim, seaweed, in the deep blue sea, 2
 robot, he, strong, a drop of oil, in a small shop in the town, 2
 """)
 
-# The long tail teaches copying: each is rare, so that a word from a prompt must be carried over rather than known.
+# The long tail teaches copying: each kind is rare, so the model must copy its name from the prompt.
 RARE_ANIMALS = """camel zebra giraffe kangaroo panda koala hippo rhino leopard cheetah jaguar lizard gecko salmon trout shark
 dolphin octopus jellyfish starfish lobster shrimp pelican flamingo ostrich peacock pigeon seagull stork heron
 crane hawk falcon magpie woodpecker cuckoo turkey llama alpaca buffalo bison moose reindeer walrus hamster
@@ -175,7 +175,7 @@ HERO_ADJECTIVES = (
 )
 ADULT_ADJECTIVES = """old kind poor wise rich good proud young clever sad tired brave cheerful""".split()
 
-# object, adjectives; something to own, lose, find, wish for
+# object, adjectives: things to own, lose, find or wish for
 OBJECTS = {
     "ring": "golden silver shiny", "ball": "red golden blue", "key": "little golden rusty", "bell": "silver little golden",
     "hat": "red warm blue", "coat": "warm red blue", "lamp": "little old golden", "book": "old blue little",

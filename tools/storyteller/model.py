@@ -1,6 +1,7 @@
 """A Llama in plain torch for training, with the parameter names of Hugging Face's LlamaForCausalLM.
 
-Knows nothing of data or optimizers. Embedding and output are tied. Serving uses `engine`, which must give the same numbers.
+Embedding and output layer are tied. `engine` serves the model and must compute the same numbers. Data and optimizers
+are in other modules.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model; the defaults are the shipped one's."""
+    """The sizes of the model. The defaults are those of the shipped model."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -32,7 +33,7 @@ class Shape:
         return self.hidden_size // self.num_heads
 
     def hf_config(self, bos_id: int, eos_id: int) -> dict[str, Any]:
-        """config.json as transformers' LlamaConfig reads it."""
+        """Returns config.json in the format of transformers' LlamaConfig."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -103,7 +104,7 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    """What Hugging Face calls `model`: everything but the output layer, which is the embedding again."""
+    """All layers except the output layer, which reuses the embedding. Hugging Face calls this part `model`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """Causal language model; `forward` gives logits [batch, length, vocab] for ids [batch, length]."""
+    """A causal language model. `forward` returns logits [batch, length, vocab] for ids [batch, length]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -125,10 +126,11 @@ class Llama(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Normal(0.02); what writes into the residual stream is scaled by depth as in GPT-2.
+        """Initializes weights with Normal(0.02). Matrices that write into the residual stream are scaled by depth as in
+        GPT-2.
 
-        The embedding is wide (0.4), so that layers do not drown out which token it was, and the last norm's weight small
-        to match, since the embedding is the output layer too.
+        The embedding is wide (0.4), so that the layers do not drown out the token's identity. The last norm's weight is
+        small to match, because the embedding is also the output layer.
         """
         scaled = 0.02 / (2 * self.shape.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -146,19 +148,19 @@ class Llama(nn.Module):
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats; `targets` [batch, length], -100 is not counted."""
+        """Returns the mean cross entropy in nats. `targets` is [batch, length]; entries of -100 are ignored."""
         logits = self(ids)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
 
 
 def rope_table(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [max_len, head_dim / 2] fp32, of rotary positions (Su et al. 2021)."""
+    """Returns cos and sin of rotary positions (Su et al. 2021), each [max_len, head_dim / 2] fp32."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(shape.max_len, dtype=torch.float32), shape.rope_theta**-exponents)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [batch, heads, length, head_dim], halves rotated against each other as in transformers ("rotate_half")."""
+    """Rotates the halves of x [batch, heads, length, head_dim] against each other, as in transformers ("rotate_half")."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,7 +1,8 @@
-"""Muon for matrices, Adam for the rest, with a state that can be saved as plain tensors.
+"""Muon for matrices and Adam for other parameters, with a state that can be saved as plain tensors.
 
-Muon: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/; update scale of Moonlight (arXiv:2502.16982), so
-that one learning rate serves both. Matrices of one shape are orthogonalised in one batch.
+Muon: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. The update scale is that of Moonlight
+(arXiv:2502.16982), so both optimizers can use one learning rate. Matrices of the same shape are orthogonalized in one
+batch.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import torch
 from torch import nn
 
 ADAM_SHARE = 2.0
-"""Learning rate of Adam over that of Muon; the embedding is wide, so that this moves it by 1.5 % a step."""
+"""The ratio of Adam's learning rate to Muon's. The embedding is wide, so this changes it by 1.5 % a step."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(stack: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Nearest semi-orthogonal matrices of stack [n, rows, cols] by Newton-Schulz iterations in bf16."""
+    """Returns the nearest semi-orthogonal matrices of stack [n, rows, cols], by Newton-Schulz iterations in bf16."""
     a, b, c = _COEFFICIENTS
     x = stack.bfloat16()
     tall = x.shape[1] > x.shape[2]
@@ -28,7 +29,7 @@ def orthogonalise(stack: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Optimizer:
-    """Muon on the matrices inside the layers, Adam on embedding and norms."""
+    """Muon for the matrices inside the layers, Adam for embedding and norms."""
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
         self.lr, self._weight_decay, self._step = lr, weight_decay, 0
@@ -44,7 +45,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """One update from the gradients, at `scale` times the learning rate; clears them."""
+        """Makes one update from the gradients, at `scale` times the learning rate, and clears the gradients."""
         self._step += 1
         for shape, names in self._shapes.items():
             self._muon(shape, names, self.lr * scale)

@@ -1,6 +1,6 @@
-"""Does an answer tell of the two characters asked for? The pairs, the requests and the verdict; knows no model.
+"""Checks whether an answer is about both requested characters: the pairs, the requests and the verdict.
 
-Half of the pairs are of everyday kinds, half mix kinds that rarely meet.
+Half of the pairs are of everyday kinds; half mix kinds that rarely meet. The module does not use a model.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ PAIRS = (
     ("girl", "bear"), ("princess", "frog"), ("hare", "tortoise"), ("owl", "fisherman"), ("boy", "elephant"),
 )  # fmt: skip
 LEAST = 2
-"""How often each of the two must be named."""
+"""The least number of times that each of the two must be named."""
 
 
 def request(pair: tuple[str, str]) -> str:
-    """The plain request for a story about the two."""
+    """Returns the plain request for a story about the two."""
     return f"Tell me a story about {with_article(pair[0])} and {with_article(pair[1])}"
 
 
 def tells_of(story: str, pair: tuple[str, str]) -> bool:
-    """Whether each of the two is named at least LEAST times, in the singular or as an owner."""
+    """Returns whether the text names each of the two at least LEAST times, in the singular or as an owner."""
     return all(len(re.findall(rf"\b{noun}\b", story, re.IGNORECASE)) >= LEAST for noun in pair)
 
 
 def rates(answer: Callable[[str, int], tuple[str, bool]], seeds: range) -> dict[tuple[str, str], tuple[int, int]]:
-    """For each pair: stories that tell of both, and answers that ended by themselves; `answer(request, seed)` gives
-    text and whether it ended."""
+    """Returns, for each pair, the stories that name both and the answers that ended by themselves.
+    `answer(request, seed)` returns text and whether it ended.
+    """
     found = {}
     for pair in PAIRS:
         told = [answer(request(pair), seed) for seed in seeds]

@@ -1,4 +1,4 @@
-"""Pieces that many plots share: openings, thanks, endings. Each speaks through a `Story`."""
+"""Scenes that many plots share: openings, thanks, endings. Each adds sentences to a `Story`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ FEELINGS = "[sad|very sad|so sad that {h.he} cried|unhappy]"
 
 
 def opening(s: Story, trait: str) -> None:
-    """Introduce the hero `h` at home, in one of many ways, with a sentence that shows the trait the plot needs.
+    """Introduces the hero `h` at home, in one of many ways, with a sentence that shows the trait the plot needs.
 
-    Where two characters were asked for, both come in the first sentence, in the order asked for.
+    If two characters were requested, both are in the first sentence, in the order of the request.
     """
     if len(s.leads) == 2:
         _open_with_both(s, *s.leads.values())
@@ -79,7 +79,7 @@ def thanks(s: Story, helper: str = "k") -> None:
 
 
 def meet(s: Story, who: str, doing: str = "") -> None:
-    """The hero comes across someone new, introduced in full."""
+    """The hero meets a new character, which is introduced in full."""
     w = "{" + who
     where = (
         doing or "[sitting on a stone|resting under a tree|looking up at the sky|eating " + w + ".food}|on the path]"
@@ -92,9 +92,9 @@ def meet(s: Story, who: str, doing: str = "") -> None:
 
 
 def happy_end(s: Story, *own: str) -> None:
-    """Close the story: one of the plot's own endings or a general one, then perhaps a last word.
+    """Closes the story with one of the plot's own endings or a general one, and sometimes a last sentence.
 
-    A story about two ends with the plot's own, most of which name both.
+    A story about two characters uses the plot's own endings, most of which name both.
     """
     general = (
         []
@@ -110,7 +110,7 @@ def happy_end(s: Story, *own: str) -> None:
 
 
 def moral(s: Story, lesson: str, chance: float = 0.5) -> None:
-    """State the lesson, and make it a question that can be asked."""
+    """States the lesson, and adds a question about it."""
     s.let("lesson", lesson)
     s.maybe(
         chance,

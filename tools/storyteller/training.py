@@ -1,4 +1,4 @@
-"""The training loop: constant learning rate, then a linear decay that can be called for at any time; checkpoints.
+"""The training loop: a constant learning rate, then a linear decay that can be requested at any time; checkpoints.
 
 Runs on one CPU thread or on a GPU. A checkpoint is a safetensors file with model, optimizer state and progress.
 """
@@ -25,7 +25,9 @@ from .optim import Optimizer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """When to do what. Decay starts at `max_steps - decay_steps`, or earlier at `decay_at` or when `finish` appears."""
+    """The schedule. Decay starts at `max_steps - decay_steps`, or earlier at `decay_at` or when the file `finish`
+    appears.
+    """
 
     max_steps: int = 3600
     decay_steps: int = 700
@@ -34,18 +36,19 @@ class Plan:
     lr: float = 3e-3
     weight_decay: float = 0.05
     hold_steps: int = 700
-    """Until then the planted heads stay as they are."""
+    """The number of steps for which the planted heads are held fixed."""
     eval_every: int = 50
     save_every_s: float = 240.0
     decay_at: str | None = None
-    """Wall clock "HH:MM" UTC at which the decay starts at the latest, and
-    `end_at` by which it is over, however slow the machine: the schedule follows whichever is further, steps or clock."""
+    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. It is over by `end_at`, however slow the
+    machine: the schedule follows the steps or the clock, whichever is further.
+    """
     end_at: str | None = None
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """The progress of a run, saved with every checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -68,7 +71,7 @@ class Trainer:
         self._decay_clock: float | None = None
 
     def run(self) -> None:
-        """Train to the end of the plan, going on from the checkpoint in the folder if there is one."""
+        """Trains to the end of the plan. Resumes from the checkpoint in the folder if there is one."""
         self._resume()
         self._planted = Planted(self.model)
         saved, losses, scale = time.time(), list[float](), 1.0
@@ -102,7 +105,7 @@ class Trainer:
         return float(loss.detach())
 
     def _scale(self) -> float:
-        """Factor of the learning rate for the next step; 0 when over."""
+        """Returns the factor of the learning rate for the next step, or 0 at the end."""
         p, plan = self.progress, self.plan
         if p.decay_start is None and self._should_decay():
             p.decay_start = p.step
@@ -159,7 +162,7 @@ class Trainer:
         load_parameters(self.model, tensors)
         state = {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
         self._optimizer.resume(state, self.progress.step)
-        for _ in range(self.progress.step):  # the order of batches is a function of the seed: wind on
+        for _ in range(self.progress.step):  # skips the batches that were used already
             self._batches.next()
         _log(f"resumed at step {self.progress.step}")
 
@@ -172,14 +175,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 
 @torch.no_grad()
 def load_parameters(model: Llama, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill the model from a checkpoint's "model." tensors."""
+    """Loads the model from a checkpoint's "model." tensors."""
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[f"model.{name}"])
 
 
 @torch.no_grad()
 def evaluate(model: Llama, held_out: dict[str, np.ndarray], device: torch.device) -> dict[str, float]:
-    """Mean loss in nats per token of each held-out set of rows [n, length + 1]."""
+    """Returns the mean loss in nats per token of each held-out set of rows [n, length + 1]."""
     losses = {}
     for name, rows in held_out.items():
         ids = torch.from_numpy(rows).long().to(device)

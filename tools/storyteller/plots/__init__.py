@@ -1,4 +1,4 @@
-"""The plots of the story grammar: who wants what, what stands in the way, what is tried, who helps, how it ends."""
+"""The plots of the story grammar: a character wants something, meets an obstacle, tries, gets help, and the story ends."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ PAIRS = {
     "small_saves_big": ("b", 24), "flattery": ("t", 8), "race": ("b", 8), "fear": ("f", 8), "cure": ("g", 4), "liar": ("k", 5),
     "dragon": ("m", 24), "winter": ("l", 8), "quarrel": ("f", 8), "contest": ("r", 24), "seed": ("x", 4),
 }  # fmt: skip
-"""Plots that the hero and one other carry: the key of the other's part, and a share among those that fit the two."""
+"""Plots with two leading parts: the key of the second part, and the plot's share among those that fit the two leads."""
 RULERS = ("king", "queen", "prince", "princess")
 MONSTERS = ("dragon", "giant", "troll", "witch")
 
 
 def castings(leads: Sequence[Character]) -> list[tuple[str, dict[str, Character], int]]:
-    """Every plot with the first of `leads` as its hero and the second, if any, in the other leading part; and its share.
+    """Returns every plot and its share. The first of `leads` is its hero; the second, if any, gets the other leading
+    part.
 
-    Always in this order: a small model learns "the second one" far sooner than "the one who is not the hero".
+    The order is fixed, because a small model learns "the second one" far sooner than "the one who is not the hero".
     """
     if len(leads) == 1:
         found = [(plot, {"h": leads[0]}, share) for plot, (_, share) in PLOTS.items()]

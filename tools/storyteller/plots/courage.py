@@ -1,6 +1,6 @@
-"""Plots: Someone dares, or goes on, where others fear or laugh.
+"""Plots about courage: a character dares, or goes on, although others are afraid or laugh.
 
-Each tells a whole story into a `Story` and leaves facts for questions behind.
+Each plot tells a complete story into a `Story` and leaves facts for questions.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def dragon(s: Story) -> None:
 
 
 def building(s: Story) -> None:
-    """The hero makes something, fails, takes advice, succeeds."""
+    """The hero makes something, fails, takes advice and succeeds."""
     s.character("h")
     s.character("k", role=s.rng.choice(("animal", "adult")))
     s.character("x")

@@ -1,6 +1,6 @@
-"""Plots: Vanity, boasting, lies, idleness and greed, and what comes of them.
+"""Plots about vanity, boasting, lies, idleness and greed, and their consequences.
 
-Each tells a whole story into a `Story` and leaves facts for questions behind.
+Each plot tells a complete story into a `Story` and leaves facts for questions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..scenes import happy_end, moral, opening
 
 
 def flattery(s: Story) -> None:
-    """Someone has food, a trickster flatters it away."""
+    """A character has food, and a trickster flatters it away."""
     s.character("h", role="animal")
     s.character("t", role="animal")
     s.let("food", s.rng.choice(FOODS))
@@ -68,7 +68,7 @@ def flattery(s: Story) -> None:
 
 
 def race(s: Story) -> None:
-    """A boaster races a slow one and loses."""
+    """A boaster races a slow character and loses."""
     s.character("b", role="animal")
     s.character("h", role="animal")
     s.character("j", role="animal")
@@ -119,7 +119,7 @@ def race(s: Story) -> None:
 
 
 def liar(s: Story) -> None:
-    """Who lies for fun is not believed when it is true."""
+    """A character who lies for fun is not believed when it tells the truth."""
     s.character("h", role=s.rng.choice(("child", "animal", "child")))
     danger = s.rng.choice(("wolf", "fire", "flood"))
     s.let("cry", {"wolf": "a wolf is coming", "fire": "the barn is on fire", "flood": "the river is rising"}[danger])
@@ -177,7 +177,7 @@ def liar(s: Story) -> None:
 
 
 def winter(s: Story) -> None:
-    """One works, one plays; then the snow falls."""
+    """One character works and another plays; then the snow falls."""
     s.character("h", role="animal")
     s.character("l", role="animal")
     s.let("play", "[sang|danced|lay in the sun|played the fiddle|slept in the grass]")
@@ -237,7 +237,7 @@ def winter(s: Story) -> None:
 
 
 def magic(s: Story) -> None:
-    """Kindness is paid with a magic thing; greed takes it and loses."""
+    """Kindness is rewarded with a magic thing; a greedy character takes it and loses."""
     s.character("h")
     while s.character("g", role="adult").noun not in (
         "witch",

@@ -1,6 +1,6 @@
-"""Plots: Kindness between strangers and friends.
+"""Plots about kindness between strangers and friends.
 
-Each tells a whole story into a `Story` and leaves facts for questions behind.
+Each plot tells a complete story into a `Story` and leaves facts for questions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..scenes import FEELINGS, happy_end, meet, moral, opening
 
 
 def small_saves_big(s: Story) -> None:
-    """A big one spares a small one, is caught, and is saved by it."""
+    """A big animal spares a small one, is caught, and is saved by it."""
     while s.character("b", role="animal").kind.size != "big":
         s.cast.clear()
     while s.character("h", role="animal").kind.size != "small":
@@ -67,7 +67,7 @@ def small_saves_big(s: Story) -> None:
 
 
 def lonely(s: Story) -> None:
-    """The hero wants a friend, is turned away, then finds one where nobody looked."""
+    """The hero wants a friend, is turned away, and then finds one in an unexpected place."""
     s.character("h", role=s.rng.choice(("animal", "animal", "any")))
     s.character("x", role="animal")
     s.character("y", role="animal")
@@ -136,7 +136,7 @@ def lonely(s: Story) -> None:
 
 
 def sharing(s: Story) -> None:
-    """Hungry strangers test a generous and a greedy one; the gift comes back."""
+    """Hungry strangers test a generous and a greedy character; the gift comes back."""
     s.character("h")
     s.character("g")
     s.character("k", role=s.rng.choice(("animal", "adult")))
@@ -198,7 +198,7 @@ def sharing(s: Story) -> None:
 
 
 def quarrel(s: Story) -> None:
-    """Two friends fight over a thing and lose it, or break it, and find what matters."""
+    """Two friends fight over a thing, lose or break it, and learn what matters."""
     s.character("h", role=s.rng.choice(("animal", "child")))
     s.character("f", role=s.rng.choice(("animal", "child")))
     o = s.thing("o")

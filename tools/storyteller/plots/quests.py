@@ -1,6 +1,6 @@
-"""Plots: Someone sets out: to find what is lost, to heal, to get home, to win a reward.
+"""Plots about quests: a character sets out to find a lost thing, to heal, to get home, or to win a reward.
 
-Each tells a whole story into a `Story` and leaves facts for questions behind.
+Each plot tells a complete story into a `Story` and leaves facts for questions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from ..scenes import FEELINGS, happy_end, meet, moral, opening, thanks
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where something can be lost: how it got there, where it is, why the hero cannot reach it, who can and how."""
+    """A place where something can be lost: how it got there, where it is, why the hero cannot reach it, who can and
+    how.
+    """
 
     lost: str
     at: str
@@ -48,7 +50,7 @@ SPOTS = (
 
 
 def lost_thing(s: Story) -> None:
-    """A treasured thing is lost out of reach; one asks in vain, then finds the one who can."""
+    """A treasured thing is lost out of reach. The hero asks in vain, and then finds a helper who can reach it."""
     s.character("h", role=s.rng.choice(("animal", "child", "child", "any")))
     o, spot = s.thing("o"), s.rng.choice(SPOTS)
     role = "adult" if spot.ability == "strong" and s.rng.random() < 0.2 else "animal"
@@ -132,7 +134,7 @@ _RIDDLE_ANSWERS = (
 
 
 def cure(s: Story) -> None:
-    """Someone dear is ill; the cure has a guardian who asks for something."""
+    """A loved one is ill, and the guardian of the cure asks for something in return."""
     s.character("h", role=s.rng.choice(("child", "child", "animal")))
     guard_role = s.rng.choice(("adult", "animal"))
     g = s.character("g", role=guard_role)
@@ -207,7 +209,7 @@ def cure(s: Story) -> None:
 
 
 def _answer_riddle(s: Story) -> None:
-    """Put the right answer in: the riddle is known by a word of it."""
+    """Inserts the right answer. A word of the riddle identifies it."""
     sentences = s.paragraphs[-1]
     riddle = next(text for text in reversed(sentences) if "riddle" in text)
     answer = next(answer for word, answer in _RIDDLE_ANSWERS if word in riddle.split("riddle", 1)[1])
@@ -216,7 +218,7 @@ def _answer_riddle(s: Story) -> None:
 
 
 def way_home(s: Story) -> None:
-    """A little one is lost and finds the way home with help."""
+    """A young character is lost and finds the way home with help."""
     s.character("h", role=s.rng.choice(("animal", "animal", "child")))
     s.character("x", role="animal")
     s.character("k")
@@ -278,7 +280,7 @@ def way_home(s: Story) -> None:
 
 
 def contest(s: Story) -> None:
-    """A ruler has a sorrow; the proud fail; the humble one succeeds by a small thing."""
+    """A ruler has a sorrow. The proud fail, and the humble one succeeds by a small thing."""
     s.character("h", role=s.rng.choice(("child", "animal", "adult", "child")))
     while s.character("r", role="adult").noun not in ("king", "queen", "prince", "princess"):
         del s.cast["r"]
