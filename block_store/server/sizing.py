@@ -68,9 +68,9 @@ class Sizing:
 
     @property
     def max_concurrency(self) -> float:
-        """Number of sequences of full length that fit at once."""
+        """Number of sequences of full length that fit at once while they are decoded."""
         size = self.layout.block_size
-        return self.num_blocks / sum(group.max_blocks(self.max_model_len, size) for group in self.layout.groups)
+        return self.num_blocks / sum(group.num_needed(self.max_model_len, size) for group in self.layout.groups)
 
     def lines(self) -> list[str]:
         """Returns lines for the log."""

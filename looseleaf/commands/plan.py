@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -68,11 +69,15 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
         settings.block_size, "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
     )
     total = 0
-    for number, group in enumerate(layout.groups):
-        blocks = group.max_blocks(context, settings.block_size)
-        total += blocks * layout.block_bytes
-        yield f"KV       group {number} ({group.kind.value}): {_per_token(group)}"
-        yield f"         {context:,} tokens / {settings.block_size} = {blocks:,} blocks of {layout.block_bytes:,} bytes"
+    for group, count in Counter(layout.groups).items():
+        blocks = group.num_needed(context, settings.block_size)
+        total += count * blocks * layout.block_bytes
+        yield f"KV       {count} x {group.kind.value} attention: {_per_token(group)}"
+        read = f"{context:,} tokens" if group.window is None else f"window of {group.window:,} tokens"
+        yield f"         {read} / {settings.block_size} = {blocks:,} blocks of {layout.block_bytes:,} bytes"
+    places = sum(group.num_layers for group in layout.groups)
+    if places > config.num_layers:
+        yield f"         {places - config.num_layers} of {places} layers' places in blocks stay empty"
     together = sizing.gib(total * settings.sequences)
     yield f"         {sizing.gib(total)} a sequence, x {settings.sequences:,} = {together}"
     yield from _hosts(settings, weights, total)
