@@ -118,7 +118,7 @@ def quota_to_pb(quota: CacheQuota) -> pb.CacheQuota:
 
 
 def quota_from_pb(message: pb.CacheQuota) -> CacheQuota:
-    """Converts a quota. ValueError says what is out of range."""
+    """Converts a quota. Raises ValueError, which names the value that is out of range."""
     if len(message.owner) != 32 or message.percent > 100:
         raise ValueError("must have an owner of 32 bytes and a percent of at most 100")
     return CacheQuota(message.owner, message.percent)

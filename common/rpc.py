@@ -83,7 +83,7 @@ PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Who may use a server, and what it reveals about itself."""
+    """The access check of a server, and the information that it reveals about itself."""
 
     door: Door | None = None
     """None admits everybody, unless a service itself asks for something."""

@@ -1,4 +1,6 @@
-"""What processes of one launch show each other: its secret, and certificates. Independent of services."""
+"""The credentials that processes of one launch present to each other: secret and certificates. Does not depend on
+services.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:  # clients, which need no settings, are light to import
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What a process has to show to the others."""
+    """The credentials that a process presents to the others."""
 
     secret: str | None = field(default=None, repr=False)
     """None if there is no secret (services started by hand, on loopback)."""
@@ -32,7 +34,7 @@ class Trust:
 
     @property
     def stamp(self) -> Stamp:
-        """Returns a stamp that differs when channels should be reopened. Empty if that cannot be told now."""
+        """Returns a stamp that changes when channels should be reopened, or an empty one if it cannot be determined."""
         try:
             return () if self.certificates is None else self.certificates.stamp
         except OSError:  # being replaced

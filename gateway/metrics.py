@@ -177,7 +177,7 @@ class Metrics:
 
     def refused(self, reason: str) -> None:
         """Counts a request that was not admitted. `reason` is one of `admission.Reason`. Tenants are not labels,
-        because anybody may read the metrics.
+        because the metrics can be read without a key.
         """
         self._not_let_in.labels(self._model, reason).inc()
 

@@ -1,6 +1,6 @@
-"""A minimal HTTP/1.1 client for loads on the machine that serves: POST, status, first event, end.
+"""A minimal HTTP/1.1 client for loads on the serving machine: POST, status, first event, end.
 
-A connection carries one request at a time and is kept for the next one. Independent of models.
+A connection carries one request at a time and is kept for the next one. Does not depend on models.
 """
 
 from __future__ import annotations

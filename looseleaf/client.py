@@ -36,7 +36,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 class _Base:
-    """What both clients share: address, credential, time limit."""
+    """The parts that both clients share: address, credential, time limit."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The blocks of prefill's sequence groups: obtained together or not at all, sealed as they fill, handed to a ticket.
 
-Independent of models, queues and callers.
+Does not depend on models, queues or callers.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class GroupBlocks:
         """Returns the blocks that are cached under a sequence's prefix hashes, without the last position, which is
         always computed.
 
-        Returns nothing if that is less than what the sequence shares with the trunk, of which `trunk_blocks` are there,
-        or if the log-probabilities of the prompt are requested.
+        Returns nothing if that would be less than the sequence shares with the trunk, of which `trunk_blocks` blocks
+        were found, or if the log-probabilities of the prompt are requested.
         """
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
         if not sequence.hashes:
@@ -130,7 +130,9 @@ class GroupBlocks:
         return branches
 
     def hand_over(self, job: Job) -> Ticket:
-        """Returns a ticket with a table per sequence. Raises as `HeldBlocks.hand_over`; call it again, or `forget`."""
+        """Returns a ticket with a table per sequence. Raises the same errors as `HeldBlocks.hand_over`. After an error,
+        the caller must call it again or call `forget`.
+        """
         sequences = job.sequences
         ticket_id = self._attached.held.hand_over([[sequence.table] for sequence in sequences], job.hand_over)
         tables = tuple((tuple(sequence.table),) for sequence in sequences)
@@ -143,12 +145,12 @@ class GroupBlocks:
         self.release(job.sequences)
 
     def end_ticket(self, job: Job) -> None:
-        """Ends the ticket of a job, because nobody will claim it."""
+        """Ends the ticket of a job, because no worker will claim it."""
         with suppress(Fenced):
             self._attached.held.forget(job.hand_over)
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Releases all blocks of these sequences, some of which may hold none."""
+        """Releases all blocks of these sequences. Some of them may hold none."""
         tables = [list(sequence.table) for sequence in sequences]
         for sequence in sequences:
             sequence.table = BlockTable()

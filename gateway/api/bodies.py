@@ -57,7 +57,7 @@ class BodyBudget:
 
 
 class BodyReader:
-    """A reader that turns request bodies into typed bodies. `limits` returns what the model can take now."""
+    """A reader that turns request bodies into typed bodies. `limits` returns the current limits of the model."""
 
     def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget) -> None:
         self._limits = limits

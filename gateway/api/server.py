@@ -48,9 +48,9 @@ class HttpServer(uvicorn.Server):
         bounds: HttpBounds = DEFAULT_BOUNDS,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`certificates` enables HTTPS; each new connection is shown the current ones.
+        """`certificates` enables HTTPS. Each new connection gets the current ones.
 
-        A caller's address is that of its connection, whatever X-Forwarded-For says: wrong keys are counted by it.
+        A caller's address, by which wrong keys are counted, is that of its connection. X-Forwarded-For is ignored.
         """
         protocol: Any = partial(BoundedHttp, bounds)
         files: Any = (
@@ -99,7 +99,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
-    """Refuses new requests, gives running answers `seconds` to finish, ends the others with an error, then closes."""
+    """Refuses new requests, gives running answers `seconds` to finish, ends the others with an error, and closes."""
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
     await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in (grpc_server, http_server)))
     timer.cancel()

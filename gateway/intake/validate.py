@@ -1,6 +1,6 @@
-"""Turns a client's request into what workers receive: every limit checked, every default filled in.
+"""Turns a client's request into a request for workers: checks every limit and fills in every default.
 
-Independent of protobuf and JSON: both fronts fill a `Wanted`. Defaults come from the model's generation config.
+Does not depend on protobuf or JSON: both protocols fill a `Wanted`. Defaults come from the model's generation config.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The way out of a request's tokens: `RequestState` adds deltas to an outlet, the outlet writes them to the client.
+"""Sends a request's tokens to the client: `RequestState` adds deltas to an outlet, and the outlet writes them.
 
-At most one write is in progress. Deltas that arrive meanwhile are merged, so a slow client costs one delta per sample,
-and no task waits for it. With many streams, messages to a client keep an interval, and what arrives within one goes out
-as one. Independent of tokenizers, gRPC and HTTP.
+At most one write is in progress. Deltas that arrive during a write are merged, so a slow client costs one delta per
+sample, and no task waits for it. With many streams, there is an interval between messages to a client, and all deltas
+within an interval are sent as one. Does not depend on tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations

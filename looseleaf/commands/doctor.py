@@ -46,12 +46,12 @@ class DoctorSettings(Settings):
 
 
 class Problem(Exception):
-    """What is wrong and what to do about it."""
+    """A problem and its solution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `look` returns what was found, or raises."""
+    """One line of the report. `look` returns the finding, or raises."""
 
     name: str
     look: Callable[[], str]

@@ -1,4 +1,4 @@
-"""Where the gateway listens, and how a client on this machine reaches it."""
+"""The addresses of the gateway, for listening and for clients on this machine."""
 
 from __future__ import annotations
 

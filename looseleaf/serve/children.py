@@ -1,6 +1,6 @@
-"""The launcher's child processes: start, logs, readiness, limited restarts, an orderly end.
+"""The launcher's child processes: start, logs, readiness, limited restarts, orderly shutdown.
 
-Independent of which services they are.
+Does not depend on which services they are.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _ready_file(directory: Path, spec: ServiceSpec) -> Path:
 
 
 def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: float) -> list[tuple[str, ...]]:
-    """Returns the ready lines of `waited`, in order, once all are there.
+    """Returns the ready lines of `waited`, in order, once all exist.
 
     Raises ChildDied as soon as any of `all_children` ends, StartupError after `seconds`.
     """
