@@ -1,6 +1,6 @@
-"""An arena as a model sees it: its memory as a tensor, and a strided view for every layer.
+"""A model's view of an arena: its memory as a tensor, and a strided view for every layer.
 
-Independent of who owns which block.
+Does not depend on block ownership.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The blocks of GGUF's quantized types, decoded into integers with scales, without a change of their numbers.
+"""Decodes the blocks of GGUF's quantized types into integers with scales, without a change of their values.
 
-Layouts as in llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Independent of files.
+Layouts as in llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Does not depend on files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, 
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2 n]: all low halves, then all high ones."""
+    """Returns [..., 2 n] values of [..., n] bytes: all low halves, followed by all high ones."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 

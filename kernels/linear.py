@@ -8,7 +8,7 @@ On a CPU no row depends on the others; tests/kernels/test_linear.py checks it. W
   which is therefore padded to two.
 Ours is used unless oneDNN is faster by a margin (`SLOWER`): both are timed, once per process. An argument or the
 environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
-one. Independent of the model.
+one. Does not depend on the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shared memory for an arena, allocated while workers load their model: 4 GiB in small pages take seconds of CPU time.
 
-The file gets a name only when an arena is made from it, so a killed store leaves nothing behind. Independent of
+The file gets a name only when an arena is made from it, so a killed store leaves nothing behind. Does not depend on
 headers.
 """
 

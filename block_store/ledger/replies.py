@@ -1,4 +1,6 @@
-"""What the ledger's scripts answer: values, refusals as exceptions, and damage. Independent of Redis connections."""
+"""Parses the replies of the ledger's scripts: values, refusals as exceptions, and damage. Does not depend on Redis
+connections.
+"""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class LedgerScripts:
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket, or the rest of one, that nobody will claim. Refuses nothing."""
+        """Ends a ticket, or the rest of one, that no worker will claim. Never refuses."""
         self._call("give_up", ticket.epoch, ticket.secret)
 
     def check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:

@@ -13,7 +13,7 @@ from kernels.write_blocks import write_blocks
 
 @dataclass(slots=True)
 class StepMetadata:
-    """What layers need to know about a step of T tokens of B sequences, and the providers of their attention. One KV
+    """The data of a step that layers need, for T tokens of B sequences, and the providers of their attention. One KV
     group.
     """
 
