@@ -42,7 +42,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Every accepted key. Without any, no client is asked for one."""
+    """Every accepted key. If there are none, clients need no key."""
 
     tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Tenants by key."""

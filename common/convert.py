@@ -52,12 +52,12 @@ def finish_reason_from_pb(reason: int) -> FinishReason | None:
 
 
 def early_stopping_to_pb(rule: EarlyStopping) -> pb.BeamStopping:
-    """Raises KeyError for another value."""
+    """Converts `early_stopping` to its enum value. Raises KeyError for any other value."""
     return _STOPPING_TO_PB[rule]
 
 
 def early_stopping_from_pb(rule: int) -> EarlyStopping:
-    """Raises KeyError for another value."""
+    """Converts the enum value to `early_stopping`. Raises KeyError for any other value."""
     return _STOPPING_FROM_PB[cast(pb.BeamStopping, rule)]
 
 

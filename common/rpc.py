@@ -105,8 +105,8 @@ class RpcServer:
         check: Check = anybody,
         protection: Protection = Protection(),
     ) -> None:
-        """With `reuse_port`, others that set it too may listen on the same port, so that a successor can take over.
-        `check` is called before each call.
+        """Creates the server. With `reuse_port`, other servers that also set it may listen on the same port, so that a
+        successor can take over. `check` is called before each call.
         """
         self._address = f"{host}:{port}"
         options = {**dict(SERVER_OPTIONS), **protection.bounds.options(), "grpc.so_reuseport": int(reuse_port)}

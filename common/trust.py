@@ -54,7 +54,7 @@ class TrustFiles:
     tls_ca: Path | None = None
 
     def read(self) -> Trust:
-        """Raises StartupError if a file cannot be used or is missing."""
+        """Reads the files. Raises StartupError if one is missing or cannot be used."""
         return Trust(None if self.secret_file is None else read_secret(self.secret_file), self._certificates())
 
     def _certificates(self) -> CertificateFiles | None:
@@ -73,7 +73,7 @@ def files_of(settings: ServerSettings) -> TrustFiles:
 
 
 def trust_of(settings: ServerSettings) -> Trust:
-    """Raises StartupError if a file cannot be used."""
+    """Reads the credentials of a process. Raises StartupError if a file cannot be used."""
     return files_of(settings).read()
 
 

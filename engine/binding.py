@@ -46,7 +46,9 @@ class Binding:
 
     @classmethod
     def of(cls, arena: Arena, layout: KvLayout, device: torch.device) -> Binding:
-        """Raises ValueError for a wrong shape or dtype, or for memory of another device."""
+        """Binds the memory to the layout. Raises ValueError for a wrong shape or dtype, or for memory of another
+        device.
+        """
         tensor = as_tensor(arena, device)
         shape, least = tuple(tensor.shape), layout.block_bytes
         if tensor.dtype != torch.uint8 or len(shape) != 2 or shape[1] < least or tensor.device.type != device.type:

@@ -22,7 +22,7 @@ def _half(blocks: Tensor) -> Tensor:
 
 
 def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, group: int) -> QuantizedWeight:
-    """Of values [out, ...] in order, and scales and offsets in the order of their groups."""
+    """Returns the weight of values [out, ...] in order, with scales and offsets in the order of their groups."""
     n_out = values.shape[0]
     flat = None if offsets is None else offsets.reshape(n_out, -1).contiguous()
     integers = values.reshape(n_out, -1).to(torch.int8).contiguous()

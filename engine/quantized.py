@@ -102,7 +102,9 @@ def _expect(matrix: Matrix, what: str, tensor: Tensor, shape: tuple[int, ...]) -
 
 
 def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, group: int) -> QuantizedWeight:
-    """Of unsigned values [out, in], and zeros and scales [out, groups]; no zeros: the middle of the values."""
+    """Returns the weight of unsigned values [out, in] with zeros and scales [out, groups]. Without zeros, the middle of
+    the values is the zero.
+    """
     middle, scales = 1 << bits - 1, scales.float()
     offsets = None
     if zeros is not None and bool((zeros != middle).any()):

@@ -166,7 +166,7 @@ class Metrics:
         self._handed_tokens.inc(num_tokens)
 
     def retried(self, reason: str) -> None:
-        """Counts a retry. `reason` is one of the gateway's own words, so there are few labels."""
+        """Counts a retry. `reason` is one of a few constants, so there are few labels."""
         self._retries.labels(self._model, reason).inc()
         if reason == "given_back":
             self._given_back.inc()

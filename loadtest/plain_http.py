@@ -38,7 +38,7 @@ class Connection:
         return cls(*await asyncio.open_connection(host, int(port), limit=_HEAD_LIMIT))
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Raises OSError or asyncio.IncompleteReadError if the connection is lost."""
+        """Sends a POST. Raises OSError or asyncio.IncompleteReadError if the connection is lost."""
         started = time.perf_counter()
         head = f"POST {path} HTTP/1.1\r\nhost: load\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         self._writer.write(head.encode() + b"\r\n\r\n" + body)

@@ -34,8 +34,8 @@ SETTLE_S = 5.0
 
 
 class TenantsSettings(Settings):
-    """Measures a tenant's first tokens while another one floods the service, and what it learns about the other's
-    prompts.
+    """Measures a tenant's first tokens while another one floods the service, and the information that it gains about
+    the other's prompts.
     """
 
     model_config = settings_config("LOOSELEAF_TENANTS_", "loadtest.tenants")

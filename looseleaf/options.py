@@ -77,7 +77,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def check_names(options: Mapping[str, object]) -> None:
-    """Raises TypeError for an option that does not exist, and names the closest one that does."""
+    """Checks the names of options. Raises TypeError for an unknown option, and names the closest known one."""
     known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:

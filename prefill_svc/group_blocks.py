@@ -26,7 +26,9 @@ Plan = list[tuple[Job, Chunk]]
 
 
 def _tell_back(again: list[int]) -> None:
-    """`again` is the number of tokens of sequences that were decoding already; they are computed a second time."""
+    """Logs the sequences that came back from decode. `again` contains the number of tokens of each that are computed a
+    second time.
+    """
     logger.info(
         "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
     )

@@ -231,9 +231,9 @@ class Arena:
         return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
-        """Raises the header generations (writer rule); call it before the first store into `refs`.
+        """Raises the header generations (writer rule). Call it before the first store into `refs`.
 
-        Raises HeaderAheadError; then write nothing into any of them.
+        Raises HeaderAheadError; in this case, do not write into any of the blocks.
         """
         if not refs:
             return

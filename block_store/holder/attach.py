@@ -84,7 +84,9 @@ class Attached:
     """A worker's arena, its incarnation as a holder, and its entry in the registry."""
 
     def __init__(self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0) -> None:
-        """Registers the worker. Its floor is `granted_floor`, from the store, but at least what the worker needs."""
+        """Registers the worker. Its floor is `granted_floor` from the store, and never less than the
+        worker's minimum.
+        """
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
         """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows,

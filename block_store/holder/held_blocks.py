@@ -78,8 +78,8 @@ class HeldBlocks:
 
     @property
     def num_free_hint(self) -> int:
-        """Number of blocks that `alloc` can probably return: the reserve, plus the ledger's blocks as of the last beat,
-        corrected for what has been taken and released here since then.
+        """The number of blocks that `alloc` can probably return: the reserve, plus the ledger's blocks as of the last
+        beat, corrected for blocks taken and released here since then.
         """
         available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
@@ -118,7 +118,7 @@ class HeldBlocks:
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """Returns the longest indexed prefix, per group, and counts one more sequence for each of its blocks.
 
-        Returns what it has found so far if the ledger does not answer.
+        If the ledger stops answering, returns the blocks found so far.
         """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
@@ -262,7 +262,7 @@ class HeldBlocks:
         return claimed
 
     def assert_idle(self) -> None:
-        """Raises AssertionError unless only the reserve is held, here and in the ledger."""
+        """Checks that only the reserve is held, here and in the ledger. Raises AssertionError otherwise."""
         assert not self._counts, f"{len(self._counts)} blocks are still counted: {dict(self._counts)}"
         self.rejoining.reconcile()
         ledger_side = set(self._calls.call(self.holder.holdings))

@@ -104,7 +104,7 @@ class OutageCalls:
         self.fallbacks.note("rebuild asked for", reason)
 
     def check_fence(self) -> None:
-        """Raises Fenced if the holder is fenced."""
+        """Does nothing unless the holder is fenced; raises Fenced if it is."""
         if self.holder.fenced.is_set():
             raise Fenced(f"holder {self.holder.name} is fenced or closed")
 

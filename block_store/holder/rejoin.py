@@ -24,8 +24,8 @@ class Rejoining:
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]
     ) -> None:
-        """`in_use`: the blocks that sequences here use. `wanted`: claims that were not answered and will be repeated.
-        The caller owns both and goes on changing them.
+        """`in_use` contains the blocks that sequences here use. `wanted` contains unanswered claims that will be
+        repeated. The caller owns both and continues to change them.
         """
         self._calls = calls
         self._reserve = reserve

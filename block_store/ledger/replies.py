@@ -44,7 +44,9 @@ class ReapReport:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raises LedgerDamaged if a reply cannot be read, since then something else has written into Redis."""
+    """Converts read errors: raises LedgerDamaged if a reply is unreadable, because other software has written into
+    Redis.
+    """
     try:
         yield
     except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:

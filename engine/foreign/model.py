@@ -36,7 +36,7 @@ class TransformersModel:
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
     ) -> None:
-        """Raises ModelError, and UnsupportedModel for anything that would give wrong numbers."""
+        """Builds the model. Raises ModelError, and UnsupportedModel for a feature that would give wrong numbers."""
         import transformers
 
         self.is_variant = False

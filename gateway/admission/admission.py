@@ -65,7 +65,9 @@ class Admission:
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Raises the errors of `enter` but takes nothing, for callers that have not received a message yet."""
+        """Makes the checks of `enter` without admitting, for callers that have not received a message yet. Raises the
+        same errors.
+        """
         if self.draining:
             raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
         self._check_room(tenant, 1)

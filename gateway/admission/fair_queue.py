@@ -26,8 +26,8 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A queue of items of several tenants. The front line is the one whose turn it is; it has had its quantum for this
-    turn.
+    """A queue of items of several tenants. The first line in the order of turns has already received its quantum for
+    this turn.
     """
 
     def __init__(self, quantum: int) -> None:

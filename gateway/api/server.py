@@ -106,9 +106,9 @@ async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpS
 
 
 def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """Returns a bound socket; with `reuse_port`, other sockets with it may share the port.
+    """Returns a bound socket. With `reuse_port`, other sockets that also set it may share the port.
 
-    Raises StartupError if the port is occupied or the address is not ours.
+    Raises StartupError if the port is occupied or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only where the protocol is named; without it each keep-alive answer waits 40 ms
@@ -136,8 +136,8 @@ def bind_grpc(server: RpcServer, port: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raises this process' limit of open files, which connections count towards, to the system's maximum. Returns the
-    limit.
+    """Raises this process' limit of open files to the system's maximum, because connections count towards it. Returns
+    the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:

@@ -26,7 +26,7 @@ class LivenessLimits:
 
 
 class Liveness:
-    """Calls `lost(seconds, what the worker did not do)` once, at most a tick after a limit has passed. Watches from
+    """Calls `lost(seconds, action that the worker missed)` once, at most a tick after a limit has passed. Watches from
     `start` to `stop`, in one event loop.
     """
 
@@ -51,7 +51,7 @@ class Liveness:
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stops watching. May be called more than once."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

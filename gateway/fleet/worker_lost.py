@@ -58,8 +58,8 @@ def incarnation(worker: WorkerRecord) -> str:
 
 
 def is_death(error: grpc.aio.AioRpcError) -> bool:
-    """Returns whether the peer's process has ended, as far as can be told. If keepalive gave up, the process may be
-    frozen and has not ended.
+    """Returns whether the peer's process has ended, as far as can be told. After a keepalive timeout the process may
+    only be frozen, so it does not count as ended.
     """
     return error.code() is grpc.StatusCode.UNAVAILABLE and "timeout" not in (error.details() or "")
 

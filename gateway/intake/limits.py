@@ -102,7 +102,7 @@ class Checker:
             self.violations.append(FieldViolation(name, description))
 
     def finish(self) -> None:
-        """Raises InvalidArgument if anything was refused. Its message is the first violation."""
+        """Raises InvalidArgument if there are violations. Its message is the first one."""
         if self.violations:
             first = self.violations[0]
             raise InvalidArgument(f"{first.field} {first.description}", violations=tuple(self.violations))

@@ -99,7 +99,7 @@ class Isolation:
         self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
-        """Raises Internal if the request's workers died twice."""
+        """Checks that the request may run. Raises Internal if its workers died twice."""
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
             del self._deaths[digest]

@@ -96,7 +96,7 @@ class Outlet:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error, sends the client what preceded it, for at most `LAST_WORD_S`."""
+        """Closes the outlet. After an error, sends the client the preceding output, for at most `LAST_WORD_S`."""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORD_S):

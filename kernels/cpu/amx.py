@@ -1,7 +1,7 @@
 """The bf16 linear on Intel's AMX tiles: finding its build, requesting the tiles from the system, packing, calling.
 
-It exists for speed and for reproducibility: oneDNN's AMX product sums a row in an order that depends on the other rows;
-ours does not. Does not depend on the model.
+It exists for speed and for reproducibility. oneDNN's AMX product sums a row in an order that depends on the other rows;
+this one does not.
 """
 
 from __future__ import annotations

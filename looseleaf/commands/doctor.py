@@ -1,4 +1,6 @@
-"""`looseleaf doctor [MODEL]`: checks what `serve` needs on this machine, one line each, with advice for problems."""
+"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine, one line each, with advice for
+problems.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Child:
             echo(f"{self.name:<11} | {line}")
 
     def check(self) -> None:
-        """Raises ChildDied if it has ended."""
+        """Checks that the child still runs. Raises ChildDied if it has ended."""
         status = self._process.poll()
         if status is None:
             return

@@ -24,7 +24,7 @@ class SharedDirectory:
     """A locked directory below `root`. `close` removes it."""
 
     def __init__(self, root: Path = ROOT) -> None:
-        """Raises StartupError if there is no shared memory to write to."""
+        """Creates and locks the directory. Raises StartupError if there is no writable shared memory."""
         sweep(root)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
