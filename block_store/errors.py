@@ -14,7 +14,7 @@ class LedgerError(BlockStoreError):
 
 
 class Fenced(LedgerError):
-    """The holder's lease ended and it was reaped: stop, drop the writer slot, register anew."""
+    """The holder's lease ended and it was reaped. Stop, drop the writer slot, and register again."""
 
 
 class Stale(LedgerError):
@@ -30,11 +30,11 @@ class Gone(LedgerError):
 
 
 class StaleDataset(LedgerError):
-    """The ledger was or will be built anew (or another Redis answers): everything known about it is void."""
+    """The ledger was or will be rebuilt (or another Redis answers). Everything known about it is void."""
 
 
 class LedgerDamaged(LedgerError):
-    """A script failed on the data in Redis, or its reply is unreadable: the ledger must be built anew."""
+    """A script failed on the data in Redis, or its reply is unreadable. The ledger must be rebuilt."""
 
 
 class OutOfOrder(LedgerError):

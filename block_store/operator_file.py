@@ -1,7 +1,8 @@
-"""A file with what an operator needs to query a running block store: its address, its Redis, and its trust files.
+"""A file with the data that an operator needs to query a running block store: its address, its Redis, and its trust
+files.
 
-It is in the store's directory, readable only by the store's user, so that `looseleaf blocks` and `looseleaf fsck` find
-what they need. It contains the Redis password, if there is one.
+It is in the store's directory, readable only by the store's user. `looseleaf blocks` and `looseleaf fsck` read it. It
+contains the Redis password, if there is one.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What all services share: types, errors, RPC helpers, base of the settings, telemetry. No torch, no redis."""
+"""Code that all services share: types, errors, RPC helpers, base of the settings, telemetry. No torch, no redis."""

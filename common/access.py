@@ -1,7 +1,8 @@
-"""Who may call which gRPC method: everybody, or only processes of the same launch, which know its secret.
+"""The access policy of gRPC methods. A method is open to all callers, or only to processes that know the launch's
+secret.
 
-The policy names every method of every service. A method that it does not name is internal. The secret is checked before
-the first message of a call is read, let alone parsed.
+The policy lists the methods of every service. A method that is not listed is internal. The secret is checked before the
+first message of a call is read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger("access")
 
 
 class Access(Enum):
-    """Who may call a method."""
+    """The callers that may use a method."""
 
     PUBLIC = "public"
     """Everybody. The service itself may ask for an API key."""
@@ -50,7 +51,7 @@ POLICY: Mapping[str, Access] = {
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The first interceptor of every server except the front's: methods that are not public need the secret."""
+    """The first interceptor of every server except the gateway's: methods that are not public need the secret."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()

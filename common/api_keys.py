@@ -1,13 +1,13 @@
-"""API keys, the tenants that they belong to and what these may ask for, from a setting or a file.
+"""API keys, their tenants and the tenants' limits, from a setting or a file.
 
-A file has a line for each key: `TENANT KEY`, then what the tenant is limited to, as `name=number`:
+A file has one line per key: `TENANT KEY`, followed by the tenant's limits in the form `name=number`:
 
     acme  a-key    requests_per_minute=600 tokens_per_minute=200000 best_priority=-1 cache_percent=25
     acme  another
     zoo   z-key
 
-A tenant may have several keys; its limits stand on any of their lines and count for all of them. Blank lines and those
-that begin with # do not count. Independent of requests.
+A tenant may have several keys. Its limits may be on any of their lines, and apply to all of them. Blank lines and lines
+that begin with # are ignored. Does not depend on requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may ask for. None means no limit."""
+    """The limits of one tenant. None means no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -42,7 +42,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Every accepted key. Without any, no client is asked for one."""
+    """Every accepted key. If there are none, clients need no key."""
 
     tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Tenants by key."""
@@ -52,8 +52,8 @@ class ApiKeys:
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
     """Returns the keys of both sources. `api_key` belongs to the tenant "default", which has no limits unless the file
-    names it. A tenant of the file may use no better priority than 0 unless its line says so. StartupError names the
-    file, the line and what is wrong with which field.
+    sets some. A tenant of the file may use no better priority than 0 unless its line says so. Raises StartupError,
+    which names the file, the line, the field and the error.
     """
     tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}
     if path is None:
@@ -77,7 +77,7 @@ def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
 
 
 def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, TenantLimits]) -> None:
-    """Reads one line. ValueError says what is wrong, without the key itself."""
+    """Reads one line. Raises ValueError, whose message describes the error and does not contain the key."""
     if len(words) < 2:
         raise ValueError("must be a tenant's name and a key")
     tenant, key, *settings = words

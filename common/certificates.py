@@ -1,7 +1,7 @@
-"""Certificates of services, from PEM files that are read again when they change. Independent of services.
+"""Certificates of services, from PEM files that are read again when they change. Does not depend on services.
 
-Inside, both sides show a certificate of the same CA, with the name `INSIDE_NAME`: workers come and go under addresses
-that no certificate could name. In front only the server shows one.
+For internal calls, both sides present a certificate of the same CA with the name `INSIDE_NAME`, because the addresses
+of workers change. For clients, only the server presents one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CertificateFiles:
     """The CAs whose certificates a peer must show. None: a client need not show one."""
 
     def check(self) -> None:
-        """Checks that the files can be used and that nobody else can read the key."""
+        """Checks that the files can be used and that only their owner can read the key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.cert, self.key)
@@ -68,7 +68,9 @@ class CertificateFiles:
 
 
 def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
-    """Returns credentials for a gateway over TLS whose certificate is of a CA in this PEM file. Raises StartupError."""
+    """Returns credentials for a gateway over TLS whose certificate was issued by a CA in this PEM file. Raises
+    StartupError.
+    """
     try:
         return grpc.ssl_channel_credentials(Path(ca).read_bytes())
     except OSError as error:

@@ -52,12 +52,12 @@ def finish_reason_from_pb(reason: int) -> FinishReason | None:
 
 
 def early_stopping_to_pb(rule: EarlyStopping) -> pb.BeamStopping:
-    """Raises KeyError for another value."""
+    """Converts `early_stopping` to its enum value. Raises KeyError for any other value."""
     return _STOPPING_TO_PB[rule]
 
 
 def early_stopping_from_pb(rule: int) -> EarlyStopping:
-    """Raises KeyError for another value."""
+    """Converts the enum value to `early_stopping`. Raises KeyError for any other value."""
     return _STOPPING_FROM_PB[cast(pb.BeamStopping, rule)]
 
 
@@ -118,7 +118,7 @@ def quota_to_pb(quota: CacheQuota) -> pb.CacheQuota:
 
 
 def quota_from_pb(message: pb.CacheQuota) -> CacheQuota:
-    """Converts a quota. ValueError says what is out of range."""
+    """Converts a quota. Raises ValueError, which names the value that is out of range."""
     if len(message.owner) != 32 or message.percent > 100:
         raise ValueError("must have an owner of 32 bytes and a percent of at most 100")
     return CacheQuota(message.owner, message.percent)

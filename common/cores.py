@@ -1,4 +1,4 @@
-"""How many cores this process may use. Independent of threads."""
+"""Counts the cores that this process may use. Does not depend on threads."""
 
 from __future__ import annotations
 

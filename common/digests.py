@@ -16,8 +16,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_digests(directory: Path, names: Iterable[str]) -> None:
-    """Checks those files that exist. StartupError names the first one that was altered or is not listed, or the line
-    that cannot be read. Without SHA256SUMS nothing is checked.
+    """Checks the files that exist. Raises StartupError, which names the first file that was altered or is not listed,
+    or the line that cannot be read. Without SHA256SUMS nothing is checked.
     """
     if not (directory / SUMS).exists():
         return

@@ -1,4 +1,4 @@
-"""The errors that cross service borders, and the one table that maps them to gRPC and HTTP.
+"""The errors that cross service boundaries, and the one table that maps them to gRPC and HTTP.
 
     LooseleafError
     ├── InvalidArgument      bad parameter, prompt too long      INVALID_ARGUMENT     400
@@ -6,12 +6,12 @@
     ├── Unauthenticated      missing or bad credential           UNAUTHENTICATED      401
     ├── PermissionDenied     credential without the right        PERMISSION_DENIED    403
     ├── ResourceExhausted    queue full, quota                   RESOURCE_EXHAUSTED   429
-    ├── Unavailable          nobody ready, draining              UNAVAILABLE          503
+    ├── Unavailable          no worker, draining                 UNAVAILABLE          503
     ├── FailedPrecondition   pair incompatible                   FAILED_PRECONDITION  500
     ├── Unimplemented        known, not supported                UNIMPLEMENTED        400
     ├── Aborted              fenced, stale, lost KV (inside)     ABORTED              500
     ├── DeadlineExceeded     out of time                         DEADLINE_EXCEEDED    504
-    └── Internal             ours to mend                        INTERNAL             500
+    └── Internal             a bug of ours                       INTERNAL             500
 
 A message is one sentence for the client: it names the field and the limit, never an exception's text.
 """

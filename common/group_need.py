@@ -1,4 +1,4 @@
-"""How many blocks a sequence group may need, and whether a decode worker has room for it.
+"""Calculates the blocks that a sequence group may need, and whether a decode worker has room for it.
 
 The gateway and the workers must agree on this arithmetic.
 """
@@ -29,9 +29,9 @@ class GroupNeed:
     def blocks(self, block_size: int) -> int:
         """Returns the most blocks that the group holds at once, in one KV group.
 
-        The prompt's full blocks are shared. Each sequence has the rest to itself and, while its sealed partial block is
-        copied to be written on, both the block and the copy (in a group that came back, every sequence has such a
-        block).
+        The prompt's full blocks are shared. Each sequence has private blocks for the rest. While its sealed partial
+        block is copied for writing, it has both the block and the copy. In a group that came back, every sequence has
+        such a block.
         """
         shared = self.prompt_len // block_size
         return shared + self.width * (blocks_of(self.prompt_len + self.max_tokens, block_size) - shared + 1)

@@ -1,6 +1,6 @@
-"""Runs before every method of every service: checks the caller, then parses the message, then calls the method.
+"""Runs before every method of every service. Checks the caller, parses the message, and calls the method.
 
-This is the only place where exceptions meet gRPC. UNKNOWN never leaves a service, and neither does an exception's text.
+Only this module converts exceptions to gRPC statuses. A service never returns UNKNOWN or an exception's text.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger("rpc")
 
 
 def anybody(method: str, context: Context) -> None:
-    """The check that admits everybody."""
+    """A check that admits every caller."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Methods that receive their requests as bytes, which are parsed after the check and inside the guard.
 
-    To gRPC each of them takes a stream of requests, of which nothing is received before it is asked for. So a message
-    of a caller without the right never gets into memory.
+    To gRPC, each of them takes a stream of requests, and no request is received before it is read. A message from an
+    unauthorized caller therefore never gets into memory.
     """
 
     def __init__(self, check: Check = anybody) -> None:

@@ -83,7 +83,7 @@ PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Who may use a server, and what it reveals about itself."""
+    """The access check of a server, and the information that it reveals about itself."""
 
     door: Door | None = None
     """None admits everybody, unless a service itself asks for something."""
@@ -105,8 +105,8 @@ class RpcServer:
         check: Check = anybody,
         protection: Protection = Protection(),
     ) -> None:
-        """With `reuse_port`, others that set it too may listen on the same port, so that a successor can take over.
-        `check` is called before each call.
+        """Creates the server. With `reuse_port`, other servers that also set it may listen on the same port, so that a
+        successor can take over. `check` is called before each call.
         """
         self._address = f"{host}:{port}"
         options = {**dict(SERVER_OPTIONS), **protection.bounds.options(), "grpc.so_reuseport": int(reuse_port)}

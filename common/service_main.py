@@ -1,6 +1,6 @@
-"""How a service's process begins, serves and ends: settings, logs, one event loop, one sentence if it cannot start.
+"""The life of a service's process: settings, logs, one event loop, and one sentence if it cannot start.
 
-Workers are known here only as `Role`s. A process serves one role, or prefill and decode side by side.
+Workers are represented here only by `Role`s. A process serves one role, or prefill and decode together.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:
     """Runs `main(settings)`. Expected failures end the process with status 1 and one sentence on stderr.
 
-    Everything imported so far stays until the end, so the garbage collector is told not to walk it while tokens wait.
+    All modules imported so far stay until the end, so the garbage collector does not walk their objects while tokens
+    wait.
     """
     gc.freeze()
     settings = settings_type.load(sys.argv[1:])

@@ -32,9 +32,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, argv: Sequence[str]) -> Self:
-        """Returns settings from flags and environment. On any mistake it prints what is wrong and exits with status
-        2.
-        """
+        """Returns settings from flags and environment. On an error it prints the cause and exits with status 2."""
         hide_values([f"--{name.replace('_', '-')}" for name, field in cls.model_fields.items() if not field.repr])
         try:
             cls.refuse_unknown_variables()
@@ -79,7 +77,7 @@ def _refuse(prog: str, message: str) -> NoReturn:
 
 
 class ServerSettings(Settings):
-    """Where a service listens."""
+    """The addresses on which a service listens."""
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
@@ -100,7 +98,7 @@ class ServerSettings(Settings):
 
 
 class WorkerSettings(ServerSettings):
-    """What prefill and decode workers have in common. Names are vLLM's where they mean the same."""
+    """The settings that prefill and decode workers share. A setting that vLLM also has uses vLLM's name."""
 
     model: str = Field(description="Hugging Face model directory")
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")

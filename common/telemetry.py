@@ -1,5 +1,5 @@
-"""Logs of every service: one line per event, with the service's name, without prompts. Independent of the metrics'
-meaning.
+"""Logs of every service: one line per event, with the service's name, without prompts. Does not depend on the meaning
+of metrics.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Burst(Generic[T]):
     """
 
     def __init__(self, tell: Callable[[list[T]], object], wait_s: float = 1.0) -> None:
-        """`tell` gets the items of a burst, in a separate thread."""
+        """Starts a separate thread that passes the items of each burst to `tell`."""
         self._tell = tell
         self._wait_s = wait_s
         self._lock = threading.Lock()

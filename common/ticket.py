@@ -22,7 +22,7 @@ class TicketId:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The hand-over from prefill to decode: a holder with a lease, and what it holds.
+    """The hand-over from prefill to decode: a holder with a lease, and the blocks that it holds.
 
     `tables[branch][group]` is a block table. Every block in it is sealed.
     """

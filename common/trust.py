@@ -1,4 +1,6 @@
-"""What processes of one launch show each other: its secret, and certificates. Independent of services."""
+"""The credentials that processes of one launch present to each other: secret and certificates. Does not depend on
+services.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:  # clients, which need no settings, are light to import
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What a process has to show to the others."""
+    """The credentials that a process presents to the others."""
 
     secret: str | None = field(default=None, repr=False)
     """None if there is no secret (services started by hand, on loopback)."""
@@ -32,7 +34,7 @@ class Trust:
 
     @property
     def stamp(self) -> Stamp:
-        """Returns a stamp that differs when channels should be reopened. Empty if that cannot be told now."""
+        """Returns a stamp that changes when channels should be reopened, or an empty one if it cannot be determined."""
         try:
             return () if self.certificates is None else self.certificates.stamp
         except OSError:  # being replaced
@@ -52,7 +54,7 @@ class TrustFiles:
     tls_ca: Path | None = None
 
     def read(self) -> Trust:
-        """Raises StartupError if a file cannot be used or is missing."""
+        """Reads the files. Raises StartupError if one is missing or cannot be used."""
         return Trust(None if self.secret_file is None else read_secret(self.secret_file), self._certificates())
 
     def _certificates(self) -> CertificateFiles | None:
@@ -71,7 +73,7 @@ def files_of(settings: ServerSettings) -> TrustFiles:
 
 
 def trust_of(settings: ServerSettings) -> Trust:
-    """Raises StartupError if a file cannot be used."""
+    """Reads the credentials of a process. Raises StartupError if a file cannot be used."""
     return files_of(settings).read()
 
 

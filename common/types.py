@@ -1,7 +1,7 @@
-"""Values that cross package borders, as frozen dataclasses.
+"""Values that cross package boundaries, as frozen dataclasses.
 
-Independent of protobuf (see `common.convert`), torch and Redis. Lengths are in tokens, times in nanoseconds or seconds
-as their names say, sizes in bytes.
+They do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes. Times
+are in nanoseconds or seconds, according to their names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BlockRef(NamedTuple):
 
 
 class KvKind(str, Enum):
-    """Which past positions a KV group keeps."""
+    """The past positions that a KV group keeps."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -127,7 +127,9 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Every field is resolved: only None can mean "unset"."""
+    """The parameters that determine how the next token is drawn. Every field is resolved: only None can
+    mean "unset".
+    """
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -195,7 +197,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One sample of a sequence group: what it has produced so far."""
+    """One sample of a sequence group, with its output so far."""
 
     sample_index: int = 0
     output_ids: tuple[int, ...] = ()
@@ -204,7 +206,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """Where the KV of each prompt token came from. The three counts add up to the prompt's length."""
+    """The sources of the KV of all prompt tokens. The three counts add up to the prompt's length."""
 
     cached: int = 0
     computed: int = 0
@@ -237,7 +239,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class CacheQuota:
-    """How many of a tenant's blocks may stay in the cache while nobody uses them."""
+    """A limit on the number of a tenant's blocks that stay in the cache while no request uses them."""
 
     owner: bytes
     """32 bytes that name the tenant without revealing it."""
@@ -247,7 +249,7 @@ class CacheQuota:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What a worker publishes about itself so that gateways find it."""
+    """The record that a worker publishes so that gateways find it."""
 
     worker_id: str
     role: Role

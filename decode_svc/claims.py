@@ -27,7 +27,7 @@ logger = logging.getLogger("decode")
 
 @dataclass(slots=True)
 class Claim:
-    """What a submitted group needs until its ticket is claimed."""
+    """The state of a submitted group until its ticket is claimed."""
 
     ticket: Ticket
     chain_start: bytes
@@ -127,7 +127,7 @@ class Claims:
             self.decline(claim.ticket, claim.attempt)
 
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
-        """Gives up a ticket that was not accepted, and what an attempt to claim it has obtained."""
+        """Gives up a ticket that was not accepted, and releases any blocks that an attempt to claim it has obtained."""
         if ticket.arena_id == self._attached.arena.arena_id:
             with suppress(Fenced):
                 self._attached.held.decline(ticket, attempt)

@@ -4,9 +4,9 @@ Swapping moves the group's blocks twice: 2 * bytes / rate. The rate is measured 
 
 Giving a group back prefills it again. A decode worker does not see prefill, but the time of a step is close to a + b *
 tokens: `a` reads the weights, and `b` is the cost of one more token, which prefill pays for each token. Both are fitted
-over recent steps of different sizes; while all steps had one size, the whole time per token stands for `b`. Blocks that
-prefill would find cached are not known here: blocks have just run out, so cached ones are evicted next. Queues and hops
-are not known either. The choice affects only time; the tokens are the same.
+over recent steps of different sizes. As long as all steps have had the same size, `b` is the whole time per token. The
+estimate does not consider blocks that prefill would find cached: blocks have just run out, so cached ones are evicted
+next. It does not consider queues and hops either. The choice affects only time; the tokens are the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Costs:
         return 2 * num_bytes / self.copy_bytes_per_s
 
     def give_back_s(self, num_tokens: int) -> float:
-        """Returns the time to prefill so many positions."""
+        """Returns the time to prefill this number of positions."""
         return num_tokens * self.token_s()
 
     def swap_pays(self, num_bytes: int, num_tokens: int) -> bool:

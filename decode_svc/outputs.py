@@ -1,4 +1,4 @@
-"""What a decode worker sends to its gateways: one message per session and step. Independent of gRPC and blocks."""
+"""The messages of a decode worker to its gateways: one per session and step. Does not depend on gRPC or blocks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
 
 
 class Outbox:
-    """The session of every group, and what each session gets at the end of the step."""
+    """Collects the output of every group and sends one message per session at the end of the step."""
 
     def __init__(self) -> None:
         self._sessions: dict[Group, Session] = {}

@@ -1,6 +1,6 @@
 """Decides how a preempted group leaves and when a swapped one comes back. Counts both, with times.
 
-Independent of sessions: the worker tells the gateway which groups are lost or given back.
+Does not depend on sessions: the worker tells the gateway which groups are lost or given back.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Preemption:
     def resume(self, make_way: Callable[[Group], object], needed: Callable[[], int]) -> None:
         """Brings swapped groups back, in order, while enough blocks are available.
 
-        Beside the group's own blocks these are: what the running groups need for this step (`needed`), one more for
-        each of the group's sequences, and one more for every fourth running sequence. With fewer, the group would soon
-        preempt another one or be preempted again.
+        A group comes back only if there are blocks for the group, for this step of the running groups (`needed`), one
+        more for each of the group's sequences, and one more for every fourth running sequence. With fewer, the group
+        would soon preempt another one or be preempted again.
 
         If nothing runs, waiting groups give up their blocks: `make_way` must preempt one of them. Without the ledger no
         group comes back, and none is preempted for it.

@@ -1,4 +1,4 @@
-"""The decode role in a process: `python -m decode_svc` hosts it alone, `looseleaf.both_roles` beside prefill."""
+"""The decode role in a process. `python -m decode_svc` hosts it alone, `looseleaf.both_roles` together with prefill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
 def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:
-    """Returns what the role needs of the arena. Measures the activations of its largest step and its CUDA graphs."""
+    """Returns the arena requirements of the role. Measures the activations of its largest step and its CUDA graphs."""
     return Needs(
         worker_id,
         "decode",

@@ -1,6 +1,6 @@
 """The blocks of running sequences: reader rule, sealing, forks of a beam search, release.
 
-`copy_on_write` provides the blocks to write into. Independent of what runs, waits or is preempted.
+`copy_on_write` provides the blocks to write into. The scheduler decides which sequences run, wait or are preempted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RunningBlocks:
     # --- before the step, and after it
 
     def stale(self, plan: Plan, step: Step, copying: Seq[Sequence]) -> set[Group]:
-        """Applies the reader rule to tables and to the sources of copies. Returns the groups that have a reallocated
-        block.
+        """Applies the reader rule to tables and to the sources of copies. Returns the groups with a
+        reallocated block.
         """
         arena = self._attached.arena
         found = stale_owners(arena, (group for group, _ in plan), step)

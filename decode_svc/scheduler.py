@@ -1,10 +1,9 @@
-"""Which sequence groups run, which wait, and which is preempted when blocks run out. Plain Python: no torch, no I/O, no
-clock.
+"""Decides which sequence groups run, wait, or are preempted when blocks run out. No torch, no I/O, no clock.
 
 Continuous batching: every running group is in every step. Waiting groups have been claimed already, so they hold
-blocks; preempted ones hold none on the device, their KV lies in the host tier (`swap`). A group that arrives while one
-is preempted starts after it. The oldest group of the highest priority is never a victim: with the floors it can always
-finish, then the next is the oldest, and so none starves within a priority.
+blocks. Preempted groups hold no blocks on the device; their KV is in the host tier (`swap`). A group that arrives while
+another one is preempted starts after it. The oldest group of the highest priority is never a victim. With the floors it
+can always finish. The next group is then the oldest, so no group starves within a priority.
 
     add -> waiting -- admit --> running -- preempt --> preempted -- resume --> running
                   \\------------- preempt ------------/
@@ -113,7 +112,7 @@ class DecodeScheduler:
         return self._waiting[-1] if self._waiting else None
 
     def remove(self, group: Group) -> None:
-        """Forgets a group, in whatever state it is."""
+        """Forgets a group, regardless of its state."""
         for groups in (self.running, self._waiting, self._preempted):
             if group in groups:
                 groups.remove(group)

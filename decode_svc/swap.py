@@ -1,7 +1,8 @@
 """The host tier: blocks of preempted groups in private memory, copied out in one call and back in another.
 
-A swapped group holds nothing in the arena. When it comes back, its sequences share the same blocks as before. Blocks
-that are still cached under their hash are acquired instead of copied. Independent of priorities and of when to swap.
+A swapped group has no blocks in the arena. When it comes back, its sequences share the same blocks as before. Blocks
+that are still cached under their hash are acquired instead of copied. Other modules decide about priorities and about
+when to swap.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ class SwapSpace:
             self._runner.device.wait()
 
     def _find_cached(self, tables: Tables) -> dict[int, BlockRef]:
-        """Returns, for host blocks, the arena blocks that still have their content. One call for each table with sealed
-        blocks of its own finds the longest run from its first block.
+        """Returns, for host blocks, the arena blocks that still have their content. For each table with unshared
+        sealed blocks, one call finds the longest run from its first block.
         """
         found: dict[int, BlockRef] = {}
         asked: set[int] = set()
@@ -181,7 +182,7 @@ class SwapSpace:
         return refs[:num_blocks]
 
     def _share(self, tables: Tables, refs: dict[int, BlockRef]) -> None:
-        """Counts the other sequences of shared blocks, each of which has been counted once."""
+        """Counts the other sequences of shared blocks. One sequence of each block has been counted already."""
         uses = Counter(slot for swapped in tables.values() for table in swapped for slot in table.slots)
         self._attached.held.share(refs[slot] for slot, times in uses.items() for _ in range(times - 1))
 
@@ -204,8 +205,8 @@ def _distinct_slots(tables: Tables) -> list[int]:
 
 
 def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torch.Tensor:
-    """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides memory only for what is written. On a
-    GPU it is pinned, because the copy engines reach nothing else at full speed, and so it is taken at once.
+    """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides memory only when it is written. On a GPU
+    the memory is pinned and allocated at once, because the copy engines need pinned memory for full speed.
     """
     on_gpu = runner.device.compute_capability is not None
     try:

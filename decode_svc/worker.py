@@ -1,7 +1,7 @@
 """The work of a decode worker's step thread (long: the order of a step is in one place).
 
-Claim, reserve, compute, seal, sample, publish, release. Independent of gRPC; each session passes a `send` that is
-called from the step thread, once a step.
+Claim, reserve, compute, seal, sample, publish, release. Does not depend on gRPC: each session passes a `send`, which
+the step thread calls once per step.
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ class DecodeWorker:
                 self._reject(group, Rejection.INTERNAL)
 
     def _schedule(self) -> None:
-        """Chooses what runs: higher priorities displace lower ones, and preempted groups come before new ones."""
+        """Chooses the groups to run. Higher priorities displace lower ones, and preempted groups come
+        before new ones.
+        """
         while (group := self._scheduler.in_the_way()) is not None:
             self._preempt(group)
         self._preemption.resume(self._preempt, self._needed)
@@ -206,8 +208,8 @@ class DecodeWorker:
     def _fits(self, group: Group) -> bool:
         """Returns whether a group may start, below a watermark.
 
-        Blocks for its first step and one more for each of its sequences must be available, beside those of the groups
-        that start with it.
+        There must be blocks for its first step, and one more for each of its sequences, in addition to those of the
+        groups that start with it.
         """
         if not self._scheduler.running:
             return True
@@ -218,9 +220,7 @@ class DecodeWorker:
         return True
 
     def _reserve(self) -> Plan:
-        """Gives every running sequence a block of its own for its next position, and preempts groups if there are too
-        few.
-        """
+        """Gives every running sequence a private block for its next position. Preempts groups if there are too few."""
         plan: Plan = []
         for group in self._scheduler.running:  # a group that is preempted meanwhile comes after `group`
             needing_block = self._blocks.writes.needing_block(group.live)
@@ -286,7 +286,7 @@ class DecodeWorker:
     # --- leaving
 
     def _drop(self, group: Group) -> None:
-        """Forgets a group and releases what it still holds."""
+        """Forgets a group and releases the blocks that it still holds."""
         self._scheduler.remove(group)
         self._preemption.drop(group)
         self._claims.drop(group)
@@ -308,7 +308,7 @@ class DecodeWorker:
         self._outbox.flush(self.load)
 
     def start_over(self, reason: str) -> None:
-        """Rejects everything and registers anew, because a fenced worker holds nothing any more."""
+        """Rejects all groups and registers again, because a fenced worker no longer holds any blocks."""
         groups = self._groups()
         logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
         for group in groups:

@@ -1,1 +1,1 @@
-"""Compute: model definitions, weights, the step over blocks, sampling. Independent of RPC, Redis and the store."""
+"""Compute: model definitions, weights, the step over blocks, sampling. Does not depend on RPC, Redis or the store."""

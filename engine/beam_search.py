@@ -161,7 +161,7 @@ class BeamSearch:
 
 
 def _token_logprob(token_id: int, candidates: Candidates, count: int) -> TokenLogprob:
-    """Returns a beam's newest token beside the `count` most likely ones. Equal log-probabilities share a rank, as in
+    """Returns a beam's newest token and the `count` most likely ones. Equal log-probabilities share a rank, as in
     sampling.
     """
     ids, values = candidates

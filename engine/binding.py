@@ -1,6 +1,6 @@
-"""An arena as a model sees it: its memory as a tensor, and a strided view for every layer.
+"""A model's view of an arena: its memory as a tensor, and a strided view for every layer.
 
-Independent of who owns which block.
+Does not depend on block ownership.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Binding:
 
     @classmethod
     def of(cls, arena: Arena, layout: KvLayout, groups: Sequence[LayerGroup], device: torch.device) -> Binding:
-        """Raises ValueError for a wrong shape or dtype, or for memory of another device."""
+        """Binds the memory to the layout. Raises ValueError for a wrong shape or dtype, or for memory of another
+        device.
+        """
         tensor = as_tensor(arena, device)
         shape, least = tuple(tensor.shape), layout.block_bytes
         if tensor.dtype != torch.uint8 or len(shape) != 2 or shape[1] < least or tensor.device.type != device.type:

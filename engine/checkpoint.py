@@ -1,6 +1,6 @@
 """The weight files of a model directory: their names, the position of each tensor, their fingerprint.
 
-Reads safetensors headers itself (8 bytes of length, then JSON), so a fingerprint costs milliseconds. Independent of
+Reads safetensors headers itself (8 bytes of length, then JSON), so a fingerprint costs milliseconds. Does not depend on
 models.
 """
 

@@ -1,7 +1,7 @@
 """A model's description, read from the `config.json` of a Hugging Face directory: sizes, positions, norms, biases.
 
-Independent of tensors. Everything that would change the numbers is either honoured or refused by name
-(`UnsupportedModel`).
+Does not depend on tensors. A setting that would change the numbers is either supported or raises `UnsupportedModel`,
+which names it.
 """
 
 from __future__ import annotations

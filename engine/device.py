@@ -1,7 +1,7 @@
-"""Where a runner's model computes: on the cores of a machine, or on one GPU with its own stream. Independent of models.
+"""The device of a runner's model: the cores of a machine, or one GPU with a separate stream. Does not depend on models.
 
-Everything that differs between the two is here, so the runner has no branches: how a thread is prepared, how a step's
-arrays get there, when its work is done, how much memory it took.
+All differences between the two are here, so the runner has no branches: the preparation of a thread, the transfer of a
+step's arrays, the end of its work, and its memory.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CpuDevice:
         return work
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Returns how far the process' resident peak (VmHWM, reset through /proc/self/clear_refs) rises above what was
-        resident before. If the kernel does not allow the reset, the answer is an upper bound.
+        """Returns the rise of the process' resident peak (VmHWM, reset through /proc/self/clear_refs) above its
+        resident memory before. If the kernel does not allow the reset, the result is an upper bound.
         """
         self.release()
         before = _reset_peak_resident()
@@ -132,8 +132,8 @@ class CudaDevice:
     def record(self, work: Work) -> Work:
         """Captures `work` in a CUDA graph and returns its replay. All graphs share a memory pool.
 
-        Runs `work` once before, so that everything made at first use (Triton kernels, cuBLAS' workspace) exists. Raises
-        whatever `work`, Triton or CUDA raise if it cannot be captured.
+        Runs `work` once before, so that everything created at first use (Triton kernels, cuBLAS' workspace) exists. If
+        `work` cannot be captured, raises the error of `work`, Triton or CUDA.
         """
         work()
         self.wait()
@@ -208,7 +208,7 @@ def _status_bytes(field: str) -> int:
 
 
 def _reset_peak_resident() -> int:
-    """Resets VmHWM to what is resident, and returns that in bytes."""
+    """Resets VmHWM to the resident memory, and returns that in bytes."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:

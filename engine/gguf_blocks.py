@@ -1,6 +1,6 @@
-"""The blocks of GGUF's quantized types, decoded into integers with scales, without a change of their numbers.
+"""Decodes the blocks of GGUF's quantized types into integers with scales, without a change of their values.
 
-Layouts as in llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Independent of files.
+Layouts as in llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Does not depend on files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _half(blocks: Tensor) -> Tensor:
 
 
 def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, group: int) -> QuantizedWeight:
-    """Of values [out, ...] in order, and scales and offsets in the order of their groups."""
+    """Returns the weight of values [out, ...] in order, with scales and offsets in the order of their groups."""
     n_out = values.shape[0]
     flat = None if offsets is None else offsets.reshape(n_out, -1).contiguous()
     integers = values.reshape(n_out, -1).to(torch.int8).contiguous()
@@ -30,7 +30,7 @@ def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, 
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2 n]: all low halves, then all high ones."""
+    """Returns [..., 2 n] values of [..., n] bytes: all low halves, followed by all high ones."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 

@@ -1,6 +1,6 @@
 """The arrays of a step on their way to a device: packed end to end in pinned memory, sent in one transfer.
 
-On a CPU both sides are the same memory, and sending does nothing. Independent of steps.
+On a CPU both sides are the same memory, and sending does nothing. Does not depend on steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class StepBuffer:
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in shapes)
 
     def place(self, shapes: Sequence[Shape]) -> list[Place]:
-        """Places arrays of these dtypes and shapes one behind the other from the start. Raises ValueError."""
+        """Places arrays of these dtypes and shapes one after the other from the start. Raises ValueError if they do not
+        fit.
+        """
         if (need := self.bytes_of(shapes)) > self.num_bytes:
             raise ValueError(f"{need} bytes do not fit {self.num_bytes}")
         places, at = [], 0

@@ -1,6 +1,7 @@
 """Weights by name and shape, as models ask for them: from safetensors (memory-mapped), or random from the config alone.
 
-A model takes every tensor that it needs. `finish` then refuses a checkpoint that has others. Independent of models.
+A model takes every tensor that it needs. `finish` then raises an error if the checkpoint has other tensors. Does not
+depend on models.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ DUMMY_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where weights go and how they will be used."""
+    """The destination of weights, and how they will be used."""
 
     dtype: torch.dtype
     """Data type of the computation."""
@@ -135,7 +136,7 @@ class DummySource:
 
 
 class Weights:
-    """What a model's constructor takes its parameters from: in the compute dtype, on the device, fused and packed."""
+    """The source of a model's parameters: in the compute dtype, on the device, fused and packed."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The forward pass of a worker: weights, the arena's views, one step. Independent of sequences, schedulers, Redis and
-RPC.
+"""The forward pass of a worker: weights, the arena's views, one step. Does not depend on sequences, schedulers, Redis
+or RPC.
 
 All methods are called from one thread at a time (a worker's step thread).
 """
@@ -127,7 +127,7 @@ class ModelRunner:
 
     @property
     def numerics(self) -> str:
-        """What the bits of K and V depend on besides model and layout (`engine.numerics`)."""
+        """The settings that affect the bits of K and V, in addition to model and layout (`engine.numerics`)."""
         foreign = f" {self.model.numerics}" if isinstance(self.model, TransformersModel) else ""
         return self._numerics + foreign
 
@@ -142,7 +142,7 @@ class ModelRunner:
 
     @property
     def binding(self) -> Binding:
-        """The arena that steps run over, and what belongs to it."""
+        """The arena that steps use, and its views."""
         assert self._bound is not None, "bind an arena first"
         return self._bound
 
@@ -271,7 +271,9 @@ class ModelRunner:
         return model
 
     def _fuse(self, caches: Sequence[LayerCache]) -> FusedDecoder | None:
-        """Returns a pass over these in one call, if the model, its linears and its attention are ours on a CPU."""
+        """Returns a pass over these in one call, if model, linears and attention are our own
+        implementations on a CPU.
+        """
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None

@@ -1,5 +1,5 @@
-"""What the bits of K and V depend on besides model and layout, as one string. Workers whose strings differ share no
-blocks (docs/design.md, Blocks and the arena: hash domain).
+"""The settings that affect the bits of K and V, in addition to model and layout, as one string. Workers with different
+strings share no blocks (docs/design.md, Blocks and the arena: hash domain).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Asked(Protocol):
 
 
 def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, settings: Asked) -> str:
-    """Returns `name=value` pairs. `settings.deterministic` is what was asked for; it holds only if the attention
-    provider keeps it.
+    """Returns `name=value` pairs. `settings.deterministic` is the requested mode; the attention provider must support
+    it.
     """
     said = {
         "dtype": dtype,

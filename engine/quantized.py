@@ -1,9 +1,9 @@
-"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, read as weights that kernels take.
+"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, converted to weights for kernels.
 
-Formats of 4 and 8 bits become `QuantizedWeight`s, without a change of their numbers. FP8 weights become floats of the
-compute dtype. Only weights are quantized here: activations are not, whatever a checkpoint suggests for them.
+Formats of 4 and 8 bits become `QuantizedWeight`s, without a change of their values. FP8 weights become floats of the
+compute dtype. Only weights are quantized here: activations are not, even if a checkpoint suggests it.
 
-Layouts as in AutoGPTQ, AutoAWQ, llm-compressor and transformers. A word holds values of `bits` bits, lowest first.
+Layouts as in AutoGPTQ, AutoAWQ, llm-compressor and transformers. A word contains values of `bits` bits, lowest first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RawTensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What a layer expects: the prefix of its tensors' names, its outputs and inputs."""
+    """The matrix that a layer expects: the prefix of its tensors' names, its outputs and inputs."""
 
     name: str
     n_out: int
@@ -43,7 +43,7 @@ class Matrix:
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores matrices."""
+    """The storage format of a checkpoint's matrices."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | Tensor | None:
         """Returns the weight [out, in], floats if it is stored in FP8, or None if it is not quantized. Raises
@@ -102,7 +102,9 @@ def _expect(matrix: Matrix, what: str, tensor: Tensor, shape: tuple[int, ...]) -
 
 
 def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, group: int) -> QuantizedWeight:
-    """Of unsigned values [out, in], and zeros and scales [out, groups]; no zeros: the middle of the values."""
+    """Returns the weight of unsigned values [out, in] with zeros and scales [out, groups]. Without zeros, the middle of
+    the values is the zero.
+    """
     middle, scales = 1 << bits - 1, scales.float()
     offsets = None
     if zeros is not None and bool((zeros != middle).any()):

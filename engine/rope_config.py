@@ -1,4 +1,6 @@
-"""Rotary positions as a `config.json` describes them. Independent of tensors; `engine.models.rope` has the formulas."""
+"""The rotary positions that a `config.json` describes. Does not depend on tensors; `engine.models.rope` has the
+formulas.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ class Sampled(NamedTuple):
 
 
 class Columns:
-    """What stays the same from step to step in a batch's draws: parameters as arrays, and which rows ask for more."""
+    """The parts of a batch's draws that stay the same from step to step: parameters as arrays, and the rows with extra
+    requests.
+    """
 
     __slots__ = ("_floats", "_ints", "_samples", "adjusted", "asked", "counts")
 

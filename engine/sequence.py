@@ -146,7 +146,7 @@ class Sequence:
         return None if self.rekey is not None and block < self.rekey[0] else self.quota
 
     def sources(self) -> PromptSources:
-        """Where the prompt's KV came from (positions of outputs that were prefilled again are not counted)."""
+        """The sources of the prompt's KV. Positions of outputs that were prefilled again are not counted."""
         cached = min(self.num_cached, len(self.prompt_ids))
         return PromptSources(cached=cached, computed=len(self.prompt_ids) - cached)
 

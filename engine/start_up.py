@@ -1,4 +1,4 @@
-"""What a runner does before it serves: it warms up, measures its peak of memory, captures CUDA graphs.
+"""The preparation of a runner before it serves: it warms up, measures its peak of memory, captures CUDA graphs.
 
 These are functions over a `ModelRunner`. A step needs none of them.
 """

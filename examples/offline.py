@@ -1,4 +1,4 @@
-"""Generates without a server of its own to look after: `python examples/offline.py [MODEL]`.
+"""Generates text without a separate server: `python examples/offline.py [MODEL]`.
 
 `LLM` starts every service on this machine and ends them with the `with` block.
 """

@@ -1,6 +1,6 @@
 """Samples and beams of one prompt: `python examples/samples_and_beams.py [GRPC_ADDRESS]`.
 
-Both take one prefill and one hand-over. Sample `i` of a seed is the same whatever `n` is.
+Both take one prefill and one hand-over. Sample `i` of a seed does not depend on `n`.
 """
 
 from __future__ import annotations

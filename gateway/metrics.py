@@ -166,7 +166,7 @@ class Metrics:
         self._handed_tokens.inc(num_tokens)
 
     def retried(self, reason: str) -> None:
-        """Counts a retry. `reason` is one of the gateway's own words, so there are few labels."""
+        """Counts a retry. `reason` is one of a few constants, so there are few labels."""
         self._retries.labels(self._model, reason).inc()
         if reason == "given_back":
             self._given_back.inc()
@@ -177,7 +177,7 @@ class Metrics:
 
     def refused(self, reason: str) -> None:
         """Counts a request that was not admitted. `reason` is one of `admission.Reason`. Tenants are not labels,
-        because anybody may read the metrics.
+        because the metrics can be read without a key.
         """
         self._not_let_in.labels(self._model, reason).inc()
 

@@ -1,4 +1,4 @@
-"""The gateway's flags and variables, independent of what they do."""
+"""The gateway's flags and variables."""
 
 from __future__ import annotations
 

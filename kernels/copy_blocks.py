@@ -1,4 +1,4 @@
-"""Batched block copies for copy-on-write, swapping and transfer (gather, scatter). Independent of block contents."""
+"""Block copies in batches for copy-on-write, swapping and transfer (gather, scatter). The contents do not matter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.cpu.selection import count_fallback
 
 
 def copy_blocks_reference(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """Has the contract of `copy_blocks`."""
+    """Reference implementation of `copy_blocks` in plain torch."""
     dst[dst_ids] = src[src_ids].to(dst.device)
 
 

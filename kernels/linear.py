@@ -8,7 +8,7 @@ On a CPU no row depends on the others; tests/kernels/test_linear.py checks it. W
   which is therefore padded to two.
 Ours is used unless oneDNN is faster by a margin (`SLOWER`): both are timed, once per process. An argument or the
 environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
-one. Independent of the model.
+one. Does not depend on the model.
 """
 
 from __future__ import annotations
@@ -198,10 +198,10 @@ class PackedLinear:
         packed product disagrees with F.linear on a probe, runs through F.linear; this is logged once and counted under
         "linear". On a GPU nothing is packed, and fp16 is allowed: F.linear runs, or with `deterministic` the Triton
         kernel, whose tiles are fixed.
-        QuantizedWeights, whose outputs follow each other, need `dtype`, that of inputs and outputs. Where our product
-        of them is not available (a GPU, a build without C++ kernels) they run as a matrix of `dtype`, which is logged
+        QuantizedWeights, in the order of their outputs, need `dtype`, the dtype of inputs and outputs. If our product
+        for them is not available (a GPU, a build without C++ kernels), they run as a matrix of `dtype`. This is logged
         once and counted.
-    keep_weight: keeps the unpacked weight beside the packed one.
+    keep_weight: also keeps the unpacked weight.
     provider: the provider to use on a CPU; None: the one the environment requests, else the one measured to be best.
     """
 

@@ -1,4 +1,4 @@
-"""Decode attention: one query per sequence over its block table. Independent of layers and of block ownership.
+"""Decode attention: one query per sequence over its block table. Does not depend on layers or on block ownership.
 
 Reproducibility of the C++ path: the key axis is cut into pieces of 256 keys at absolute positions. A row's reductions
 inside a piece run in a fixed order, and pieces merge in ascending order, so a row's bits depend only on its own query,

@@ -1,7 +1,7 @@
 """Causal prefill attention of packed chunks of queries over cached blocks and over the chunks themselves.
 
-It shares its core with `paged_attention` and, on the C++ path, gives the same bits. Independent of layers and of block
-ownership.
+It shares its core with `paged_attention` and, on the C++ path, gives the same bits. Does not depend on layers or on
+block ownership.
 """
 
 from __future__ import annotations

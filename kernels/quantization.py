@@ -1,8 +1,8 @@
-"""Weights of 4 or 8 bits: the values and their scales, and how a matrix of floats is rounded to them.
+"""Weights of 4 or 8 bits: the values and their scales, and the rounding of a matrix of floats to them.
 
 A weight is value * scale + offset. One scale, and one offset if there are any, belongs to an output and `group`
-consecutive inputs. All formats that are read (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K and Q8_0) are of
-this form. Independent of files and devices.
+consecutive inputs. All supported formats (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K and Q8_0) have this
+form. Does not depend on files or devices.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class QuantizedWeight:
 
     @property
     def form(self) -> tuple[Bits, int, bool, torch.dtype]:
-        """What matrices must have in common to be stored as one."""
+        """The properties that matrices must share to be stored as one."""
         return self.bits, self.group, self.offsets is None, self.scales.dtype
 
     def above(self, other: Self) -> Self:

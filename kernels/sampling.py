@@ -1,6 +1,6 @@
 """Sampling of tokens from logits: a pure function of (logits row, seed, sample, position).
 
-Independent of sequences and of history. Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel
+Does not depend on sequences or on history. Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel
 random numbers: as easy as 1, 2, 3, SC 2011), so there is no generator state to carry. Filters run in vLLM's order:
 temperature, min_p, top_k, top_p. One uniform number then selects a token by inverse CDF over the kept set, in token-id
 order. Ties are broken by token id.

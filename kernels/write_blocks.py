@@ -1,7 +1,7 @@
 """RoPE on q and k and the write of k and v into their slots, in one pass.
 
-The rotation is the half (neox) form of Hugging Face's Llama, computed in fp32 and rounded once. Independent of layers
-and of block ownership.
+The rotation is the half (neox) form of Hugging Face's Llama, computed in fp32 and rounded once. Does not depend on
+layers or on block ownership.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measures how soon a busy system answers calls that need no model: `python -m loadtest.latency`.
 
-Serves the 125M shape with random weights on this machine and measures over gRPC: the health of every service while
-prompts of 4,000 tokens are prefilled; refusals while the gateway's queue is full, one request at a time and 1,000 at
-one instant, the latter beside a server that does nothing but refuse (`loadtest.refuser`). Prints percentiles; the last
-line is JSON.
+Serves the 125M shape with random weights on this machine. Measures health checks of every service over gRPC while
+prompts of 4,000 tokens are prefilled. Measures refusals while the gateway's queue is full, one request at a time and
+1,000 at one instant. For comparison, it sends the 1,000 also to a server that only refuses (`loadtest.refuser`). Prints
+percentiles; the last line is JSON.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class OpenAIUser(User):  # type: ignore[misc]
 
 
 def num_tokens(event: dict[str, Any], *, first: bool) -> int:
-    """Returns 1 for an event with text, or for an end without any: a token may have no text of its own."""
+    """Returns 1 for an event with text, or for an end without any, because a token may have no text."""
     return sum(1 for choice in event["choices"] if choice["text"] or (first and choice["finish_reason"]))
 
 

@@ -1,8 +1,8 @@
-"""Sends more requests than a service can take: `python -m loadtest.overload`.
+"""Sends more requests than a service can handle: `python -m loadtest.overload`.
 
-Serves the built-in model and sends streamed completions over HTTP. First it keeps as many requests in flight as fill
-the service, which shows its capacity. Then it sends 0.8 and 4 times that many per second, at times that do not depend
-on answers. Last it sends 1,000 at one instant, beside a server that does nothing but refuse. Prints goodput (answers
+Serves the built-in model and sends streamed completions over HTTP. First it keeps enough requests in flight to fill the
+service, which shows its capacity. Then it sends 0.8 and 4 times that many per second, at times that do not depend on
+answers. At the end it sends 1,000 at one instant, and the same to a server that only refuses. Prints goodput (answers
 finished per second), times to first token of admitted requests, and times of refusals; the last line is JSON.
 """
 

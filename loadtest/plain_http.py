@@ -1,6 +1,6 @@
-"""A minimal HTTP/1.1 client for loads on the machine that serves: POST, status, first event, end.
+"""A minimal HTTP/1.1 client for loads on the serving machine: POST, status, first event, end.
 
-A connection carries one request at a time and is kept for the next one. Independent of models.
+A connection carries one request at a time and is kept for the next one. Does not depend on models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Connection:
         return cls(*await asyncio.open_connection(host, int(port), limit=_HEAD_LIMIT))
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Raises OSError or asyncio.IncompleteReadError if the connection is lost."""
+        """Sends a POST. Raises OSError or asyncio.IncompleteReadError if the connection is lost."""
         started = time.perf_counter()
         head = f"POST {path} HTTP/1.1\r\nhost: load\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         self._writer.write(head.encode() + b"\r\n\r\n" + body)

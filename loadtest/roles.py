@@ -28,8 +28,8 @@ from testing.system import prompts
 
 
 class RolesSettings(Settings):
-    """Measures where prefill and decode run: split; both, in turns; or both independently, with half of the cores
-    each.
+    """Compares three arrangements of the roles: split; both in one process, in turns; both in one process at the same
+    time, with half of the cores each.
     """
 
     model_config = settings_config("LOOSELEAF_ROLES_", "loadtest.roles")
@@ -41,7 +41,7 @@ class RolesSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How the two roles share the machine."""
+    """An arrangement of the two roles on the machine."""
 
     name: str
     roles: str

@@ -1,9 +1,9 @@
-"""Measures what one tenant can do to another: `python -m loadtest.tenants`.
+"""Measures the effect of one tenant on another: `python -m loadtest.tenants`.
 
 Serves the built-in model with two tenants. Flood: one tenant keeps many streams open, at the best priority that its key
-allows, while the other sends one request after the other; the other's times to first token and refusals are printed.
-Timing: how well a prompt that was seen before can be told from a new one by its time to first token, for prompts of the
-tenant itself and of the other one (area under the ROC curve: 0.5 is a guess, 1 is certain). The last line is JSON.
+allows, while the other sends one request after the other. The output shows the other tenant's times to first token and
+refusals. Timing: how well the time to first token distinguishes a known prompt from a new one, for prompts of the same
+tenant and of the other one (area under the ROC curve: 0.5 is a guess, 1 is certain). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SETTLE_S = 5.0
 
 
 class TenantsSettings(Settings):
-    """Measures a tenant's first tokens while another one floods the service, and what it learns about the other's
-    prompts.
+    """Measures a tenant's first tokens while another one floods the service, and the information that it gains about
+    the other's prompts.
     """
 
     model_config = settings_config("LOOSELEAF_TENANTS_", "loadtest.tenants")

@@ -8,8 +8,8 @@
     looseleaf plan MODEL                what a model and a context length need, with the arithmetic
     looseleaf blocks [ADDRESS]          who holds which KV block
     looseleaf fsck DIRECTORY            compare ledger, arena and workers
-    looseleaf secrets DIRECTORY         make what services show each other, where no launcher does
-    looseleaf certs DIRECTORY           make a CA and certificates to try TLS with
+    looseleaf secrets DIRECTORY         create secrets for services that run without a launcher
+    looseleaf certs DIRECTORY           create a CA and certificates for trying TLS
 
 Exit status: 0 fine, 1 refused or failed (one sentence on stderr), 2 a mistake in flags or variables, 130 interrupted.
 """

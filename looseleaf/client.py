@@ -36,7 +36,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 class _Base:
-    """What both clients share: address, credential, time limit."""
+    """The parts that both clients share: address, credential, time limit."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class _Base:
         timeout: float = 600.0,
         tls_ca: str | Path | None = None,
     ) -> None:
-        """`address` is the gateway's host:port. `timeout` limits every call, in seconds. `tls_ca`, a PEM file, says
-        that the gateway speaks TLS with a certificate of this CA.
+        """Connects to the gateway. `address` is its host:port. `timeout` limits every call, in seconds. `tls_ca` is a
+        PEM file with the CA of the gateway's certificate and enables TLS.
         """
         self.address = address
         self._timeout = timeout

@@ -1,7 +1,7 @@
-"""What a caller may ask of one generation, and its conversion to a GenerateRequest. No I/O.
+"""The options of one generation, and their conversion to a GenerateRequest. No I/O.
 
-Values are not checked here: the limits are the gateway's, and its refusal names the field. Names are checked: a
-misspelt one raises TypeError before anything is sent.
+Values are not checked here: the gateway checks its limits, and its error names the field. Names are checked: a misspelt
+one raises TypeError before anything is sent.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def check_names(options: Mapping[str, object]) -> None:
-    """Raises TypeError for an option that does not exist, and names the closest one that does."""
+    """Checks the names of options. Raises TypeError for an unknown option, and names the closest known one."""
     known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:

@@ -1,4 +1,4 @@
-"""What a client receives: small frozen dataclasses, created from protobuf here and nowhere else in this package."""
+"""The results that a client receives: small frozen dataclasses. Only this module creates them from protobuf."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One continuation of a prompt: one of `n` samples, or a beam, the best of which is first."""
+    """One continuation of a prompt: one of `n` samples, or a beam (best first)."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -67,8 +67,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one prompt. `text`, `token_ids` and the like belong to the first sample, the only one if `n` is
-    1.
+    """The result of one prompt. `text`, `token_ids` and similar fields belong to the first sample, which is the only
+    one if `n` is 1.
     """
 
     samples: tuple[Sample, ...]

@@ -1,6 +1,6 @@
 """Turns the logits of complete sequences into the next token of every branch, or into a beam search's first candidates.
 
-One sampling call serves all branches of a step, however they are sampled. Independent of blocks.
+One sampling call serves all branches of a step, even if their sampling parameters differ. Does not depend on blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Completed = tuple[Job, Sequence, int]
 
 
 def take_prompt_logprobs(plan: Seq[tuple[Job, Chunk]], logits: torch.Tensor) -> list[Completed]:
-    """Moves log-probabilities of prompt rows to their sequences and returns what the step completes.
+    """Moves log-probabilities of prompt rows to their sequences. Returns the sequences that the step completes.
 
     Called before `num_computed` is raised.
     """

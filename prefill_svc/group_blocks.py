@@ -1,6 +1,6 @@
 """The blocks of prefill's sequence groups: obtained together or not at all, sealed as they fill, handed to a ticket.
 
-Independent of models, queues and callers.
+Does not depend on models, queues or callers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Plan = list[tuple[Job, Chunk]]
 
 
 def _tell_back(again: list[int]) -> None:
-    """`again` is the number of tokens of sequences that were decoding already; they are computed a second time."""
+    """Logs the sequences that came back from decode. `again` contains the number of tokens of each that are computed a
+    second time.
+    """
     logger.info(
         "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
     )
@@ -88,8 +90,8 @@ class GroupBlocks:
         """Returns the blocks that are cached under a sequence's prefix hashes, without the last position, which is
         always computed.
 
-        Returns nothing if that is less than what the sequence shares with the trunk, of which `trunk_blocks` are there,
-        or if the log-probabilities of the prompt are requested.
+        Returns nothing if that would be less than the sequence shares with the trunk, of which `trunk_blocks` blocks
+        were found, or if the log-probabilities of the prompt are requested.
         """
         nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
@@ -157,7 +159,9 @@ class GroupBlocks:
         return branches
 
     def hand_over(self, job: Job) -> Ticket:
-        """Returns a ticket with a table per sequence. Raises as `HeldBlocks.hand_over`; call it again, or `forget`."""
+        """Returns a ticket with a table per sequence. Raises the same errors as `HeldBlocks.hand_over`. After an error,
+        the caller must call it again or call `forget`.
+        """
         sequences = job.sequences
         tables = tuple(tuple(tuple(table.live) for table in sequence.tables) for sequence in sequences)
         ticket_id = self._attached.held.hand_over(tables, job.hand_over)
@@ -170,12 +174,12 @@ class GroupBlocks:
         self.release(job.sequences)
 
     def end_ticket(self, job: Job) -> None:
-        """Ends the ticket of a job, because nobody will claim it."""
+        """Ends the ticket of a job, because no worker will claim it."""
         with suppress(Fenced):
             self._attached.held.forget(job.hand_over)
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Releases all blocks of these sequences, some of which may hold none."""
+        """Releases all blocks of these sequences. Some of them may hold none."""
         tables = [sequence.live_refs() for sequence in sequences]
         for sequence in sequences:
             sequence.forget_blocks()

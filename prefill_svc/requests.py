@@ -16,7 +16,7 @@ from protos.v1 import types_pb2 as types_pb
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of what a worker accepts."""
+    """The limits on the requests that a worker accepts."""
 
     max_model_len: int
     vocab_size: int

@@ -1,4 +1,6 @@
-"""The prefill role in a process: `python -m prefill_svc` hosts it alone, `looseleaf.both_roles` beside decode."""
+"""The prefill role in a process. `python -m prefill_svc` hosts it alone, `looseleaf.both_roles` together
+with decode.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
 def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:
-    """Returns what the role needs of the arena. Measures the activations of its largest step."""
+    """Returns the arena requirements of the role. Measures the activations of its largest step."""
     return Needs(
         worker_id,
         "prefill",

@@ -66,7 +66,7 @@ class PrefillScheduler:
         """Returns how many tokens of the budget the job's sequences take.
 
         The sequences are computed in order: the others begin in the step that completes the trunk, or later. A step
-        writes K and V of each layer before it reads any, so what they share with the trunk is there.
+        writes K and V of each layer before it reads any, so the blocks that they share with the trunk are ready.
         """
         taken = 0
         for sequence in job.sequences:
@@ -82,7 +82,7 @@ class PrefillScheduler:
         return self._waiting[0].job if self._waiting else None
 
     def remove(self, job: Job) -> bool:
-        """Forgets a job. Returns True if it was running and so holds blocks."""
+        """Forgets a job. Returns True if it was running, which means that it holds blocks."""
         job.cancelled = True
         if job in self._running:
             self._running.remove(job)

@@ -1,6 +1,6 @@
 """The work of a prefill worker's step thread: admit, compute, seal, sample, hand over.
 
-Independent of gRPC; the service passes an `emit` for each job, which is called from the step thread.
+Does not depend on gRPC: the service passes an `emit` for each job, which the step thread calls.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PrefillWorker:
         self.load = self._scheduler.load()
 
     def cancel(self, job: Job) -> None:
-        """Drops a job in whatever state it is, and releases its blocks."""
+        """Drops a job in any state, and releases its blocks."""
         self._forget(job)
         self._emits.pop(job, None)
         self.load = self._scheduler.load()
@@ -118,7 +118,7 @@ class PrefillWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Hands over what is computed, plans and runs: `step` without its guard. Returns whether anything ran."""
+        """Hands over finished jobs, plans and runs. This is `step` without its guard. Returns whether anything ran."""
         for conclude in list(self._parked.values()):
             conclude()
         if plan := self._scheduler.plan(self._admit):
@@ -213,7 +213,7 @@ class PrefillWorker:
     # --- failures
 
     def _forget(self, job: Job) -> None:
-        """Removes a job in whatever state it is, and releases its blocks."""
+        """Removes a job in any state, and releases its blocks."""
         if self._scheduler.remove(job):
             self._blocks.release(job.sequences)
         elif self._parked.pop(job, None) is not None:
@@ -227,7 +227,9 @@ class PrefillWorker:
             emit(error)
 
     def start_over(self, reason: str) -> None:
-        """Fails everything as retryable and registers anew, because a fenced worker holds nothing any more."""
+        """Fails all jobs with a retryable error and registers again, because a fenced worker no longer holds any
+        blocks.
+        """
         logger.warning("starting over: %s; %d prompts are sent away", reason, len(self._emits))
         self._scheduler.drop_all()
         self._parked.clear()

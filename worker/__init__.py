@@ -1,3 +1,1 @@
-"""What a prefill worker and a decode worker share: the step thread, turns between processes, the lifecycle of a
-role.
-"""
+"""Code that prefill and decode workers share: the step thread, turns between processes, the life cycle of a role."""

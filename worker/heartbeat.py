@@ -1,4 +1,4 @@
-"""What a worker sends on a stream to a gateway: items as they arrive, and heartbeats between them.
+"""A worker's stream to a gateway: items as they arrive, and heartbeats between them.
 
 The gateway's side is `gateway.fleet.liveness`. A frozen process keeps its connections, but its heartbeats stop.
 """
@@ -41,13 +41,13 @@ class Outgoing(Generic[T]):
         self._wake()
 
     def end(self) -> None:
-        """Ends the stream after the items that are there."""
+        """Ends the stream after the queued items."""
         self._is_over = True
         self._wake()
 
     async def get(self) -> list[T] | None:
-        """Returns all items that are there. An empty list means that nothing has arrived for at least half of
-        `every_s`, so it is time for a heartbeat. None means the end.
+        """Returns all queued items. An empty list means that nothing has arrived for at least half of `every_s`, so it
+        is time for a heartbeat. None means the end.
         """
         while not (self._items or self._is_over or self._is_quiet):
             self._waiter = asyncio.get_running_loop().create_future()

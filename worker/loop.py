@@ -1,6 +1,6 @@
-"""The errors that a step may meet and their consequences: one ladder of exceptions for both roles, and the reader rule.
+"""The errors that a step may meet, and their consequences: one `except` ladder for both roles, and the reader rule.
 
-Runs in the step thread. Independent of what a step computes.
+Runs in the step thread. Does not depend on the content of a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Role(Protocol):
         """Runs one step. Returns whether anything ran. Raises LedgerError or ArenaError."""
 
     def start_over(self, reason: str) -> None:
-        """Sends everything away, because none of the blocks is ours any more, and registers anew."""
+        """Rejects all work, because none of the blocks is ours any more, and registers again."""
 
 
 def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool:
@@ -47,8 +47,9 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
 
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
-    """Computes. An error of the step itself costs only what it computed (`fail`). An error of the device ends the
-    thread; the blocks stay ours until our lease has ended and our process is gone. Raises LedgerError or ArenaError.
+    """Computes. An error in the step itself loses only the results of the step (`fail`). An error of the device ends
+    the thread; the blocks stay ours until our lease has expired and our process has ended. Raises LedgerError or
+    ArenaError.
     """
     try:
         run()

@@ -1,7 +1,7 @@
-"""How every role of a worker deals with the block store and the registry: state needs, attach, publish, leave.
+"""Connects a role of a worker with the block store and the registry: it states its needs, attaches, publishes, leaves.
 
-Of a model it knows only what `Model` says. A process that runs two roles attaches both: each role is a holder with its
-own lease, floor and record.
+It uses a model only through `Model`. A process that runs two roles attaches both: each role is a holder with a separate
+lease, floor and record.
 """
 
 from __future__ import annotations

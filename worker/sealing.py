@@ -1,4 +1,4 @@
-"""What both workers publish when a sequence has filled a block: one block per KV group, each under its group's hash."""
+"""The seal items of a block that a sequence has filled: one per KV group, each under the hash of its group."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ class StepThread:
     """
 
     def __init__(self, step: Callable[[], float | None], turns: AnyFairLock | None = None) -> None:
-        """With `turns`, shared with other threads or processes, one of them steps at a time. Commands do not wait."""
+        """Creates the thread. With `turns`, which it shares with other threads or processes, only one of them steps at
+        a time. Commands do not wait.
+        """
         self._step = step
         self._turns = turns or nullcontext()
         self._on_failure: Callable[[], object] = lambda: None
@@ -33,7 +35,7 @@ class StepThread:
         self._has_failed = False
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """`on_failure` is called in the thread if an exception ends it."""
+        """Starts the thread. `on_failure` is called in it if an exception ends it."""
         self._on_failure = on_failure
         self._thread.start()
 

@@ -109,7 +109,7 @@ class Rounds:
 
 def _seed(group: tuple[str, ...], number: int) -> int:
     """Returns the seed of a run of the client. Two runs with the same seed cut prompts at the same places of the
-    corpus, whatever their tests. With equal seeds, a target that is measured in more groups than another would find
-    prefixes in its cache.
+    corpus, even if their tests differ. With equal seeds, a target that is measured in more groups than another would
+    find prefixes in its cache.
     """
     return 1000 * (1 + list(GROUPS.values()).index(group)) + number

@@ -57,7 +57,7 @@ class Harness:
 
 
 def check(harness: Harness) -> None:
-    """Raises StartupError if the given folders are not the harness and its root."""
+    """Checks the given folders. Raises StartupError if they are not the harness and its root."""
     for path in (harness.scripts / "run_peer.py", harness.scripts / "client.py", harness.python, harness.model):
         if not path.exists():
             raise StartupError(f"there is no {path}: PEERS= names the peers' harness, ROOT= what its README sets up")

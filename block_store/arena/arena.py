@@ -1,9 +1,9 @@
 """The arena, a file in shared memory with a header and equally sized blocks (long: all rules concern the same header).
 
 Every process of the node maps it. On a GPU the file contains only the header; the blocks are in device memory
-(`placement`). The header can be read without Redis and without CUDA. Independent of references, which the ledger
-records. This module implements the writer rule (a header generation is raised from a lower value before the first
-store) and the reader rule (a block is valid only while its header names the generation in the block table).
+(`placement`). The header can be read without Redis and without CUDA. References are in the ledger. This module
+implements the writer rule (a header generation is raised from a lower value before the first store) and the reader rule
+(a block is valid only while its header names the generation in the block table).
 """
 
 from __future__ import annotations
@@ -218,7 +218,9 @@ class Arena:
         self._map[: len(encoded)] = encoded
 
     def acquire_writer_slot(self) -> WriterSlot:
-        """Takes a slot, held until its `close` or the end of this process; take one before registering as a holder."""
+        """Takes a slot, which is held until its `close` or the end of this process. Take one before registering as a
+        holder.
+        """
         return self._slots.acquire()
 
     def is_writer_alive(self, number: int) -> bool:
@@ -229,9 +231,9 @@ class Arena:
         return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
-        """Raises the header generations (writer rule); call it before the first store into `refs`.
+        """Raises the header generations (writer rule). Call it before the first store into `refs`.
 
-        Raises HeaderAheadError; then write nothing into any of them.
+        Raises HeaderAheadError; in this case, do not write into any of the blocks.
         """
         if not refs:
             return

@@ -1,5 +1,5 @@
-"""Loads the C helper that raises and compares the generations in an arena's header and enters states. Independent of
-what the arrays mean.
+"""Loads the C helper that raises and compares the generations in an arena's header and enters states. Does not depend
+on the meaning of the arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ I64Array = npt.NDArray[np.int64]
 
 
 def library_path() -> Path:
-    """Returns the path of the built helper beside this file. Raises FileNotFoundError, with the build command."""
+    """Returns the path of the built helper in this directory. Raises FileNotFoundError, with the build command."""
     here = Path(__file__).parent
     for suffix in (*EXTENSION_SUFFIXES, ".so"):
         if (path := here / f"_atomics{suffix}").exists():

@@ -1,8 +1,8 @@
 """The CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or the
-CUDA toolkit. Independent of blocks.
+CUDA toolkit. Does not depend on blocks.
 
-Needs driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. Tested
-only against a stand-in library (`tests/block_store/stand_in_cuda.c`); nothing here has run on a GPU yet.
+Needs driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. It has
+not run on a GPU yet; the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class CudaDevice:
 
     @contextmanager
     def _current(self) -> Iterator[Any]:
-        """Makes the context current in this thread while the block runs, then restores the thread's own context."""
+        """Makes the context current in this thread while the block runs, and restores the thread's previous context."""
         self._cuda.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield self._cuda.call

@@ -1,7 +1,8 @@
 """An arena's blocks in device memory, as one process accesses them: allocated here, or opened through CUDA IPC.
 
-Independent of the arena's header. The allocating process must outlive all processes that opened the memory: a mapping
-whose owner has ended is undefined by NVIDIA's documentation, so a worker whose arena is lost ends (`errors.ArenaLost`).
+Does not depend on the arena's header. The allocating process must outlive all processes that opened the memory. By
+NVIDIA's documentation, a mapping whose owner has ended is undefined, so a worker whose arena is lost exits
+(`errors.ArenaLost`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ class HeaderState(IntEnum):
 
 
 class Memory(IntEnum):
-    """Memory that contains an arena's blocks, and what they outlive. Numbered as in `BlockStoreService`."""
+    """Memory that contains an arena's blocks, and the processes that it outlives. Numbered as in
+    `BlockStoreService`.
+    """
 
     HOST = 1
     """The file: the blocks outlive every process."""

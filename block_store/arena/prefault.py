@@ -1,6 +1,6 @@
 """Shared memory for an arena, allocated while workers load their model: 4 GiB in small pages take seconds of CPU time.
 
-The file gets a name only when an arena is made from it, so a killed store leaves nothing behind. Independent of
+The file gets a name only when an arena is made from it, so a killed store leaves nothing behind. Does not depend on
 headers.
 """
 
@@ -20,7 +20,9 @@ class Prefault:
     """A thread that takes memory until it has `most_bytes`, until there is no more, or until `stop`."""
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
-        """Raises OSError if the file system of `directory` does not support files without a name."""
+        """Starts the thread, which allocates an unnamed file. Raises OSError if the file system of `directory` does not
+        support such files.
+        """
         self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o660)
         self._most_bytes = most_bytes
         self._known = threading.Event()

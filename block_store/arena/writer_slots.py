@@ -1,10 +1,11 @@
-"""Writer slots: numbered lock files beside an arena. A process holds one (flock) while it may write, as proof of life.
+"""Writer slots: numbered lock files in the arena's directory. A process keeps one locked (flock) while it may write, as
+proof of life.
 
 A number is never used twice in the life of an arena. If it were, a block that a dead process was writing would stay in
-quarantine as long as the next process with that number is alive. Independent of blocks.
+quarantine as long as the next process with that number is alive. Does not depend on blocks.
 
-The kernel drops the lock when the process ends, however it ends. (A child made by a bare `fork` shares the lock; exec
-drops it.)
+The kernel drops the lock whenever the process ends, for any reason. (A child made by a bare `fork` shares the lock;
+exec drops it.)
 """
 
 from __future__ import annotations

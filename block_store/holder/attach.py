@@ -1,8 +1,8 @@
-"""The worker's side of the block store: attach once, hold blocks through the ledger, be found by gateways.
+"""The worker's side of the block store: it attaches once, holds blocks through the ledger, and registers for gateways.
 
-Independent of models: the caller supplies the layout and sizes (`Needs`).
+Does not depend on models: the caller supplies the layout and sizes (`Needs`).
 
-A worker whose arena is lost (its store ended, and the device memory with it) ends too: reading that memory through the
+A worker whose arena is lost (its store ended, and the device memory with it) exits too. Reading that memory through the
 driver is undefined, and only a new process is certain to have no mapping of it.
 """
 
@@ -84,7 +84,9 @@ class Attached:
     """A worker's arena, its incarnation as a holder, and its entry in the registry."""
 
     def __init__(self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0) -> None:
-        """Registers the worker. Its floor is `granted_floor`, from the store, but at least what the worker needs."""
+        """Registers the worker. Its floor is `granted_floor` from the store, and never less than the
+        worker's minimum.
+        """
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
         """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows,
@@ -221,7 +223,8 @@ class Attached:
 def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> list[Attached]:
     """Attaches all roles of one process to the store at `address`; they share one mapping of the arena.
 
-    All ask at once, because the store answers only when every worker that it expects has asked. Raises StartupError.
+    All send their requests at once, because the store answers only when every expected worker has asked. Raises
+    StartupError if the store refuses or does not answer.
     """
     replies = _ask(address, [_request_of(need) for need in needs], trust)
     directory, redis_url = replies[0].directory, replies[0].redis_url
@@ -268,7 +271,7 @@ def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> li
 
 
 def _device_uuid(needs: Needs) -> bytes:
-    """Returns the GPU's UUID, empty for the CPU. Raises StartupError."""
+    """Returns the GPU's UUID, or an empty string for the CPU. Raises StartupError if there is no such GPU."""
     if needs.cuda_ordinal is None:
         return b""
     try:

@@ -4,12 +4,12 @@ The ledger records a reference (holder, block, generation) once. The count is ke
 the first sequence takes a block and when the last one releases it. A reserve of RESERVED blocks makes it rare that a
 decode step needs a call.
 
-Used by one thread at a time, while the holder's beat thread calls `rejoin`. Independent of sequences and tensors. Once
-the holder is fenced, every method raises Fenced: abort the sequences, close the writer slot, register anew.
+Used by one thread at a time, while the holder's beat thread calls `rejoin`. Does not depend on sequences or tensors.
+Once the holder is fenced, every method raises Fenced: abort the sequences, close the writer slot, register again.
 
-While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the reserve; when it is
-empty, LedgerUnavailable tells the caller to wait. No prefix is found. Seals and releases reach the ledger later.
-Hand-overs and claims wait (LedgerUnavailable: nothing has changed, try again).
+While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the reserve. When the reserve
+is empty, `alloc` raises LedgerUnavailable and the caller waits. No prefix is found. Seals and releases reach the ledger
+later. Hand-overs and claims raise LedgerUnavailable: nothing has changed, and the caller tries again.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class HeldBlocks:
 
     @property
     def num_free_hint(self) -> int:
-        """Number of blocks that `alloc` can probably return: the reserve, plus the ledger's blocks as of the last beat,
-        corrected for what has been taken and released here since then.
+        """The number of blocks that `alloc` can probably return: the reserve, plus the ledger's blocks as of the last
+        beat, corrected for blocks taken and released here since then.
         """
         available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
@@ -118,7 +118,7 @@ class HeldBlocks:
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """Returns the longest indexed prefix, per group, and counts one more sequence for each of its blocks.
 
-        Returns what it has found so far if the ledger does not answer.
+        If the ledger stops answering, returns the blocks found so far.
         """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
@@ -150,11 +150,11 @@ class HeldBlocks:
 
     @locked
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
-        """Publishes blocks whose content is final; returns the reference to put into the block table for each.
+        """Publishes blocks whose content is final. Returns the reference to put into the block table for each.
 
         If another block already has the hash, the returned reference names that block: the worker's own block is
         released and its count moves to the other. Without the ledger, the block is sealed in the header now and in the
-        ledger later. Raises Stale or HeaderMismatch (discard what was written, prefill again), or NotHolder.
+        ledger later. Raises Stale or HeaderMismatch (discard the written data, prefill again), or NotHolder.
         """
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
@@ -240,7 +240,9 @@ class HeldBlocks:
 
     @locked
     def forget(self, attempt: Attempt) -> None:
-        """Drops a hand-over or a claim that was begun and will not be repeated, and releases what it obtained."""
+        """Drops a hand-over or a claim that was begun and will not be repeated, and releases the blocks that it
+        obtained.
+        """
         if attempt in self._wanted:
             self._wanted.discard(attempt)
             self._calls.is_unsure = True  # it may have happened without an answer
@@ -271,7 +273,7 @@ class HeldBlocks:
         return claimed
 
     def assert_idle(self) -> None:
-        """Raises AssertionError unless only the reserve is held, here and in the ledger."""
+        """Checks that only the reserve is held, here and in the ledger. Raises AssertionError otherwise."""
         assert not self._counts, f"{len(self._counts)} blocks are still counted: {dict(self._counts)}"
         self.rejoining.reconcile()
         ledger_side = set(self._calls.call(self.holder.holdings))

@@ -1,7 +1,7 @@
-"""A worker's calls to the ledger, and the handling of those that it does not answer.
+"""A worker's calls to the ledger, and the handling of unanswered ones.
 
-Seals that the ledger missed are repeated later; `Rejoining` finds missed releases and other differences. Independent of
-what the blocks are used for.
+Seals that the ledger missed are repeated later; `Rejoining` finds missed releases and other differences. Does not
+depend on how the blocks are used.
 """
 
 from __future__ import annotations
@@ -104,12 +104,14 @@ class OutageCalls:
         self.fallbacks.note("rebuild asked for", reason)
 
     def check_fence(self) -> None:
-        """Raises Fenced if the holder is fenced."""
+        """Does nothing unless the holder is fenced; raises Fenced if it is."""
         if self.holder.fenced.is_set():
             raise Fenced(f"holder {self.holder.name} is fenced or closed")
 
     def _seal_late(self) -> None:
-        """Seals what the ledger missed, before any other call: even blocks that no sequence uses may serve others."""
+        """Sends the seals that the ledger missed, before any other call: even blocks that no sequence uses may serve
+        others.
+        """
         while self.late_seals and not self.holder.breaker.is_open:
             try:
                 self.holder.seal(self.late_seals[0])

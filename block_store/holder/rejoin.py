@@ -1,4 +1,4 @@
-"""Makes a worker and the ledger agree again: after unanswered calls, and after the ledger was built anew.
+"""Restores agreement between a worker and the ledger, after unanswered calls and after a rebuild of the ledger.
 
 Runs in the beat thread, in parts: a step can use the ledger between two of them. The blocks in use are only a set here;
 `HeldBlocks` counts their uses.
@@ -24,8 +24,8 @@ class Rejoining:
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]
     ) -> None:
-        """`in_use`: the blocks that sequences here use. `wanted`: claims that were not answered and will be repeated.
-        The caller owns both and goes on changing them.
+        """`in_use` contains the blocks that sequences here use. `wanted` contains unanswered claims that will be
+        repeated. The caller owns both and continues to change them.
         """
         self._calls = calls
         self._reserve = reserve
@@ -39,11 +39,11 @@ class Rejoining:
         return self._calls.lock
 
     def rejoin(self) -> bool:
-        """Asserts what is held here in the ledger that the header names, if that is a new one.
+        """Asserts the worker's blocks in the ledger that the header names, if that is a new one.
 
-        Returns False if there is no new ledger yet, or if there will be none (then it fences the holder). Raises
-        LedgerError; try again. Runs in the beat thread, perhaps during a step: the blocks that the step writes are
-        asserted too.
+        Returns False if there is no new ledger yet, or if there will be none (it fences the holder in this case).
+        Raises LedgerError; try again. Runs in the beat thread, perhaps during a step: the blocks that the step writes
+        are asserted too.
         """
         holder, fixed = self._calls.holder, self._settled_page()
         if fixed.is_lost:
@@ -71,8 +71,8 @@ class Rejoining:
             self._report(holder.lease.census)
 
     def reconcile(self) -> None:
-        """After unanswered calls, makes the late seals and releases what the ledger records as held here but is unknown
-        here.
+        """Settles differences after unanswered calls. Makes the late seals, and releases the blocks that the ledger
+        records as held here but that are unknown here.
         """
         calls = self._calls
         if not (calls.is_unsure or calls.late_seals):
@@ -100,9 +100,10 @@ class Rejoining:
         return page
 
     def _settle_standings(self, standings: dict[BlockRef, Standing]) -> None:
-        """Drops from the reserve and the late seals what the new ledger did not accept as unsealed.
+        """Drops from the reserve and the late seals the blocks that the new ledger did not accept as unsealed.
 
-        Lost blocks in use can still be read, by the reader rule, until their headers change; nobody writes into them.
+        Lost blocks in use can still be read, by the reader rule, until their headers change; this worker does not write
+        into them.
         """
         self._reserve.keep_only(lambda ref: standings[ref] is Standing.UNSEALED)
         late = [
@@ -113,7 +114,7 @@ class Rejoining:
             self._calls.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
 
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
-        """Yields what the ledger records as held here, in parts.
+        """Yields the references that the ledger records as held here, in parts.
 
         The references of an answered call are known here by the time the lock is free.
         """

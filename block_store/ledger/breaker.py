@@ -1,7 +1,7 @@
 """A circuit breaker for Redis, and the time budget of a worker's ledger call (docs/design.md, Ledger: without Redis).
 
-One call without an answer within its budget opens the breaker. From then on calls fail at once, so that no step waits,
-until a beat is answered again (the thread of `lease.Lease` probes). Independent of what is called.
+One call without an answer within its budget opens the breaker. After that, calls fail at once, so that no step waits,
+until a beat is answered again (the thread of `lease.Lease` probes). Does not depend on the calls.
 """
 
 from __future__ import annotations

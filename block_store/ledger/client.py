@@ -1,7 +1,7 @@
-"""The ledger as one holder uses it: an epoch, a lease (`lease`), and calls that take effect once each (`lane`).
+"""One holder's access to the ledger: an epoch, a lease (`lease`), and calls that take effect once each (`lane`).
 
-An operation on more blocks than one call takes is made in several calls. Independent of sequences; `HeldBlocks` counts
-those.
+An operation on more blocks than one call takes is made in several calls. `HeldBlocks` counts the sequences that use
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LedgerClient:
 
     Once it is fenced, every call except `release` and `close` raises Fenced; register a new one with a new writer slot.
     Every call can raise LedgerUnavailable (no answer in time, or the breaker is open) and StaleDataset (the ledger was
-    or will be built anew: the beat thread calls `lease.on_stale` until it reports that the holder has rejoined).
+    or will be rebuilt: the beat thread calls `lease.on_stale` until it reports that the holder has rejoined).
     """
 
     def __init__(self, lane: OrderedLane, lease: Lease, writer_slot: int, floor: int) -> None:
@@ -145,10 +145,10 @@ class LedgerClient:
         return attempt.ticket
 
     def claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
-        """Takes over everything that the ticket holds. Raises Fenced or Gone.
+        """Takes over all references of the ticket. Raises Fenced or Gone.
 
         After LedgerUnavailable the call may be repeated with the same `attempt`. Until it is complete, `attempt.refs`
-        lists what it obtained, and `unfetched` what an unanswered call obtained.
+        lists the references that it obtained, and `unfetched` returns those that an unanswered call obtained.
         """
         more = True
         while more:
@@ -158,13 +158,15 @@ class LedgerClient:
         return attempt.refs
 
     def unfetched(self, attempt: Attempt) -> list[BlockRef]:
-        """Returns what an unanswered call of this claim obtained, as a later call found out, until it is repeated."""
+        """Returns the references that an unanswered call of this claim obtained, if a later call has recovered its
+        answer and the claim has not been repeated.
+        """
         settled = self.lane.settled((attempt, attempt.num_answered))
         return cast(tuple[list[BlockRef], bool], settled)[0] if settled else []
 
     def forget(self, attempt: Attempt) -> None:
-        """Declares that this hand-over or claim will not be repeated. A ticket that it began, as known now or found out
-        later, is ended. The caller releases what a claim obtained.
+        """Declares that this hand-over or claim will not be repeated. Ends a ticket that it began, even if this becomes
+        known only later. The caller releases the references that a claim obtained.
         """
         attempt.is_over = True
         late = self.lane.forget((attempt, attempt.num_answered))
@@ -200,7 +202,8 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.holds(call.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:
-        """Asks for a rebuild, since the header says that blocks which the ledger gave this holder were reallocated.
+        """Asks for a rebuild, because the header contradicts the ledger: blocks that it gave this holder were
+        reallocated.
 
         Raises Fenced if the lease had ended, so that the blocks may have been given to others.
         """
@@ -214,10 +217,11 @@ class LedgerClient:
         self.breaker.open(f"it must be built anew: {reason}")
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
-        """Registers in a ledger that was built anew and asserts `refs` there: everything that is held, may be written,
-        or is in reserve here. Calls go there from `join` on. Takes no lock; for one thread.
+        """Registers in a rebuilt ledger and asserts `refs` there: all blocks that are held, may be written, or are in
+        reserve here. Calls go there from `join` on. Takes no lock; for one thread.
 
-        Raises what `register` raises, and Fenced; after LedgerUnavailable the next call continues where this one ended.
+        Raises the errors of `register`, and Fenced; after LedgerUnavailable the next call continues where this one
+        ended.
         """
         if self._joining is None or self._joining.ledger.dataset != dataset:
             self._joining = Joining(self.ledger.under(dataset))

@@ -51,7 +51,7 @@ def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
 
 
 def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
-    """Packs a u32 number of groups, then per group a u32 count and the hashes.
+    """Packs a u32 number of groups, followed by a u32 count and the hashes of each group.
 
     Raises ValueError if a hash does not have 32 bytes.
     """
@@ -65,7 +65,7 @@ def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
 
 
 def pack_report(missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> bytes:
-    """Packs a u32 count of the first list, then the references of both."""
+    """Packs a u32 count of the first list, followed by the references of both."""
     return struct.pack("<I", len(missing)) + pack_refs(missing) + pack_refs(surplus)
 
 

@@ -101,7 +101,8 @@ class Inspection:
 
 
 def inspect(ledger: LedgerScripts, with_blocks: bool = False) -> Inspection:
-    """Reads the ledger. The map of blocks, which grows with the arena, is read in parts, so that nobody waits for it.
+    """Reads the ledger. The map of blocks, which grows with the arena, is read in parts, so that other calls do not
+    wait.
 
     The result is one moment of the ledger if nothing changed while it was read. If something did, the reading is
     repeated a few times; the last one may mix several moments.

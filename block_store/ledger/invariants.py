@@ -30,7 +30,7 @@ def check_running(ledger: LedgerScripts) -> list[str]:
 
 
 def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
-    """Returns what each of up to LOOKS looks finds; stops looking when nothing is left.
+    """Returns the differences that all of up to LOOKS looks find. Stops looking when none is left.
 
     A ledger that changes while it is read in parts shows differences that do not exist.
     """

@@ -1,6 +1,7 @@
-"""A holder's way into a ledger that was built anew: it registers once and asserts everything in parts, each once.
+"""A holder's entry into a rebuilt ledger: it registers once and asserts all its blocks in parts, each once.
 
-However much is held, no call is long, and an interrupted try is continued. Independent of what the references are for.
+No call is long, even if the holder has very many blocks, and an interrupted attempt is continued. Does not depend on
+the use of the references.
 """
 
 from __future__ import annotations

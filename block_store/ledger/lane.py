@@ -1,8 +1,8 @@
 """The ordered lane of a holder's ledger calls: each takes effect once, though some have to be repeated.
 
 Mutating calls carry a running number and are made one at a time. An unanswered call is repeated with the same number
-before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget: when it is
-spent, the breaker opens and calls fail at once, until a beat is answered (`lease`). Independent of what the calls do.
+before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget. When it is
+spent, the breaker opens and calls fail at once, until a beat is answered (`lease`). Does not depend on the operations.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class OrderedLane:
         """Late answers to unanswered calls, for the callers that repeat these calls."""
 
     def call(self, operation: Callable[[CallId], T], key: Key | None = None, changes: bool = True) -> T:
-        """Returns the answer to `operation`. `key` None: nobody repeats this call. `changes` False: a read, which takes
-        no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's refusals.
+        """Returns the answer to `operation`. If `key` is None, this call will not be repeated. If `changes` is False,
+        it is a read, which takes no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
+        refusals.
         """
         self._check_open()  # without the lock, which is held by a call that waits for an answer
         with self._lock:
@@ -90,7 +91,7 @@ class OrderedLane:
             return self._settled.pop(key, None)
 
     def restart(self, ledger: LedgerScripts, epoch: Epoch, number: int) -> None:
-        """Continues in a ledger that was built anew, and drops the calls under way in the old one."""
+        """Continues in a rebuilt ledger, and drops the calls under way in the old one."""
         with self._lock:
             self.ledger, self.epoch, self.number, self.answered = ledger, epoch, number, number
             self._pending = None
@@ -103,7 +104,7 @@ class OrderedLane:
             self.on_fenced()
 
     def distrust(self, reason: object) -> None:
-        """Has an untrustworthy ledger built anew, and goes on without it until then."""
+        """Asks for the rebuild of an untrustworthy ledger, and goes on without it until then."""
         self.breaker.open(f"it must be built anew: {reason}")
         try:
             self.ledger.distrust()

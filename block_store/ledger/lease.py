@@ -1,6 +1,6 @@
-"""A holder's lease in the ledger, which the beats of its own thread extend.
+"""A holder's lease in the ledger. A separate thread extends it with beats.
 
-The same thread notices that the ledger answers again or was built anew, and has the holder settle what was missed.
+The same thread notices that the ledger answers again or was rebuilt, and makes the holder settle missed calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_PROBE_PAUSE_S = 8 * PROBE_S
 
 
 class Lease:
-    """A holder's lease and what the ledger answered to the last beat. One thread at a time may beat."""
+    """A holder's lease and the ledger's answer to the last beat. One thread at a time may beat."""
 
     def __init__(self, lane: OrderedLane, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -69,7 +69,7 @@ class Lease:
             self.beat()
 
     def probe(self) -> None:
-        """Beats, rejoins if the ledger was built anew, and opens or closes the breaker. Raises Fenced."""
+        """Beats, rejoins if the ledger was rebuilt, and opens or closes the breaker. Raises Fenced."""
         lane = self._lane
         try:
             self.beat()

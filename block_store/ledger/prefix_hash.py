@@ -1,7 +1,7 @@
 """Prefix hashes: a SHA-256 chain over (domain and salt, parent hash, token ids of one full block, extra keys).
 
-Independent of tenants (the gateway derives the salt) and of where blocks lie. Every field is preceded by its length,
-so that two different inputs never give the same bytes to hash.
+Does not depend on tenants (the gateway derives the salt) or on the position of blocks. Every field is preceded by its
+length, so that two different inputs never give the same bytes to hash.
 """
 
 from __future__ import annotations

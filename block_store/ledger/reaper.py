@@ -1,5 +1,5 @@
-"""The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead. It has the
-ledger built anew when Redis has lost it or is another Redis.
+"""The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead. It rebuilds
+the ledger if Redis has lost it or is another Redis.
 
 It runs in a thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Does not use gRPC.
 """

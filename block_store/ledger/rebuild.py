@@ -1,15 +1,15 @@
 """Builds the ledger of an arena in Redis from the arena's header: the first one, and another after each loss or damage
 (docs/design.md, Ledger: rebuild).
 
-Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; the rest
-is free. Workers then register again and assert what they hold (`Rejoining.rejoin`), so that their requests go on.
+Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; the rest is
+free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests go on.
 
-No block is handed out twice and nobody writes into another's block, for this reason. A writer first enters its
-generation, slot and state in the header, then reads the rebuild count, and writes into the block only if the count is
-still that of its ledger. The rebuild first raises the count, then reads the header. A full fence stands between the two
-steps on both sides. So either the rebuild sees the writer, and the block waits for its slot, or the writer sees the new
-count and writes nothing. Generations of the new ledger have the count as their upper half, so they are above every
-generation in the header.
+The order of steps ensures that no block is allocated twice and that no worker writes into another's block. A writer
+first enters its generation, slot and state in the header and then reads the rebuild count. It writes into the block
+only if the count is still that of its ledger. The rebuild first raises the count and then reads the header. On both
+sides, a full fence separates the two steps. Either the rebuild sees the writer, and the block waits for its slot, or
+the writer sees the new count and writes nothing. Generations of the new ledger have the count as their upper half, so
+they are above every generation in the header.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Census:
 
 
 def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
-    """Returns the ledger that the arena's header names if this very Redis has it, else builds a new one.
+    """Returns the ledger that the arena's header names if this very Redis has it. Otherwise builds a new one.
 
-    Raises LedgerUnavailable, or StaleDataset if Redis was flushed meanwhile: try again.
+    Raises LedgerUnavailable, or StaleDataset if Redis was flushed in the meantime; try again.
     """
     ledger = LedgerScripts.attach(client, arena)
     try:
@@ -69,10 +69,10 @@ def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
 
 
 def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
-    """Builds the ledger anew; returns its dataset generation. Only the store calls it.
+    """Rebuilds the ledger and returns its dataset generation. Only the store calls it.
 
     For at most `grace_s`, cached blocks are not evicted while a worker that may hold them has yet to assert them.
-    Raises redis' errors, or StaleDataset if Redis was flushed meanwhile: try again.
+    Raises redis' errors, or StaleDataset if Redis was flushed in the meantime; try again.
     """
     tag = f"{{looseleaf:{arena.arena_id}}}:"
     run_id, dataset = server_run_id(client), secrets.token_hex(8)
@@ -124,7 +124,7 @@ def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.ui
 
 
 def _write(client: redis.Redis, tag: str, census: Census) -> None:
-    """Writes all keys except `meta`, without which nobody uses the others."""
+    """Writes all keys except `meta`. Without `meta`, the other keys are not used."""
     packed = census.records.tobytes()
     size = RECORDS.itemsize * _CHUNK
     for first in range(0, len(packed), size):

@@ -1,4 +1,6 @@
-"""What the ledger's scripts answer: values, refusals as exceptions, and damage. Independent of Redis connections."""
+"""Parses the replies of the ledger's scripts: values, refusals as exceptions, and damage. Does not depend on Redis
+connections.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class ReapReport:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raises LedgerDamaged if a reply cannot be read, since then something else has written into Redis."""
+    """Converts read errors: raises LedgerDamaged if a reply is unreadable, because other software has written into
+    Redis.
+    """
     try:
         yield
     except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:

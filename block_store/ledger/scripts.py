@@ -140,11 +140,13 @@ class LedgerScripts:
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket, or the rest of one, that nobody will claim. Refuses nothing."""
+        """Ends a ticket, or the rest of one, that no worker will claim. Never refuses."""
         self._call("give_up", ticket.epoch, ticket.secret)
 
     def check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
-        """Raises Gone if there is no such ticket or its secret is another one, NotHolder if it lacks one of `refs`."""
+        """Checks a ticket and its secret. Raises Gone if there is no such ticket or the secret is wrong, and NotHolder
+        if the ticket lacks one of `refs`.
+        """
         _bounded(len(refs))
         self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
 
@@ -154,8 +156,8 @@ class LedgerScripts:
         return self._ask(int, "release", *call, codec.pack_refs(refs))
 
     def assert_held(self, call: CallId, refs: Sequence[BlockRef]) -> list[Standing]:
-        """After a rebuild and `register`, gives the holder references on those of `refs` that are not lost. Returns
-        what became of each. Raises Fenced.
+        """After a rebuild and `register`, gives the holder references to those of `refs` that are not lost. Returns the
+        standing of each. Raises Fenced.
         """
         _bounded(len(refs))
         return self._ask(replies.unpack_standings, "assert_held", *call, codec.pack_refs(refs))

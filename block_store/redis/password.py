@@ -10,7 +10,7 @@ from common.secret_files import read_secret
 
 
 def with_password(url: str, file: Path | None) -> str:
-    """Returns `url` with the password in `file`, if one is given. Raises StartupError."""
+    """Returns `url` with the password in `file`, if one is given. Raises StartupError if the file cannot be used."""
     if file is None:
         return url
     parts = urlsplit(url)

@@ -1,6 +1,5 @@
-"""A private `redis-server` on a Unix socket, started again, empty, whenever it ends. Light to import: no redis client.
-
-Independent of what is stored in it.
+"""A private `redis-server` on a Unix socket. It is restarted, empty, whenever it ends. Does not import the redis
+client.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class PrivateServer:
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
-        """Returns once the server answers; its socket is in `directory`. `confined`: clients with the password may do
-        only what services need; tests also empty servers. `may_restart` is called each time the server ends, and `tell`
-        with a log line. Raises RedisUnusable.
+        """Returns once the server answers; its socket is in `directory`. If `confined`, clients with the password may
+        use only the commands that services need; tests also empty servers. `may_restart` is called each time the server
+        ends, and `tell` with a log line. Raises RedisUnusable.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
@@ -173,7 +172,7 @@ def _answers(path: Path) -> bool:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """Returns a `preexec_fn` that has the child get SIGTERM when its parent ends, however it ends.
+    """Returns a `preexec_fn` that makes the child get SIGTERM when its parent ends for any reason.
 
     libc is loaded before the fork.
     """

@@ -1,7 +1,7 @@
 """The Redis that stores the ledger: one given by URL, or a private `redis-server` (`private_redis`).
 
-Rejects a setup that would lose references (an evicting memory policy), and makes connections that refuse any server but
-the one in which the ledger was built. Independent of the ledger's keys.
+Rejects a setup that would lose references (an evicting memory policy). Makes connections that refuse any server except
+the one in which the ledger was built. Does not depend on the ledger's keys.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RedisHandle:
 def connect(url: str | None, directory: str | os.PathLike[str], *, confined: bool = True) -> RedisHandle:
     """Connects to the Redis at `url`, or starts a private one with its socket in `directory` (`PrivateServer`).
 
-    Raises RedisUnusable, which says what is wrong.
+    Raises RedisUnusable, whose message gives the reason.
     """
     private, where = None, url
     if where is None:

@@ -1,7 +1,7 @@
 """The registry of live workers and block stores: they publish records in Redis regularly, gateways list the fresh ones.
 
 Stamps are Redis `TIME`, so the clocks of machines are not compared. An unreadable entry is skipped and counted, and
-removed once it is old: it must not hide the others. Independent of the ledger. Calls block; make them in a thread.
+removed once it is old; it does not hide the others. Does not depend on the ledger. Calls block; make them in a thread.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class WorkerRegistry:
 
 
 def _usable(record: WorkerRecord) -> WorkerRecord:
-    """Returns `record` if gateways can compute with it. Raises ValueError."""
+    """Returns `record` if gateways can compute with it. Raises ValueError otherwise."""
     bytes.fromhex(record.hash_domain)
     if min(record.block_size, record.max_model_len, record.max_num_seqs) < 1:
         raise ValueError("block_size, max_model_len and max_num_seqs must be positive")

@@ -36,7 +36,9 @@ class ArenaOwner:
     """The owner of at most one arena. `arena` and `ledger` are None until it is found or made, and after it is lost."""
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
-        """Raises CudaUnavailable if `--device cuda` is given without a GPU."""
+        """Loads the CUDA driver if the arena is on a GPU. Raises CudaUnavailable if `--device cuda` is given without a
+        GPU.
+        """
         self._settings = settings
         self._redis = redis
         self._address = address

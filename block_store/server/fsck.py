@@ -1,10 +1,10 @@
-"""Compares the ledger in Redis, the header of the arena, and what workers say they hold.
+"""Compares the ledger in Redis, the header of the arena, and the workers' reports of their blocks.
 
 Run `python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
 
-Prints every difference. A running store changes while it is read in parts, so it is read again a few times if something
-differs (`invariants.lasting`). A repair is a rebuild (`rebuild`): the ledger is built from the header, then every
-worker asserts what it holds. Does not use gRPC.
+Prints every difference. A running store changes while it is read in parts, so it is read again a few times if there are
+differences (`invariants.lasting`). A repair is a rebuild (`rebuild`): the ledger is built from the header, and every
+worker asserts its blocks. Does not use gRPC.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Findings:
 def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
     """Returns every difference; with `digests`, also compares the blocks' bytes with their digests (on the host only).
 
-    Raises LedgerUnavailable, or StaleDataset if the ledger is being built anew: try again.
+    Raises LedgerUnavailable, or StaleDataset if the ledger is being rebuilt; try again.
     """
     blocks = _digests(arena) if digests else ()
     try:
@@ -55,7 +55,7 @@ def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: 
 
 
 def repair(arena: Arena, ledger: LedgerScripts, timeout_s: float = 15.0) -> bool:
-    """Has the store build the ledger anew; returns whether it did in time. Raises LedgerUnavailable."""
+    """Asks the store to rebuild the ledger. Returns whether it did so in time. Raises LedgerUnavailable."""
     before = arena.rebuild_count
     with suppress(StaleDataset, LedgerDamaged):  # the store finds the same in its next sweep, if it has not yet
         ledger.distrust()
@@ -88,9 +88,9 @@ def _headers(arena: Arena, moment: Inspection) -> list[str]:
 
 
 def _header(arena: Arena, block: int, view: BlockView) -> list[str]:
-    """Returns how one block's header contradicts the ledger.
+    """Returns the contradictions between one block's header and the ledger.
 
-    The header of a block that nobody reads may be behind: the block was allocated but not entered in the header.
+    The header of a block without readers may be behind: the block was allocated but not entered in the header.
     """
     generation, state = int(arena.generations[block]), int(arena.states[block])
     if view.state not in _READABLE:
@@ -107,7 +107,9 @@ def _header(arena: Arena, block: int, view: BlockView) -> list[str]:
 
 
 def _digests(arena: Arena) -> list[str]:
-    """Returns a line for each sealed block whose bytes are not what was sealed. Blocks on a GPU have no digest."""
+    """Returns a line for each sealed block whose bytes have changed since it was sealed. Blocks on a GPU have no
+    digest.
+    """
     found: list[str] = []
     if arena.placement.memory is not Memory.HOST:
         return found
@@ -140,8 +142,8 @@ def _ask_workers(ledger: LedgerScripts, wait_s: float) -> tuple[list[str], tuple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status. 0: nothing found (or repaired); 1: differences; 2: the check failed; 3: no differences,
-    but a worker did not report, so that what it believes is unknown.
+    """Returns the exit status. 0: no differences (or repaired); 1: differences; 2: the check failed; 3: no differences,
+    but a worker did not report, so its view is unknown.
     """
     parser = argparse.ArgumentParser(
         prog="block_store.server.fsck", description="compare Redis, arena header and workers"
@@ -159,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -> int:
-    """Prints what is found; returns the exit status as `main` does. Raises BlockStoreError."""
+    """Prints the findings; returns the exit status like `main`. Raises BlockStoreError."""
     arena = Arena.open(directory)
     ledger = LedgerScripts.attach(open_client(redis_url, lambda: arena.fixed.run_id), arena)
     findings = fsck(arena, ledger, digests=digests)

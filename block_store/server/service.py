@@ -153,7 +153,7 @@ class BlockStoreServicer:
             self._needs.pop(request.worker_id, None)
 
     async def _make(self, layout: KvLayout) -> None:
-        """Makes the arena, or tells all waiting workers why not; later ones may try again.
+        """Makes the arena, or sends all waiting workers the reason why not. Later ones may try again.
 
         Runs as a separate task, since the worker whose call started it may be gone before it ends.
         """

@@ -28,7 +28,7 @@ class CannotSize(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerNeeds:
-    """One worker's memory outside the arena, and what it requires of the arena."""
+    """One worker's memory outside the arena, and its requirements for the arena."""
 
     weights_bytes: int
     peak_activation_bytes: int
@@ -111,15 +111,15 @@ def size_arena(
 
 
 def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int) -> int:
-    """Returns the floor of a worker: what it asked for and, for a decode worker, a share x of what the floors leave, so
-    that groups wider than one sequence of full length can be served too.
+    """Returns the floor of a worker. A decode worker also gets a share x of the blocks that the requested floors leave,
+    so that groups wider than one sequence of full length can be served too.
 
     Of N blocks, W workers, D of them decode workers, ask for at most a blocks each; x = (N - W a) / (2 W). All floors
-    together are at most W a + D x <= N - (N - W a) / 2, so half of what the requests leave is withheld from nobody.
-    When no other worker holds a block, a prefill worker can take N - (W - 1) a - D x = a + (2 W - D) x >= a + x. So
-    whatever fits into a decode worker's floor can also be prefilled, at the latest when nothing else runs. If a killed
-    worker's floor still counts beside its successor's, both fit if a <= N / (W + 2) and at least one worker is not a
-    decode worker.
+    together are at most W a + D x <= N - (N - W a) / 2, so half of the rest is available to every worker. When no other
+    worker holds a block, a prefill worker can take N - (W - 1) a - D x = a + (2 W - D) x >= a + x. A group that fits
+    into a decode worker's floor can therefore also be prefilled, at the latest when nothing else runs. If a killed
+    worker's floor still counts together with its successor's, both fit if a <= N / (W + 2) and at least one worker is
+    not a decode worker.
     """
     left = num_blocks - num_workers * asked
     return asked + max(0, left) // (2 * num_workers) if role == "decode" else asked
@@ -158,7 +158,7 @@ def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns MemAvailable, or what the control group (version 1 or 2, if any) leaves if that is less."""
+    """Returns MemAvailable, or the rest of the control group's limit (version 1 or 2, if any) if that is less."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:
         raise CannotSize(f"{proc / 'meminfo'} does not say MemAvailable; give --memory-budget")

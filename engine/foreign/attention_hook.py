@@ -1,8 +1,8 @@
-"""Answers transformers' attention interface with our attention over blocks, and records what its layers ask for.
+"""Answers transformers' attention interface with our attention over blocks, and records the requirements of its layers.
 
 A thread sets the answer while it runs a model (`answered_by`), because keyword arguments do not reach the attention of
-all families (not of Nemotron and StableLM). At start a `Recorder` answers with zeros and records what each layer asks
-for.
+all families (not of Nemotron and StableLM). At start a `Recorder` answers with zeros and records the requirements of
+each layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RUNNING = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What one layer asks of attention."""
+    """The attention requirements of one layer."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""The sizes of a model that only transformers defines, and whether our blocks can hold what it remembers.
+"""The sizes of a model that only transformers defines. Checks whether our blocks can store its state.
 
 transformers' own configuration classes read `config.json`, with their defaults and names. The model is not built here.
 """

@@ -36,7 +36,7 @@ class TransformersModel:
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
     ) -> None:
-        """Raises ModelError, and UnsupportedModel for anything that would give wrong numbers."""
+        """Builds the model. Raises ModelError, and UnsupportedModel for a feature that would give wrong numbers."""
         import transformers
 
         self.is_variant = False
@@ -55,7 +55,7 @@ class TransformersModel:
 
     @property
     def numerics(self) -> str:
-        """What the bits depend on besides the runner's own numerics: `name=value` pairs."""
+        """The settings that affect the bits, in addition to the runner's own numerics: `name=value` pairs."""
         return f"model=transformers/{self._version}{'+variant' if self.is_variant else ''}"
 
     def forward(
@@ -90,7 +90,7 @@ class TransformersModel:
         return logits
 
     def _recorded(self, config: ModelConfig, device: torch.device) -> tuple[LayerFacts, ...]:
-        """Records what each layer asks for, by a pass over two tokens without attention."""
+        """Records the requirements of each layer, by a pass over two tokens without attention."""
         recorder = Recorder()
         tokens = torch.arange(RECORDED_TOKENS, device=device)
         try:
@@ -174,8 +174,8 @@ def _refuse_gaps(said: dict[str, Any]) -> None:
 
 
 def steady_rope(model: nn.Module, max_len: int) -> None:
-    """Makes long RoPE choose its table once, by the longest sequence, as vLLM does. transformers chooses it by the
-    longest position of a pass, so that a key would depend on the tokens computed beside it.
+    """Makes long RoPE choose its table once, by the maximum sequence length, as vLLM does. transformers chooses it by
+    the longest position of a pass, so a key would depend on the other tokens in its pass.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

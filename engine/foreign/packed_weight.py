@@ -1,8 +1,9 @@
-"""A model's matrices as tensors whose products are computed by `PackedLinear`, wherever the model's code multiplies.
+"""A model's matrices as tensors whose products `PackedLinear` computes, at every place where the model's code
+multiplies.
 
 Model definitions of transformers multiply in many ways: `nn.Linear`, `Conv1D`, an expert cut out of a stack of
 matrices, a router's bare parameter. torch asks a tensor subclass first (`__torch_function__`), so all of them arrive
-here, at no cost for other operations. With torch's own product a row's bits could depend on its batch.
+here, at no cost for other operations. With torch's own product, a row's bits could depend on its batch.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ _PROPERTIES = {
 
 
 class _Matrices:
-    """The numbers behind a weight and its views: raw until they are used, then packed for the way in which they are
-    used.
-    """
+    """The numbers behind a weight and its views. They are raw until first used, and then packed for that use."""
 
     def __init__(self, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Checks at start, bit by bit, whether a row of a model's results depends on what is computed beside it.
+"""Checks at start, bit by bit, whether a row of a model's results depends on the other rows of its batch.
 
 The check finds models that break the promise. It proves nothing about those that pass (docs/design.md, Numbers).
 """

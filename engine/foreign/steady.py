@@ -1,8 +1,8 @@
 """Elementwise functions on a CPU whose results depend only on the element.
 
-torch computes `exp` and similar functions in vectors, and the elements left over at the end of a thread's share one by
-one, with another library. So a row's last bits would depend on the number of rows before it and on the number of
-threads. Here such functions get pieces that consist of whole vectors and that one thread computes.
+torch computes `exp` and similar functions in vectors. It computes the elements left over at the end of a thread's share
+one by one, with another library. A row's last bits would therefore depend on the number of rows before it and on the
+number of threads. Here such functions get pieces that consist of whole vectors and that one thread computes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class GroupStep:
 
 @dataclass(slots=True)
 class StepMetadata:
-    """What layers need to know about a step of T tokens of B sequences, and the providers of their attention."""
+    """The data of a step that layers need, for T tokens of B sequences, and the providers of their attention."""
 
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # that of the first KV group, the only one of our own models

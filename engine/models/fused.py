@@ -1,7 +1,8 @@
-"""A decoder's whole pass over one arena in one C call, if every part of it is ours. Same entry points, same bits.
+"""A decoder's whole pass over one arena in one C call, if all of its parts are our own. Same entry points, same bits.
 
-`Decoder.forward` is the readable version; here are only the addresses. Python and torch between some thirty calls per
-layer cost more than a small model's arithmetic, and each of those calls lets in the threads that answer RPCs.
+`Decoder.forward` is the readable version; this module contains only the addresses. A pass without it makes some thirty
+calls per layer. Python and torch between these calls cost more than a small model's arithmetic, and each call lets in
+the threads that answer RPCs.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class FusedDecoder:
         return inside and current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
 
     def run(self, batch: StepInput) -> torch.Tensor:
-        """Returns logits fp32 [R, vocab], valid until the next run. Raises ValueError for what is out of range."""
+        """Returns logits fp32 [R, vocab], valid until the next run. Raises ValueError if a value is out of range."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
         self._make_room(num_tokens, num_rows)
         self._point_to(batch)

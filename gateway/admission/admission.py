@@ -1,8 +1,8 @@
 """Decides which requests are admitted and which are refused at once with a retry time. No I/O.
 
-This happens twice: when a request's headers have arrived (`Admission.enter`: its tenant, the queue, its predicted
-wait), and when it has been read (`Entry.take`: its samples, priority and tokens). The queue is bounded by tenant: while
-it is full, a tenant is refused what exceeds an even share of it, and no other tenant is affected.
+There are two checks: one when a request's headers have arrived (`Admission.enter`: its tenant, the queue, its predicted
+wait), and one when it has been read (`Entry.take`: its samples, priority and tokens). The bound on the queue applies to
+each tenant. While the queue is full, a tenant may not exceed an even share of it; other tenants are not affected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Reason(StrEnum):
-    """Why a request was refused."""
+    """The reason why a request was refused."""
 
     DRAINING = "draining"
     QUEUE_FULL = "queue_full"
@@ -65,7 +65,9 @@ class Admission:
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Raises the errors of `enter` but takes nothing, for callers that have not received a message yet."""
+        """Makes the checks of `enter` without admitting, for callers that have not received a message yet. Raises the
+        same errors.
+        """
         if self.draining:
             raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
         self._check_room(tenant, 1)
@@ -73,9 +75,9 @@ class Admission:
         self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)
 
     def enter(self, tenant: str = "") -> Entry:
-        """Admits a request of which only the headers are known. Use it in a `with` statement.
+        """Admits a request from its headers. Use it in a `with` statement.
 
-        Errors, each with a retry time: ResourceExhausted (queue, wait, quota), Unavailable while draining.
+        Raises ResourceExhausted (queue, wait, quota) or, while draining, Unavailable. Each has a retry time.
         """
         self.check(tenant)
         self._take(self._tenants.requests(tenant), 1)

@@ -1,8 +1,8 @@
 """Deficit round robin between tenants (Shreedhar and Varghese, 1996), first come first served within a tenant.
 
-Tenants take turns. Each turn adds a quantum to what a tenant may spend, and it keeps what it does not spend while it
-has something waiting. So over any stretch of time two waiting tenants get the same number of tokens, up to a quantum
-and two requests, whatever the size and number of their requests. Independent of asyncio, places and priorities.
+Tenants take turns. Each turn adds a quantum to a tenant's credit, and the tenant keeps unused credit while it has
+waiting items. In any period, two waiting tenants therefore get the same number of tokens, up to a quantum and two
+requests, regardless of the size and number of their requests. Does not depend on asyncio, places or priorities.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Line(Generic[T]):
-    """One tenant's waiting items, and what it may still spend in this turn."""
+    """One tenant's waiting items, and the credit that it has left in this turn."""
 
     deficit: int = 0
     items: deque[tuple[int, T]] = field(default_factory=deque)
@@ -26,8 +26,8 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A queue of items of several tenants. The front line is the one whose turn it is; it has had its quantum for this
-    turn.
+    """A queue of items of several tenants. The first line in the order of turns has already received its quantum for
+    this turn.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -62,8 +62,8 @@ class FairQueue(Generic[T]):
         return None if line is None else line.items[0][1]
 
     def head(self) -> T:
-        """Returns the item whose turn it is. It stays the same until it is popped or discarded,
-        whatever is added meanwhile.
+        """Returns the item whose turn it is. It stays the same until it is popped or discarded, even if items are
+        added.
 
         Raises IndexError if the queue is empty.
         """
@@ -77,12 +77,12 @@ class FairQueue(Generic[T]):
         return line.items[0][1]
 
     def pop(self) -> T:
-        """Removes the head and subtracts its cost from what its tenant may spend."""
+        """Removes the head and subtracts its cost from its tenant's credit."""
         self.head()
         return self.take(next(iter(self._lines)))
 
     def take(self, tenant: str) -> T:
-        """Removes a tenant's first item before its turn and subtracts its cost from what the tenant may spend."""
+        """Removes a tenant's first item before its turn and subtracts its cost from the tenant's credit."""
         line = self._lines[tenant]
         cost, item = line.items.popleft()
         line.deficit -= cost
@@ -114,8 +114,8 @@ class FairQueue(Generic[T]):
                 line.deficit += (turns - 1) * self._quantum
 
     def _drop_if_empty(self, tenant: str) -> None:
-        """Removes a tenant without waiting items. It must not save up, or it could later take everything for a
-        while.
+        """Removes a tenant without waiting items. It must not save credit, or it could later monopolize the service for
+        a while.
         """
         if self._lines[tenant].items:
             return

@@ -1,7 +1,7 @@
 """The gate to the workers: a request waits here until decode has room for it. No I/O.
 
-Requests pass by priority, and fairly between tenants: a prompt prefilled too early would hold blocks that running
-requests need. The gate also predicts how long a request that arrives now will wait.
+Requests pass by priority, and fairly between tenants. A prompt that is prefilled too early would hold blocks that
+running requests need. The gate also predicts how long a request that arrives now will wait.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Gate:
         return max(0.0, before) / rate
 
     async def enter(self, priority: int, tenant: str, weight: int, cost: int) -> Place:
-        """Waits for places for `weight` sequences. `cost` is in tokens. The place must be given to `leave`."""
+        """Waits for places for `weight` sequences. `cost` is in tokens. The caller must pass the place to `leave`."""
         self._arrivals += 1
         self._rate.note_cost(cost, weight)
         wanted = Place(priority, tenant, weight, cost, self._arrivals)
@@ -167,8 +167,8 @@ class Gate:
         cancelled.
 
         `fits` (must not raise) is called only for the first group, by rank and arrival, and one `wake` lets at most one
-        group go: by the next one, `fits` can account for the blocks that this group takes. Meanwhile no new request of
-        the same or a lower rank enters.
+        group go. At the next `wake`, `fits` can account for the blocks that this group takes. While the group waits, no
+        new request of the same or a lower rank enters.
         """
         group = _Returning(place, fits, asyncio.get_running_loop().create_future())
         bisect.insort(self._returning, group, key=lambda g: (g.place.rank, g.place.arrival))

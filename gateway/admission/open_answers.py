@@ -1,6 +1,6 @@
-"""The open answers, and the ends that their clients did not ask for: one that is too late, or all at once.
+"""The open answers. Ends an answer that takes too long, or all of them at once. No I/O.
 
-No I/O: an answer whose scope ends raises inside it, and its writer tells the client.
+When an answer's scope ends in this way, it raises inside the scope, and the answer's writer informs the client.
 """
 
 from __future__ import annotations

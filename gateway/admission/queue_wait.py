@@ -1,9 +1,9 @@
 """Predicts how long a request will wait for its place: the work before it over the rate of work. No I/O, no clock.
 
-Work is counted in the tokens that a request may take at most, both where it is queued and where it is done, so that an
-estimate which is too high is too high on both sides. Time counts for the rate only while places are taken: an idle
-service neither forgets its rate nor appears slow. Places do not become free evenly, and prompts wait for each other at
-the workers. So how much longer than the mean most requests have waited is measured too, and added.
+A request's work is the most tokens that it may take, both in the queue and in the rate. If this estimate is too high,
+it is too high on both sides. The rate counts time only while places are taken, so an idle service neither forgets its
+rate nor appears slow. Places do not become free evenly, and prompts wait for each other at the workers. A margin, which
+is learned from the waits of earlier requests, is therefore added to the mean.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class ServiceRate:
 
 
 class Margin:
-    """What is added to predictions so that nearly all requests wait no longer than predicted. It follows a quantile,
-    one step per request.
+    """The margin that is added to predictions, so that nearly all requests wait no longer than predicted. It follows a
+    quantile, one step per request.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""What each tenant has at the gate, and which tenant may enter although all places are taken. Plain Python, no clock.
+"""The places of each tenant at the gate. Decides which tenant may enter although all are taken. Plain Python, no clock.
 
-A tenant that has less than an even share of the places may enter beyond them, with a rank that precedes everybody's
-surplus: workers then preempt the newest group of the tenants that have more. This holds for only a few sequences of a
-tenant at a time, or one request, and never for more than half of the places together, so that requests without a
-reserved place make progress too.
+A tenant that has less than an even share of the places may enter beyond them. Its rank precedes the surplus of all
+other tenants, so workers preempt the newest group of the tenants that have more. This applies to only a few sequences
+of a tenant at a time, or to one request, and never to more than half of all places. Requests without a reserved place
+therefore make progress too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shares:
         """Returns whether the tenant may enter with `weight` more sequences although all `capacity` places may be
         taken.
 
-        It may not if no other tenant is there, or if its own priority says that it can wait.
+        It may not if there is no other tenant, or if its own priority says that it can wait.
         """
         holding = self._holdings.get(tenant) or _Holding()
         present = len(self._holdings) + (tenant not in self._holdings)

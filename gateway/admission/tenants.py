@@ -1,7 +1,7 @@
-"""The limits of tenants: requests and tokens a minute, priority, cached blocks. No I/O; the time is an argument.
+"""The limits of tenants: requests and tokens per minute, priority, cached blocks. No I/O; the time is an argument.
 
-The limits come from the key file (`common.api_keys`) and may change while requests run. Tenants without limits, and all
-clients if no key is required, may ask for anything.
+The limits come from the key file (`common.api_keys`) and may change while requests run. There are no limits for tenants
+without them, and none for clients if no key is required.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Account:
 
 
 class Tenants:
-    """The limits of every tenant, and what each has used."""
+    """The limits and the usage of every tenant."""
 
     def __init__(self, limits: Mapping[str, TenantLimits], now: float) -> None:
         self._limits: Mapping[str, TenantLimits] = {}

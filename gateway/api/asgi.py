@@ -1,4 +1,4 @@
-"""What HTTP needs below the API: bounded bodies, clients that disconnect, event streams, errors as OpenAI's JSON."""
+"""HTTP parts below the API: bounded bodies, disconnected clients, event streams, errors in OpenAI's JSON format."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class BodyBudget:
 
 
 class BodyReader:
-    """A reader that turns request bodies into typed bodies. `limits` returns what the model can take now."""
+    """A reader that turns request bodies into typed bodies. `limits` returns the current limits of the model."""
 
     def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget) -> None:
         self._limits = limits
@@ -65,8 +65,8 @@ class BodyReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(self, request: Request, kind: type[M]) -> M:
-        """Raises InvalidArgument (413 for a body that is too large), Unimplemented, ResourceExhausted,
-        DeadlineExceeded.
+        """Reads and parses one body. Raises InvalidArgument (413 for a body that is too large), Unimplemented,
+        ResourceExhausted or DeadlineExceeded.
         """
         limits = self._limits()
         with self._budget.share() as take:

@@ -13,7 +13,9 @@ logger = logging.getLogger("gateway")
 
 
 def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
-    """Returns None if HTTP and gRPC are unencrypted. Raises StartupError."""
+    """Returns the certificates for clients, or None if HTTP and gRPC are unencrypted. Raises StartupError if a file
+    cannot be used.
+    """
     if settings.ssl_certfile is None and settings.ssl_keyfile is None:
         return None
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:

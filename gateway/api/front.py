@@ -1,4 +1,4 @@
-"""The parts that the gRPC and the HTTP front share: both are forms of one service."""
+"""The parts that the gRPC and HTTP interfaces share. Both expose the same service."""
 
 from __future__ import annotations
 

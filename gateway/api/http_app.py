@@ -115,7 +115,7 @@ class HttpApi:
         self._metrics.failed(error.grpc_code)
 
     async def _take(self, answer: Answer, entry: Entry) -> None:
-        """Resolves the request and raises whatever is wrong with it."""
+        """Resolves the request. Raises an error if the request is invalid."""
         requests = []
         for wanted in answer.body.all_wanted():
             requests.append(await self._validator.resolve(wanted, entry.tenant))

@@ -1,8 +1,8 @@
-"""Parses bytes into a typed body, at a cost that the limits bound whatever the bytes are. Stops at the first error.
+"""Parses bytes into a typed body. The limits bound the cost for any input. Stops at the first error.
 
 There are two passes. The first finds the fields and creates no objects. The second decodes each field with its type,
-after a check of its size: the number of elements of a prompt or a list of messages is estimated from its separators,
-because element objects cost ten times the size of their bytes. Independent of connections.
+after a check of its size. The number of elements of a prompt or a list of messages is estimated from its separators,
+because element objects cost ten times the size of their bytes. Does not depend on connections.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KINDS = "must be a string, a list of strings, token ids or a list of these, not
 
 
 def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
-    """Returns the size limit for a kind of body: what its prompts can take, plus an allowance for the rest."""
+    """Returns the size limit for a kind of body: the size of the largest prompts, plus an allowance for the rest."""
     prompts = JSON_BYTES * limits.text_bytes
     if kind is CompletionBody:
         prompts = max(prompts, MAX_BATCH_PROMPTS * max(limits.fitting_bytes, ID_BYTES * limits.max_model_len))

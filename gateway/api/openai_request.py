@@ -1,8 +1,7 @@
 """The schema of OpenAI's HTTP request bodies, with vLLM's additions. `openai_parse` builds them from bytes.
 
-Unknown fields are refused by name. Fields that cannot change the answer (`user`, `store`, ...) are accepted and
-ignored. Fields that would change it and are not supported are refused as unsupported, unless their value asks for
-nothing.
+An unknown field is an error that names the field. Fields that cannot change the answer (`user`, `store`, ...) are
+accepted and ignored. Unsupported fields that would change it are an error, unless their value requests nothing.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Answer:
         ]
 
     def _choice_of(self, number: int, delta: Delta) -> Choice:
-        """Returns the choice that a delta of request `number` belongs to. The request's first delta brings what all its
+        """Returns the choice of a delta of request `number`. The request's first delta contains the data that all its
         choices show.
         """
         first = number * self._samples

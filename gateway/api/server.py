@@ -48,9 +48,9 @@ class HttpServer(uvicorn.Server):
         bounds: HttpBounds = DEFAULT_BOUNDS,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`certificates` enables HTTPS; each new connection is shown the current ones.
+        """`certificates` enables HTTPS. Each new connection gets the current ones.
 
-        A caller's address is that of its connection, whatever X-Forwarded-For says: wrong keys are counted by it.
+        A caller's address, by which wrong keys are counted, is that of its connection. X-Forwarded-For is ignored.
         """
         protocol: Any = partial(BoundedHttp, bounds)
         files: Any = (
@@ -99,16 +99,16 @@ class HttpServer(uvicorn.Server):
 
 
 async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
-    """Refuses new requests, gives running answers `seconds` to finish, ends the others with an error, then closes."""
+    """Refuses new requests, gives running answers `seconds` to finish, ends the others with an error, and closes."""
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
     await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in (grpc_server, http_server)))
     timer.cancel()
 
 
 def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """Returns a bound socket; with `reuse_port`, other sockets with it may share the port.
+    """Returns a bound socket. With `reuse_port`, other sockets that also set it may share the port.
 
-    Raises StartupError if the port is occupied or the address is not ours.
+    Raises StartupError if the port is occupied or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only where the protocol is named; without it each keep-alive answer waits 40 ms
@@ -136,8 +136,8 @@ def bind_grpc(server: RpcServer, port: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raises this process' limit of open files, which connections count towards, to the system's maximum. Returns the
-    limit.
+    """Raises this process' limit of open files to the system's maximum, because connections count towards it. Returns
+    the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:

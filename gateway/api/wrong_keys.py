@@ -27,8 +27,8 @@ class _Bucket:
 class WrongKeys:
     """A counter of wrong keys per address.
 
-    When an address has used up its tries, only keys that were right from there before are still accepted. So a client
-    that shares an address with a guesser is served.
+    When an address has used up its tries, only keys that it has used successfully before are still accepted. A client
+    that shares an address with an attacker is therefore still served.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,7 +75,7 @@ def _known(address: str, key: bytes) -> tuple[str, bytes]:
 
 
 def _network(address: str) -> str:
-    """Returns an IPv6 host's /64, which it has to itself. Anything that is not an address is returned unchanged."""
+    """Returns an IPv6 host's /64, which usually belongs to one client. Any other text is returned unchanged."""
     if ":" not in address:
         return address[:64]
     try:

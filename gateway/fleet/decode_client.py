@@ -1,7 +1,7 @@
 """Sessions with decode workers: one bidirectional stream per worker carries all sequences.
 
 A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which calls each group's receiver
-with its outputs. A lost session fails its groups; they may be prefilled again. Independent of the meaning of tokens.
+with its outputs. A lost session fails its groups; they may be prefilled again. Does not interpret tokens.
 """
 
 from __future__ import annotations

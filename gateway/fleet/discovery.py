@@ -114,7 +114,7 @@ class Discovery:
         return found
 
     async def end_ticket(self, ticket: Ticket) -> None:
-        """Ends a ticket that nobody will claim. If its ledger does not answer, the ticket ends with its lease."""
+        """Ends a ticket that no worker will claim. If its ledger does not answer, the ticket ends with its lease."""
         if (ledger := self._ledgers.get(ticket.arena_id)) is None or self.breaker.is_open:
             return
         try:

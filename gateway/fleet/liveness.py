@@ -17,7 +17,7 @@ OWN_PAUSE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LivenessLimits:
-    """How long workers may be silent, in seconds."""
+    """The limits on a worker's silence, in seconds."""
 
     silence_s: float = 2.25
     """Limit without any message, heartbeats included: the process is frozen, or its host is gone."""
@@ -26,7 +26,7 @@ class LivenessLimits:
 
 
 class Liveness:
-    """Calls `lost(seconds, what the worker did not do)` once, at most a tick after a limit has passed. Watches from
+    """Calls `lost(seconds, action that the worker missed)` once, at most a tick after a limit has passed. Watches from
     `start` to `stop`, in one event loop.
     """
 
@@ -38,7 +38,7 @@ class Liveness:
         lost: Callable[[float, str], None],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`busy` returns whether the worker has work of ours, so that steps are expected."""
+        """`busy` returns whether the worker has work from this gateway, which means that steps are expected."""
         self._limits = limits
         self._lost = lost
         self._busy = busy
@@ -51,7 +51,7 @@ class Liveness:
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stops watching. May be called more than once."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -61,7 +61,7 @@ class Liveness:
         self._heard_at = time.monotonic()
 
     def stepped(self) -> None:
-        """Notes that the worker has made a step, or has received its first work of ours."""
+        """Notes that the worker has made a step, or has received its first work from this gateway."""
         self._stepped_at = time.monotonic()
 
     def _tick(self) -> None:

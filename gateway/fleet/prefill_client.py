@@ -1,6 +1,4 @@
-"""Calls to prefill workers: one server stream per prompt, one channel per worker. Independent of what follows
-prefill.
-"""
+"""Calls to prefill workers: one server stream per prompt, one channel per worker. Does not depend on later phases."""
 
 from __future__ import annotations
 

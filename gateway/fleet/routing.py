@@ -25,7 +25,7 @@ REPORT_S = 3.0
 
 @dataclass(slots=True)
 class WorkerState:
-    """What the router knows of one worker."""
+    """The router's data about one worker."""
 
     record: WorkerRecord
     load: WorkerLoad = field(default_factory=WorkerLoad)
@@ -78,7 +78,7 @@ class Router:
             state.suspect_until = now + SUSPECT_S
 
     def unreachable(self, worker_id: str, now: float) -> None:
-        """Notes that nobody answered at the worker's address."""
+        """Notes that there was no answer at the worker's address."""
         if (state := self.workers.get(worker_id)) is not None:
             state.unreachable_until = now + UNREACHABLE_S
 

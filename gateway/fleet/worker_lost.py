@@ -1,4 +1,4 @@
-"""Why a request must be sent to workers again. The error stays in the gateway: clients see a pause, or a status at the
+"""The error that sends a request to workers again. It stays in the gateway: clients see a pause, or a status at the
 end.
 """
 
@@ -24,10 +24,10 @@ GIVEN_BACK = "given_back"
 class WorkerLost(Exception):
     """An attempt that ended without an answer. The request may be prefilled again.
 
-    The number of `counted` attempts is limited. Being given back for lack of blocks is not counted, because each such
-    attempt has produced at least one token (a beam search returns only when it can reach its end). `final` is the
-    client's error if no attempt is left. `unreachable` means that nobody was there to take the request. That is not
-    counted either, and the worker gets no other request before the registry has had time to drop it.
+    The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
+    each such attempt has produced at least one token (a beam search returns only when it can reach its end). `final` is
+    the client's error if no attempt is left. `unreachable` means that no process accepted the request. That is not
+    counted either, and the worker gets no other request until the registry has had time to drop it.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ def incarnation(worker: WorkerRecord) -> str:
 
 
 def is_death(error: grpc.aio.AioRpcError) -> bool:
-    """Returns whether the peer's process has ended, as far as can be told. If keepalive gave up it has not: it may be
-    frozen.
+    """Returns whether the peer's process has ended, as far as can be told. After a keepalive timeout the process may
+    only be frozen, so it does not count as ended.
     """
     return error.code() is grpc.StatusCode.UNAVAILABLE and "timeout" not in (error.details() or "")
 

@@ -1,1 +1,1 @@
-"""Turns what a client sent into a request that can run: limits, templates, tokens."""
+"""Turns client input into a request that can run: limits, templates, tokens."""

@@ -1,4 +1,6 @@
-"""What the gateway reads from a model's directory: tokenizer, sizes, generation defaults, chat template. No weights."""
+"""The data that the gateway reads from a model's directory: tokenizer, sizes, generation defaults, chat template. No
+weights.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class ModelAssets:
 
 
 def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
-    """Reads a Hugging Face directory. StartupError names the file and what is wrong with it."""
+    """Reads a Hugging Face directory. Raises StartupError, which names the file and the error."""
     path = Path(directory)
     if not path.is_dir():
         raise StartupError(f"--model: {directory} is not a directory")

@@ -1,8 +1,8 @@
 """Chat templates in a sandbox: messages in, prompt text out.
 
-A template comes with a model's files and messages come from clients. So the template runs without access to anything
-and within a limit of processor time. The limit is checked between pieces of its output: a loop without output is
-stopped only by the sandbox's limit on ranges.
+A template comes with a model's files, and messages come from clients. The template therefore runs without access to
+other objects and within a limit on processor time. The limit is checked between pieces of its output: a loop without
+output is stopped only by the sandbox's limit on ranges.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How many sequences a request runs, and whether workers take that many: n, best_of and beam searches.
+"""Determines how many sequences a request runs, and whether workers accept that many: n, best_of and beam searches.
 
-The fronts spell a beam search in two ways. gRPC: `beam_width` beams, of which n are returned, or all if n is absent.
-HTTP: `use_beam_search` with `best_of` beams (absent: n), of which n are returned (absent: 1), as in vLLM. A width of 1
-is a beam search too. Samples are never ranked, so `best_of` without a beam search must equal n. Independent of protobuf
-and JSON.
+The two protocols express a beam search in different ways. gRPC uses `beam_width`: n of these beams are returned, or all
+if n is absent. HTTP uses `use_beam_search` with `best_of` beams (absent: n) and returns n of them (absent: 1), as in
+vLLM. A width of 1 is a beam search too. Samples are never ranked, so `best_of` without a beam search must equal n. Does
+not depend on protobuf or JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ nothing.
 
 
 def rooms_of(records: Iterable[WorkerRecord]) -> set[GroupRoom]:
-    """Returns what the decode workers that take requests can hold, without duplicates."""
+    """Returns the group limits of the decode workers that accept requests, without duplicates."""
     return {GroupRoom.of(r) for r in records if r.role == "decode" and not r.draining}
 
 

@@ -1,10 +1,10 @@
-"""The one table of all limits of a request, used by gRPC and HTTP alike.
+"""The one table of all limits of a request, used by both gRPC and HTTP.
 
-Every violation names the field and the limit. Independent of protobuf and JSON: values arrive as Python numbers and
-strings. temperature is at most 2, as in OpenAI's API (vLLM has no maximum). top_k accepts -1 for "off" besides 0, as
-vLLM does. n is at most 128, as in OpenAI's API. beam_width (over HTTP best_of, or n, with use_beam_search) is at most
-32, because each beam is a row of every step and nothing is sent before the end. A length_penalty beyond 5 could
-overflow fp32 in a score. What fits workers may be less: their max_num_seqs, and the blocks of a group
+Every violation names the field and the limit. Values are Python numbers and strings, so this module does not depend on
+protobuf or JSON. temperature is at most 2, as in OpenAI's API (vLLM has no maximum). top_k accepts -1 and 0 for "off",
+as vLLM does. n is at most 128, as in OpenAI's API. beam_width (over HTTP best_of, or n, with use_beam_search) is at
+most 32, because each beam is a row of every step and nothing is sent before the end. A length_penalty beyond 5 could
+overflow fp32 in a score. The workers' limits may be lower: their max_num_seqs, and the blocks of a group
 (`gateway.intake.group_limits`).
 """
 
@@ -79,7 +79,7 @@ RANGES: Mapping[str, Range] = {
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What the served model can take."""
+    """The prompt limits of the served model."""
 
     text_bytes: int
     """Limit of one prompt, before the number of its tokens is known."""
@@ -91,7 +91,7 @@ class PromptLimits:
 
 @dataclass(slots=True)
 class Checker:
-    """Collects what is wrong with one request, up to a limit. `finish` raises it all as one InvalidArgument."""
+    """Collects the violations of one request, up to a limit. `finish` raises all of them as one InvalidArgument."""
 
     vocab_size: int
     max_model_len: int
@@ -102,7 +102,7 @@ class Checker:
             self.violations.append(FieldViolation(name, description))
 
     def finish(self) -> None:
-        """Raises InvalidArgument if anything was refused. Its message is the first violation."""
+        """Raises InvalidArgument if there are violations. Its message is the first one."""
         if self.violations:
             first = self.violations[0]
             raise InvalidArgument(f"{first.field} {first.description}", violations=tuple(self.violations))

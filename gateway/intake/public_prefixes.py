@@ -1,8 +1,8 @@
-"""Beginnings of prompts that an operator has declared public. Tenants share the blocks of these and no others.
+"""Prompt prefixes that an operator has declared public. Tenants share only the blocks of these prefixes.
 
 A file is a JSON array. An item is a text, or the first messages of a conversation (a system prompt), which the model's
 chat template turns into a prompt. Token ids are compared: the part that a prompt has in common with one of these
-beginnings is public. Independent of hashes.
+prefixes is public. Does not depend on hashes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 async def load_public_prefixes(path: str | None, tokenize: Tokenize) -> PublicPrefixes:
-    """Reads the file. StartupError names the file, the item and what is wrong."""
+    """Reads the file. Raises StartupError, which names the file, the item and the error."""
     if path is None:
         return PublicPrefixes()
     try:

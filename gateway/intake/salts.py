@@ -26,5 +26,5 @@ class Salts:
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 
     def quota(self, tenant: str, percent: int | None) -> CacheQuota | None:
-        """Returns the name and limit of the tenant's cached blocks, whatever the salts of its requests."""
+        """Returns the name and limit of the tenant's cached blocks. They do not depend on the salts of its requests."""
         return None if percent is None else CacheQuota(self.derive(tenant, ""), percent)

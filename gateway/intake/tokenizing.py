@@ -1,7 +1,7 @@
-"""Text to token ids and back, off the event loop if it takes long. Independent of requests.
+"""Text to token ids and back, in a thread if it takes long. Does not depend on requests.
 
-`tokenizers` releases the interpreter lock while it works, so a thread is enough. Short texts are handled in place:
-handing them to a thread costs more than the work (about 0.3 ms per 1,000 characters here).
+`tokenizers` releases the interpreter lock while it works, so a thread is enough. Short texts are handled in place,
+because handing them to a thread costs more than the work (about 0.3 ms per 1,000 characters here).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Turns a client's request into what workers receive: every limit checked, every default filled in.
+"""Turns a client's request into a request for workers: checks every limit and fills in every default.
 
-Independent of protobuf and JSON: both fronts fill a `Wanted`. Defaults come from the model's generation config.
+Does not depend on protobuf or JSON: both protocols fill a `Wanted`. Defaults come from the model's generation config.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Validator:
         max_model_len: Callable[[], int],
         group_rooms: Callable[[], Collection[GroupRoom]],
     ) -> None:
-        """`group_rooms` returns what decode workers take; empty while there are none."""
+        """Sets up the validation. `group_rooms` returns the group limits of the decode workers, or nothing if there are
+        none.
+        """
         self._assets = assets
         self._pool = pool
         self._salts = salts
@@ -115,7 +117,9 @@ class Validator:
         return self._resolved(wanted, tenant, text, ids)
 
     def check_model(self, name: str | None) -> None:
-        """Raises NotFound for any name but the served one. A request without a name passes."""
+        """Checks the model name. Raises NotFound for a name other than the served one. A request without a
+        name passes.
+        """
         if name and name != self._assets.name:
             raise NotFound(f"model {name[:100]!r} is not served here; served is {self._assets.name!r}")
 

@@ -1,4 +1,4 @@
-"""What a client receives: deltas of samples, and with the last one the request's account."""
+"""The output for a client: deltas of samples. The last delta also has the request's summary."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Summary:
 
 @dataclass(slots=True)
 class Delta:
-    """What a client receives of a sample in one message. The sample's last delta has `finish_reason`, the request's
-    last one `summary` too.
+    """The output of one sample in one message. The sample's last delta has `finish_reason`; the request's last one also
+    has `summary`.
     """
 
     index: int = 0

@@ -200,7 +200,9 @@ class TokenTexts:
         return bytes(table[c] for c in token)
 
     def _find_anchor(self) -> list[int]:
-        """Returns a token whose text is the same whatever follows it. After it, a token keeps its leading space."""
+        """Returns a token whose text does not depend on the tokens after it. After it, a token keeps its
+        leading space.
+        """
         for text in ("a", "A", "x", "."):
             ids = list(self.tokenizer.encode(text, add_special_tokens=False).ids)
             if ids and self._decode(ids).strip() == text:

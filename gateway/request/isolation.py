@@ -1,8 +1,8 @@
-"""Isolation of requests whose workers died: after the second death a request is not sent to a worker again.
+"""Isolation of requests whose workers died. After the second death a request is not sent to a worker again.
 
-The death of a worker makes every request that it had a suspect, the guilty one and its neighbours alike. A suspect is
-prefilled again alone: others wait until decode has produced a token of it. So the next death identifies the guilty
-request, and a neighbour is not hit twice. A token from decode clears a suspect. Workers are only names here.
+When a worker dies, every request that it had becomes a suspect: the cause of the death and its neighbours. A suspect is
+prefilled again alone: others wait until decode has produced a token for it. The next death therefore identifies the
+cause, and a neighbour is not hit twice. A token from decode clears a suspect. Workers are only names here.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Isolation:
         self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
-        """Raises Internal if the request's workers died twice."""
+        """Checks that the request may run. Raises Internal if its workers died twice."""
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
             del self._deaths[digest]
@@ -107,8 +107,8 @@ class Isolation:
             raise Internal("the workers of this request died more than once; it is not tried again for a while")
 
     async def enter(self, digest: bytes, incarnation: str) -> IsolationTicket:
-        """Waits until a request may be sent to this incarnation of a worker: alone if it is a suspect, else beside all
-        others that are not. Raises Internal as `check` does.
+        """Waits until a request may be sent to this incarnation of a worker. A suspect is sent alone; other requests
+        may run together. Raises Internal for the same reason as `check`.
         """
         neighbours = self._by_worker.setdefault(incarnation, _Neighbours())
         await neighbours.turn.acquire()

@@ -1,8 +1,8 @@
-"""The way out of a request's tokens: `RequestState` adds deltas to an outlet, the outlet writes them to the client.
+"""Sends a request's tokens to the client: `RequestState` adds deltas to an outlet, and the outlet writes them.
 
-At most one write is in progress. Deltas that arrive meanwhile are merged, so a slow client costs one delta per sample,
-and no task waits for it. With many streams, messages to a client keep an interval, and what arrives within one goes out
-as one. Independent of tokenizers, gRPC and HTTP.
+At most one write is in progress. Deltas that arrive during a write are merged, so a slow client costs one delta per
+sample, and no task waits for it. With many streams, there is an interval between messages to a client, and all deltas
+within an interval are sent as one. Does not depend on tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Outlet:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error, sends the client what preceded it, for at most `LAST_WORD_S`."""
+        """Closes the outlet. After an error, sends the client the preceding output, for at most `LAST_WORD_S`."""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORD_S):

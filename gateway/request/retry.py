@@ -26,7 +26,7 @@ PAUSE_S = 0.02
 
 
 class Retry:
-    """Decides what follows a lost attempt."""
+    """Decides what happens after a lost attempt."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, max_attempts: int

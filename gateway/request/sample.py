@@ -1,4 +1,4 @@
-"""One sample of a request: its accepted tokens by index, its text, stop strings and end. Independent of workers."""
+"""One sample of a request: its accepted tokens by index, its text, stop strings and end. Does not depend on workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def branch(self) -> Branch:
-        """Returns what a worker must know to continue the sample."""
+        """Returns the data that a worker needs to continue the sample."""
         return Branch(self.index, tuple(self.output_ids), self._cumulative_logprob)
 
     def accept(

@@ -1,6 +1,6 @@
-"""What outlives the attempts of a request: its samples, times and account, and what workers are told about it.
+"""The state of a request across attempts: its samples, times, account, and the data that workers get about it.
 
-A beam search has as many samples as it returns beams; nothing is known of them before its end. Independent of workers.
+A beam search has as many samples as it returns beams; they have no content before its end. Does not depend on workers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class RequestState:
         return shared + sum(blocks_of(length, block_size) - shared for length in lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """Counts a delta's tokens and times as it leaves. The first of all deltas brings the prompt's
+        """Counts a delta's tokens and times as it leaves. The first delta of all carries the prompt's
         log-probabilities.
         """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics

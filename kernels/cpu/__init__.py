@@ -1,4 +1,6 @@
-"""The C++ kernels: which build runs on this CPU, and its torch operators. Independent of layers and sequences."""
+"""The C++ kernels: selection of the build for this CPU, and its torch operators. Does not depend on layers or
+sequences.
+"""
 
 from __future__ import annotations
 

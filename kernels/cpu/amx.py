@@ -1,7 +1,7 @@
 """The bf16 linear on Intel's AMX tiles: finding its build, requesting the tiles from the system, packing, calling.
 
-It exists for speed and for reproducibility: oneDNN's AMX product sums a row in an order that depends on the other rows;
-ours does not. Independent of the model.
+It exists for speed and for reproducibility. oneDNN's AMX product sums a row in an order that depends on the other rows;
+this one does not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _entry() -> Callable[..., int] | None:
 
 @functools.lru_cache(maxsize=1)  # repeated when another build is chosen
 def _is_allowed(library: ctypes.CDLL, beside: CpuLibrary) -> bool:
-    """Requests the tiles from the system. The product shares the threads of the build `beside`, if it has any."""
+    """Requests the tiles from the system. The product uses the threads of the build `beside`, if it has any."""
     team = getattr(beside.handle, "ll_team", None)
     if team is not None:
         team.argtypes, team.restype = [], ctypes.c_void_p

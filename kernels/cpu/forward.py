@@ -1,6 +1,6 @@
 """A whole pass of a Llama-like decoder as one C call: the structures of forward.cpp, and the call.
 
-Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last. Independent of steps.
+Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last. Does not depend on steps.
 """
 
 from __future__ import annotations

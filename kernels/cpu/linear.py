@@ -1,6 +1,6 @@
 """The vector linear, bf16 and fp32, of the C++ build in use: packing and calling.
 
-A row's bits depend neither on the other rows nor on threads; linear_simd.cpp explains why. Independent of the model.
+A row's bits depend neither on the other rows nor on threads; linear_simd.cpp explains why.
 """
 
 from __future__ import annotations

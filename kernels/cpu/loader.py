@@ -1,4 +1,4 @@
-"""Finds, loads and selects a build of the C++ kernels. Independent of what the kernels compute."""
+"""Finds, loads and selects a build of the C++ kernels."""
 
 from __future__ import annotations
 

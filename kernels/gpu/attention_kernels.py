@@ -1,4 +1,4 @@
-"""Triton code of paged attention: one kernel for decode and prefill, and the merge of split keys. Independent of torch.
+"""Triton code of paged attention: one kernel for decode and prefill, and the merge of split keys. No torch.
 
 A program holds ROWS rows of scores: some queries of one sequence, each with the GROUP heads that share a KV head
 (packed GQA). It walks over that head's keys in tiles of TILE. The block of every key is looked up separately, so a tile

@@ -1,14 +1,14 @@
-"""How paged attention is divided into programs: tile, warps and stages by head dim and chip, splits by shapes.
+"""The division of paged attention into programs: tile, warps and stages by head dim and chip, splits by shapes.
 
-Nothing has run on a GPU yet. The numbers come from compiler output (no spills, registers, shared memory;
+This code has not run on a GPU yet. The numbers come from compiler output (no spills, registers, shared memory;
 `tests/kernels/gpu/test_compile_attention.py` enforces them) and from a model of bytes. `python -m kernels.gpu.tune`
 measures the alternatives on a machine with a GPU.
 
 Decode reads each byte of K and V once for about as many FLOP as the group has heads, so bytes in flight matter most. A
 step of 64 keys of 128 is 32 KiB; an SM needs about 25 KB (4.3 TB/s times about 0.8 us over 132 SMs, estimated). With 38
-KiB and 126 registers x 128 threads four programs fit. Rows beyond the group are padding: `tl.dot` needs 16.
-Prefill is bound by the tensor cores: 128 rows on 8 warps use wgmma (sm_90) and tcgen05 (sm_100) and read keys once for
-all rows; without these instructions the same sums spill unless the tile is halved.
+KiB and 126 registers x 128 threads four programs fit. Rows beyond the group are padding: `tl.dot` needs 16. Prefill is
+bound by the tensor cores: 128 rows on 8 warps use wgmma (sm_90) and tcgen05 (sm_100) and read keys once for all rows;
+without these instructions the same sums spill unless the tile is halved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compiles Triton kernels for NVIDIA chips ahead of time, on a machine that need not have one; reports their resources.
+"""Compiles Triton kernels for NVIDIA chips ahead of time, even on a machine without one, and reports their resources.
 
 Uses only tools from triton's package (ptxas, cuobjdump). The reports come from the compiler: only a GPU can show that a
-kernel also launches and is correct. Independent of our kernels.
+kernel also launches and is correct. Does not depend on our kernels.
 """
 
 from __future__ import annotations

@@ -104,12 +104,13 @@ def uses_engines(src: Tensor, dst: Tensor, n: int) -> bool:
 
 
 def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
-    """Has the contract of `kernels.copy_blocks.copy_blocks`; ids of None mean 0, 1, 2, ... there (gather, scatter).
+    """Copies blocks under the contract of `kernels.copy_blocks.copy_blocks`. In addition, ids of None mean 0, 1, 2, ...
+    (gather, scatter).
 
-    src, dst: each on one CUDA device or on the host, pinned if the copy is to run beside other work. Ids on the host
-    are checked; ids on the device are not, and the kernel skips pairs out of range. Ordered by the current stream.
-    Raises ValueError if a host id is out of range or a packed side is too short (nothing is copied then), or if neither
-    side has ids.
+    src, dst: each on one CUDA device or on the host, pinned if the copy is to run concurrently with other work. Ids on
+    the host are checked; ids on the device are not, and the kernel skips pairs out of range. Ordered by the current
+    stream. Raises ValueError if a host id is out of range or a packed side is too short (nothing is copied in this
+    case), or if neither side has ids.
     """
     given = src_ids if src_ids is not None else dst_ids
     if given is None:

@@ -1,8 +1,9 @@
-"""A stand-in for triton's CUDA driver: launches compile for a chip that need not be present and are recorded, not run.
+"""A stand-in for triton's CUDA driver. It compiles launches for a chip that may be absent, and records them without
+running them.
 
-The actual arguments of a launch (alignment, integers that are 1 or divisible by 16, None) decide what is compiled, so
-only a launch shows it. Relies on the driver interface of triton 3.6 and 3.7; does not work in a process with
-TRITON_INTERPRET=1.
+The actual arguments of a launch (alignment, integers that are 1 or divisible by 16, None) decide which variant is
+compiled, so only a launch shows it. Relies on the driver interface of triton 3.6 and 3.7; does not work in a process
+with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tile sizes and warps, shared by the launchers of this folder. Independent of kernels.
+"""Tile sizes and warps, shared by the launchers of this folder. Does not depend on kernels.
 
 Triton compiles a variant of a kernel for certain properties of the arguments: an integer that is 1 or divisible by 16,
 a pointer aligned to 16 bytes. Another variant may reduce in another order, so nothing that varies with the batch may

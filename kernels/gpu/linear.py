@@ -1,10 +1,10 @@
-"""A linear layer whose rows do not depend on each other, in Triton. Independent of the model and of packed weights.
+"""A linear layer whose rows do not depend on each other, in Triton. Does not depend on the model or on packed weights.
 
 cuBLAS picks an algorithm, and with it an order of summation, by the number of rows. Here the tile depends only on the
-weight's shape, the inner dimension is never split, and its tiles are added in ascending order to one fp32 accumulator,
-so a row has the same bits in a batch of 1 and in a prompt of 8192. The cost: a decode step computes _BLOCK_M rows
-whatever its batch (hidden behind reading the weight), and a prompt's tiles are smaller than cuBLAS'. Neither the cost
-nor the equality of bits on real tensor cores has been measured: nothing here has run on a GPU yet.
+weight's shape, the inner dimension is never split, and its tiles are added in ascending order to one fp32 accumulator.
+A row therefore has the same bits in a batch of 1 and in a prompt of 8192. The cost: a decode step computes _BLOCK_M
+rows for any batch (hidden behind reading the weight), and a prompt's tiles are smaller than cuBLAS'. This code has not
+run on a GPU yet, so neither the cost nor the equality of bits on real tensor cores has been measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RMS norm in Triton, optionally after adding a residual. Contract: `kernels.rms_norm.rms_norm`, which checks shapes.
 
-A whole row lies in one tile, whose shape follows from the row's width, so its bits depend on the row alone. Memory
+A whole row is in one tile, whose shape follows from the row's width, so its bits depend on the row alone. Memory
 traffic is the only limit: x, the residual and both outputs once.
 """
 

@@ -1,9 +1,9 @@
 """Sampling of tokens from logits on a device: launches of `kernels.gpu.sampling_kernels`. Contract: `kernels.sampling`.
 
-Random numbers, filters and the draw are the same as on the CPU, and so is the token, except where a float64 sum in
-another order falls on the other side of a bound. Nothing is read back, so a CUDA graph can capture a call if the
+Random numbers, filters and the draw are the same as on the CPU. The token is also the same, unless a float64 sum in
+another order falls on the other side of a bound. The host reads nothing back, so a CUDA graph can capture a call if the
 columns are tensors on the device. Memory traffic: a row without top_k and top_p is read twice and written twice; a
-filter reads it once per bisection step, about 15 to 30 times [estimate; nothing here has run on a GPU yet].
+filter reads it once per bisection step, about 15 to 30 times [estimate: this code has not run on a GPU yet].
 """
 
 from __future__ import annotations

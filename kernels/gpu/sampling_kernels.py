@@ -274,7 +274,9 @@ def draw_kernel(
 def log_softmax_top_kernel(
     chosen_ptr, rank_ptr, ids_ptr, top_ptr, logits_ptr, token_ids_ptr, vocab, logits_row, k, TILE: tl.constexpr
 ):
-    """Computes, per row, the log of the sum of e^x, the chosen token's rank, then the k most likely tokens in turn."""
+    """Computes, per row, the log of the sum of e^x, the chosen token's rank, and the k most likely tokens
+    one by one.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_row = logits_ptr + row * logits_row
     token = tl.load(token_ids_ptr + row)

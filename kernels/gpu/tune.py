@@ -2,7 +2,7 @@
 
 It uses 32 query heads and 8 KV heads in blocks of 16. Calls run over more layers than L2 can hold and are replayed from
 a CUDA graph. A person has to copy the results into the tables. `--rehearse` runs one alternative at toy sizes,
-interpreted. Nothing here has run on a GPU yet.
+interpreted. This tool has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def layers_of(case: tuple[int, int, int], args: argparse.Namespace, device: str)
 
 
 def alternatives(a: Attention, chip: Chip) -> Iterator[tuple[Tiling, int]]:
-    """Yields the choice in the tables first, then all others."""
+    """Yields the choice in the tables, followed by all others."""
     chosen, splits = plan(a, chip, None)
     yield chosen, splits
     deep = a.cu_seqlens_q is not None and not a.deterministic

@@ -1,6 +1,6 @@
 """The interface between the engine and attention providers, and the data that providers receive.
 
-Independent of individual providers (see `kernels.providers.choice`), layers and sequences.
+Does not depend on individual providers (see `kernels.providers.choice`), layers or sequences.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AttentionSpec:
 
     @property
     def extras(self) -> str | None:
-        """Names what the model needs beyond plain attention; None: nothing."""
+        """Names the model's requirements beyond plain attention, or returns None if there are none."""
         found = [name for name in ("softcap", "sinks") if getattr(self, name) is not None]
         return " and ".join(found) or None
 

@@ -31,7 +31,7 @@ class Fa2Attention:
     deterministic = False
 
     def __init__(self, spec: AttentionSpec) -> None:
-        """Raises Unavailable if the module is missing or the GPU or model is not supported."""
+        """Loads the provider. Raises Unavailable if the module is missing or the GPU or model is not supported."""
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider fa2 {why}")
         self._spec, self._flash = spec, import_for("fa2", "flash_attn")

@@ -67,7 +67,9 @@ class Fa3Attention:
     deterministic = False
 
     def __init__(self, spec: AttentionSpec, library: str | None = None) -> None:
-        """Raises Unavailable if the module or file is missing or the GPU or model is not supported."""
+        """Loads the provider. Raises Unavailable if the module or file is missing or the GPU or model is
+        not supported.
+        """
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider fa3 {why}")
         operators, self.version = _open(library)

@@ -17,7 +17,7 @@ class SchemaCall:
     """
 
     def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:
-        """Raises ValueError, whose text is the end of a sentence, for a schema that cannot be served."""
+        """Reads the operator's schema. Raises ValueError for an unsupported one; its text is the end of a sentence."""
         overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
         arguments = overload._schema.arguments
         names = {argument.name for argument in arguments}

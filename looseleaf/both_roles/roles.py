@@ -83,7 +83,7 @@ async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
 
 
 def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
-    """Returns `loaded`, or loads the model anew if a variable of one role makes these settings ask for another."""
+    """Returns `loaded`, or loads the model again if a variable of one role requires other settings."""
     wanted = RunnerSettings.of(settings)
     if replace(wanted, num_threads=1) == loaded.runner.settings:
         for runner in (loaded.runner, loaded.sharing):

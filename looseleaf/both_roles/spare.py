@@ -1,12 +1,11 @@
 """`python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to replace one that dies.
 
-Until then it is neither a holder nor a worker: the block store, Redis and gateways do not know of it. Its launcher
-tells it whose place to take, in one line on stdin with the package and flags of the process that it replaces. Then it
-attaches and is that worker.
+Until then it is neither a holder nor a worker: the block store, Redis and gateways do not know it. Its launcher sends
+one line on stdin with the package and flags of the process to replace. The spare worker then attaches and becomes that
+worker.
 
 It loads in a thread of the lowest priority, so it uses only time that no serving process wants. A niceness belongs to a
-thread and to the threads that it starts, and cannot be raised again. So the threads that serve are started by other
-threads.
+thread and to the threads that it starts, and cannot be raised again. Other threads therefore start the serving threads.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class SpareSettings(BothSettings):
 
 
 def load(settings: SpareSettings) -> Loaded:
-    """Imports what a worker imports, loads the model and measures it, with one thread: the kernels' other threads, once
-    started, would keep the priority of the thread that started them.
+    """Imports a worker's modules, loads the model and measures it, with one thread: other kernel threads would keep the
+    priority of the thread that started them.
     """
     from looseleaf.both_roles.roles import Loaded  # here: torch is imported with the priority of this thread
 

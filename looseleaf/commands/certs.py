@@ -1,4 +1,6 @@
-"""`looseleaf certs DIRECTORY`: makes a CA and certificates to try TLS with. For real use, take those of your own CA."""
+"""`looseleaf certs DIRECTORY`: creates a CA and certificates for trying TLS. In production, use certificates of your
+own CA.
+"""
 
 from __future__ import annotations
 

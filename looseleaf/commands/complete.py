@@ -55,9 +55,7 @@ def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
 
 
 def in_turn(deltas: Iterable[Delta]) -> Iterator[Delta]:
-    """Yields the deltas sample by sample: the first sample's as they arrive, then those that have arrived for the
-    second, and so on.
-    """
+    """Yields the deltas sample by sample: the first sample's as they arrive, then those of the second, and so on."""
     current = 0
     waiting: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:

@@ -1,4 +1,6 @@
-"""`looseleaf doctor [MODEL]`: checks what `serve` needs on this machine, one line each, with advice for problems."""
+"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine, one line each, with advice for
+problems.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,12 @@ class DoctorSettings(Settings):
 
 
 class Problem(Exception):
-    """What is wrong and what to do about it."""
+    """A problem and its solution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `look` returns what was found, or raises."""
+    """One line of the report. `look` returns the finding, or raises."""
 
     name: str
     look: Callable[[], str]

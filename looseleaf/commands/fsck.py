@@ -1,4 +1,4 @@
-"""`looseleaf fsck DIRECTORY [REDIS_URL]`: compares the ledger in Redis, the arena's header and what workers hold."""
+"""`looseleaf fsck DIRECTORY [REDIS_URL]`: compares the ledger in Redis, the arena's header and the workers' blocks."""
 
 from __future__ import annotations
 

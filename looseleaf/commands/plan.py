@@ -1,4 +1,4 @@
-"""`looseleaf plan MODEL`: what a model and a context length need, with the arithmetic. Loads no weights."""
+"""`looseleaf plan MODEL`: shows the needs of a model and a context length, with the arithmetic. Loads no weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 class PlanSettings(Settings):
-    """What a model and a context length need: weights, KV, blocks, hosts."""
+    """Shows the needs of a model and a context length: weights, KV, blocks, hosts."""
 
     model_config = settings_config("LOOSELEAF_PLAN_", "looseleaf plan")
 

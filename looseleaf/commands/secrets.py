@@ -1,6 +1,6 @@
-"""`looseleaf secrets DIRECTORY`: makes a launch's secret and a password for its Redis, each in its own file.
+"""`looseleaf secrets DIRECTORY`: creates a launch's secret and a password for its Redis, in separate files.
 
-This is for compose and for services that are started by hand; `looseleaf serve` makes its own. Existing files stay, so
+It is for compose and for services that are started by hand; `looseleaf serve` creates its own. Existing files stay, so
 that running services and later ones agree.
 """
 

@@ -75,7 +75,7 @@ class StopSignals:
             raise Interrupted
 
     def raise_if_set(self) -> None:
-        """From now on a signal only sets the event."""
+        """Makes signals only set the event from now on."""
         self._launched = True
         if self.event.is_set():
             raise Interrupted

@@ -1,4 +1,4 @@
-"""Where the gateway listens, and how a client on this machine reaches it."""
+"""The addresses of the gateway, for listening and for clients on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.errors import StartupError
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises StartupError if the port cannot be bound now. Port 0 is always free."""
+    """Checks that the port can be bound now. Raises StartupError otherwise. Port 0 is always free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,11 +1,11 @@
 """`python -m looseleaf.serve.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
 
-A flag `@ready:FILE:LINE` stands for that line of another service's ready file. The service's imports are done before
-the file is waited for, so that services start in parallel although one needs another's address. Python's garbage
-collector is off meanwhile: walking torch's objects again and again would be a fifth of a worker's import time.
+A flag `@ready:FILE:LINE` stands for that line of another service's ready file. The service's imports run before it
+waits for the file, so services start in parallel although one needs another's address. Python's garbage collector is
+off during the imports: repeated walks over torch's objects would take a fifth of a worker's import time.
 
-PR_SET_PDEATHSIG would do it in the kernel, but it fires when the *thread* that started the child ends, and `LLM` may be
-created in any thread. So a thread watches the parent's pid instead.
+PR_SET_PDEATHSIG would do this in the kernel, but it fires when the *thread* that started the child ends, and `LLM` may
+be created in any thread. Instead, a thread watches the parent's pid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def later(ready_file: Path, line: int) -> str:
 
 
 def filled(flags: Sequence[str]) -> list[str]:
-    """Returns `flags` with the lines that they stand for. Waits until the files are there."""
+    """Returns `flags` with these lines filled in. Waits until the files exist."""
     return [_line(flag) if flag.startswith(_READY) else flag for flag in flags]
 
 
@@ -55,7 +55,7 @@ def _line(flag: str) -> str:
 
 
 def _import_for(package: str) -> None:
-    """Imports what the service's main module imports, then forgets that module, because it will be run."""
+    """Imports everything that the service's main module imports, then unloads that module, because it will be run."""
     spec = importlib.util.find_spec(package)
     is_package = spec is not None and spec.submodule_search_locations is not None
     name = f"{package}.__main__" if is_package else package
@@ -68,7 +68,7 @@ def _import_for(package: str) -> None:
 
 
 def main() -> None:
-    """Starts the watch, then becomes the service."""
+    """Starts the watch and runs the service."""
     parent, package = int(sys.argv[1]), sys.argv[2]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service says what it means
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()

@@ -1,6 +1,6 @@
-"""The launcher's child processes: start, logs, readiness, limited restarts, an orderly end.
+"""The launcher's child processes: start, logs, readiness, limited restarts, orderly shutdown.
 
-Independent of which services they are.
+Does not depend on which services they are.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Child:
             echo(f"{self.name:<11} | {line}")
 
     def check(self) -> None:
-        """Raises ChildDied if it has ended."""
+        """Checks that the child still runs. Raises ChildDied if it has ended."""
         status = self._process.poll()
         if status is None:
             return
@@ -167,7 +167,7 @@ def _ready_file(directory: Path, spec: ServiceSpec) -> Path:
 
 
 def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: float) -> list[tuple[str, ...]]:
-    """Returns the ready lines of `waited`, in order, once all are there.
+    """Returns the ready lines of `waited`, in order, once all exist.
 
     Raises ChildDied as soon as any of `all_children` ends, StartupError after `seconds`.
     """

@@ -19,7 +19,7 @@ def is_name(given: str) -> bool:
 
 
 def cached(name: str) -> Path | None:
-    """Returns the model's directory in the local cache, if its configuration and weights are there."""
+    """Returns the model's directory in the local cache, if it contains the configuration and the weights."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -30,7 +30,9 @@ def cached(name: str) -> Path | None:
 
 
 def fetch(name: str) -> Path:
-    """Returns the model's directory in the local cache, after a download if necessary. Raises StartupError."""
+    """Returns the model's directory in the local cache, after a download if necessary. Raises StartupError if the
+    download fails.
+    """
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 

@@ -1,7 +1,7 @@
 """Runs every service on this machine as child processes that end together: Redis, block store, workers, gateway.
 
-Knows the order in which they start and stop, and restarts a service that ends: what it must not forget is in the arena,
-in Redis, or kept by the launcher. `children` handles the processes, `service_flags` their flags.
+Defines the order in which they start and stop, and restarts a service that ends. State that must survive is in the
+arena, in Redis, or kept by the launcher. `children` handles the processes, `service_flags` their flags.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class Launcher:
 
     @property
     def _secret_file(self) -> Path:
-        """Writes the secret that all internal calls of this launch must show. It lies beside the arena: a process that
-        can write there needs no secret.
+        """Writes the secret that all internal calls of this launch must carry. The file is in the arena's directory: a
+        process that can write there needs no secret.
         """
         assert self._shared is not None
         return self._shared.path / "secret"

@@ -1,4 +1,4 @@
-"""What a launch passes to its services, as flags and variables. Starts nothing."""
+"""The flags and variables that a launch passes to its services. Starts nothing."""
 
 from __future__ import annotations
 

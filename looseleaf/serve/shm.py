@@ -1,8 +1,8 @@
-"""The launcher's directory in shared memory: created for a launch, removed after it, cleaned up later if a launch was
-killed.
+"""The launcher's directory in shared memory. It is created for a launch and removed after it. If a launch was killed,
+it is removed later.
 
-The directory is locked (flock) by the launcher and, through an inherited descriptor, by every service that it starts. A
-free lock proves that all of them are gone, whatever processes have their pids now.
+The launcher locks the directory (flock), and so does every service that it starts, through an inherited descriptor. A
+free lock proves that all of them have ended, even if other processes have their pids now.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SharedDirectory:
     """A locked directory below `root`. `close` removes it."""
 
     def __init__(self, root: Path = ROOT) -> None:
-        """Raises StartupError if there is no shared memory to write to."""
+        """Creates and locks the directory. Raises StartupError if there is no writable shared memory."""
         sweep(root)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))

@@ -1,6 +1,6 @@
-"""The spare worker of a launch: whether there is one, its process, and whose place it takes.
+"""The spare worker of a launch: whether there is one, its process, and the worker that it replaces.
 
-Independent of models; `looseleaf.both_roles.spare` is the process.
+Does not depend on models; `looseleaf.both_roles.spare` is the process.
 """
 
 from __future__ import annotations

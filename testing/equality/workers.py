@@ -189,7 +189,7 @@ class Workers:
         return False
 
     def assert_idle(self) -> None:
-        """Raises AssertionError if blocks are held."""
+        """Checks that no blocks are held. Raises AssertionError otherwise."""
         for attachment in self.attachments:
             attachment.held.assert_idle()
 
