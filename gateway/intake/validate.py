@@ -219,6 +219,7 @@ class Validator:
             beam_width=width_of(wanted)[1] if beams else None,
             length_penalty=float(_or(wanted.length_penalty, 1.0)),
             early_stopping=wanted.early_stopping or False,
+            structured=wanted.structured,
         )
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
