@@ -19,7 +19,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from common.grammar import GrammarError, compile_grammar, load_tokenizer
+from common.grammar import GrammarError, compile_grammar, explore, load_tokenizer
 from common.types import StructuredOutput
 
 CPU_S = 0.4
@@ -76,7 +76,7 @@ def _fork(tokenizer: LLTokenizer, trial: dict[str, Any]) -> int:
     try:
         _bound()
         wanted = StructuredOutput(trial["kind"], trial["source"], tuple(trial["options"]))
-        compile_grammar(tokenizer, wanted).deep_copy()
+        explore(tokenizer, compile_grammar(tokenizer, wanted))
         _tell(trial["id"], None)
     except GrammarError as error:
         _tell(trial["id"], str(error))
