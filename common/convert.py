@@ -14,6 +14,7 @@ from common.types import (
     EarlyStopping,
     Epoch,
     FinishReason,
+    GrammarKind,
     KvKind,
     KvLayout,
     KvOrder,
@@ -21,6 +22,7 @@ from common.types import (
     PromptSources,
     SamplingParams,
     StoppingParams,
+    StructuredOutput,
     Timings,
     TokenLogprob,
     WorkerLoad,
@@ -144,6 +146,8 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
         message.logprobs = params.logprobs
     if params.prompt_logprobs is not None:
         message.prompt_logprobs = params.prompt_logprobs
+    if params.structured is not None:
+        message.structured_output.CopyFrom(structured_to_pb(params.structured))
     return message
 
 
@@ -165,8 +169,29 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
         "length_penalty",
     )
     given = {name: getattr(message, name) for name in plain if message.HasField(name)}
-    stopping = _STOPPING_FROM_PB.get(message.early_stopping, False)
-    return SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())), early_stopping=stopping)
+    return SamplingParams(
+        **given,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        early_stopping=_STOPPING_FROM_PB.get(message.early_stopping, False),
+        structured=structured_from_pb(message.structured_output) if message.HasField("structured_output") else None,
+    )
+
+
+def structured_to_pb(wanted: StructuredOutput) -> pb.StructuredOutput:
+    if wanted.kind == "choice":
+        return pb.StructuredOutput(choice=pb.Choice(options=wanted.options))
+    if wanted.kind == "json_object":
+        return pb.StructuredOutput(json_object=pb.JsonObject())
+    message = pb.StructuredOutput()
+    setattr(message, wanted.kind, wanted.source)
+    return message
+
+
+def structured_from_pb(message: pb.StructuredOutput) -> StructuredOutput:
+    """Converts a grammar. One that names none becomes an empty choice, which matches nothing and is refused."""
+    kind: GrammarKind = message.WhichOneof("grammar") or "choice"
+    source = "" if kind in ("choice", "json_object") else getattr(message, kind)
+    return StructuredOutput(kind, source, tuple(message.choice.options))
 
 
 def stopping_to_pb(params: StoppingParams) -> pb.StoppingParams:

@@ -23,6 +23,7 @@ DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn"]
 """Data types of weights, activations and KV, by torch's names; float8_e4m3fn is for KV only."""
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 Role = Literal["prefill", "decode"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 EarlyStopping = Literal[True, False, "never"]
 """When a beam search stops, as in transformers: at once, by a heuristic, or when no running beam can win any more."""
 
@@ -126,6 +127,22 @@ class FinishReason(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """A grammar for the whole output of a sample: text that it accepts, then the end of sequence."""
+
+    kind: GrammarKind
+    source: str = ""
+    """The JSON schema (as JSON text), the regular expression, or the grammar in llguidance's variant of Lark."""
+    options: tuple[str, ...] = ()
+    """The possible outputs, for `choice`."""
+
+    @property
+    def digest(self) -> bytes:
+        """Returns the SHA-256 of the grammar: equal ones need to be compiled once."""
+        return hashlib.sha256(json.dumps((self.kind, self.source, self.options)).encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The parameters that determine how the next token is drawn. Every field is resolved: only None can
     mean "unset".
@@ -156,6 +173,8 @@ class SamplingParams:
     """A beam's score is the sum of its log-probabilities / length ** length_penalty."""
     early_stopping: EarlyStopping = False
     """As in transformers."""
+    structured: StructuredOutput | None = None
+    """What the output must match; None for free text."""
 
     @property
     def greedy(self) -> bool:

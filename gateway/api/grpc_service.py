@@ -179,6 +179,8 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
         wanted.n = sampling.num_sequences
     if sampling.HasField("early_stopping"):
         wanted.early_stopping = _early_stopping(sampling.early_stopping)
+    if sampling.HasField("structured_output"):
+        wanted.structured = convert.structured_from_pb(sampling.structured_output)
     if request.cache.HasField("cache_salt"):
         wanted.cache_salt = request.cache.cache_salt
     return wanted

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from common.errors import InvalidArgument
+from gateway.api.structured_fields import NOT_GIVEN, STRUCTURED_FIELDS, ResponseFormat, StructuredOutputs, structured_of
 from gateway.intake.limits import MAX_CONTENT_PARTS
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 
@@ -39,12 +40,12 @@ class SamplingBody(Body, kw_only=True):
     ignored = frozenset(
         (
             "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-            "prompt_cache_retention", "parallel_tool_calls", "verbosity",
+            "prompt_cache_retention", "parallel_tool_calls", "verbosity", "guided_decoding_backend",
         )
     )  # fmt: skip
     unsupported = {
         "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
-        "response_format": {"type": "text"}, "suffix": "", "modalities": ["text"], "audio": None, "prediction": None,
+        "suffix": "", "modalities": ["text"], "audio": None, "prediction": None,
         "web_search_options": None, "reasoning_effort": None,
     }  # fmt: skip
 
@@ -76,6 +77,12 @@ class SamplingBody(Body, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | int | float | str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = NOT_GIVEN
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -93,6 +100,8 @@ class SamplingBody(Body, kw_only=True):
         wanted.use_beam_search = bool(self.use_beam_search)
         wanted.ignore_eos = bool(self.ignore_eos)
         wanted.include_stop_str_in_output = bool(self.include_stop_str_in_output)
+        if found := structured_of({name: getattr(self, name) for name in STRUCTURED_FIELDS}):
+            wanted.structured_field, wanted.structured = found
         return wanted
 
 

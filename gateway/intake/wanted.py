@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.types import EarlyStopping
+from common.types import EarlyStopping, StructuredOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ class Wanted:
     """Beam search as HTTP spells it, with best_of or n beams. gRPC gives a beam_width instead."""
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
+    structured: StructuredOutput | None = None
+    structured_field: str = "structured_output"
+    """Name of the client's field that holds `structured`."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Sequence[str] = ()

@@ -1,0 +1,112 @@
+"""HTTP fields that ask for structured output: `response_format` (OpenAI), `structured_outputs` and `guided_*` (vLLM).
+
+All of them become one `StructuredOutput`. At most one may be given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidArgument
+from common.types import GrammarKind, StructuredOutput
+
+NOT_GIVEN = msgspec.Raw(b"null")
+"""The default of a field that is kept as JSON. (msgspec takes no `Raw | None`.)"""
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The `json_schema` of a `response_format`. The output matches the schema whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = NOT_GIVEN
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's `response_format`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`."""
+
+    json: msgspec.Raw = NOT_GIVEN
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+STRUCTURED_FIELDS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+Found = tuple[str, StructuredOutput]
+"""The name of a field and what it asks for."""
+_KINDS: Mapping[str, GrammarKind] = {
+    "json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark",
+}  # fmt: skip
+
+
+def structured_of(fields: Mapping[str, Any]) -> Found | None:
+    """Returns what a body's structured fields ask for, with the name of the field; None for free text.
+
+    Raises InvalidArgument if they ask for more than one grammar.
+    """
+    found = list(_all_of(fields))
+    if len(found) > 1:
+        raise InvalidArgument.of(found[1][0], f"and {found[0][0]} exclude each other; give one grammar")
+    return found[0] if found else None
+
+
+def _all_of(fields: Mapping[str, Any]) -> Iterator[Found]:
+    response_format: ResponseFormat | None = fields["response_format"]
+    if response_format is not None and (found := _of_format(response_format)):
+        yield found
+    outputs: StructuredOutputs | None = fields["structured_outputs"]
+    for key in _KINDS if outputs is not None else ():
+        if _is_given(value := getattr(outputs, key)):
+            yield _of_value(f"structured_outputs.{key}", _KINDS[key], value)
+    for key in ("json", "regex", "choice", "grammar"):
+        if _is_given(value := fields[f"guided_{key}"]):
+            yield _of_value(f"guided_{key}", _KINDS[key], value)
+
+
+def _is_given(value: Any) -> bool:
+    if isinstance(value, msgspec.Raw):
+        return bytes(value) != b"null"
+    return value is not None and value is not False
+
+
+def _of_format(given: ResponseFormat) -> Found | None:
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return "response_format", StructuredOutput("json_object")
+    if given.type != "json_schema":
+        raise InvalidArgument.of("response_format.type", "must be text, json_object or json_schema")
+    if given.json_schema is None or not _is_given(given.json_schema.schema):
+        raise InvalidArgument.of("response_format.json_schema.schema", "must be given")
+    return _of_value("response_format.json_schema.schema", "json_schema", given.json_schema.schema)
+
+
+def _of_value(name: str, kind: GrammarKind, value: Any) -> Found:
+    if kind == "json_schema":
+        return name, StructuredOutput(kind, _schema_text(bytes(value)))
+    if kind == "choice":
+        return name, StructuredOutput(kind, options=tuple(value))
+    return name, StructuredOutput(kind, "" if value is True else value)
+
+
+def _schema_text(raw: bytes) -> str:
+    """Returns a schema as text. vLLM takes a schema as an object, or as a string that holds one."""
+    if raw.startswith(b'"'):
+        text: str = json.loads(raw)
+        return text
+    return raw.decode()

@@ -1,0 +1,127 @@
+"""The compiled grammars of a worker's process, and the thread that compiles them. Roles of a process share them.
+
+The gateway has tried a grammar before a worker sees it, so compiling it here takes less than its limit of time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING
+
+from common.errors import InvalidArgument
+from common.grammar import GrammarError, compile_grammar, load_tokenizer
+from engine.grammar_state import GrammarState
+from engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from common.types import StructuredOutput
+
+MAX_COMPILED = 32
+"""Number of grammars that are kept, the last used ones. One takes some KB, at the limit of its states 20 MB."""
+INLINE_TOKENS = 64
+"""Number of tokens that are replayed in the event loop; each takes about 5 us."""
+STACK_BYTES = 16 << 20
+"""Stack of the thread that compiles: more than where the gateway tries a grammar, because the compiler recurses."""
+
+
+class Grammars:
+    """Compiles grammars in a thread of its own and keeps the last ones."""
+
+    def __init__(self, directory: str, vocab_size: int) -> None:
+        """`directory` is the model's, `vocab_size` the number of columns of its logits."""
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._has_begun = False
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Number of compiled grammars."""
+        return len(self._compiled)
+
+    def warm(self) -> None:
+        """Has the thread load the tokenizer, which takes a second for a large vocabulary."""
+        self._started().submit(self._load)
+
+    async def prepare(self, sequences: Seq[Sequence]) -> None:
+        """Does what `attach` does, in the thread if it takes long."""
+        if not self.attach_known(sequences):
+            await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
+
+    def attach_known(self, sequences: Seq[Sequence]) -> bool:
+        """Does what `attach` does if that takes microseconds, because the grammar is compiled and there is little to
+        replay. Returns whether it did.
+        """
+        wanted = sequences[0].sampling.structured
+        if wanted is None:
+            return True
+        if wanted.digest not in self._compiled or sum(len(s.output_ids) for s in sequences) > INLINE_TOKENS:
+            return False
+        self.attach(sequences)
+        return True
+
+    def attach(self, sequences: Seq[Sequence]) -> None:
+        """Gives each sequence of a group its state, after the tokens that it has. Does nothing for free text.
+
+        Raises InvalidArgument for a grammar that cannot be used.
+        """
+        wanted = sequences[0].sampling.structured
+        if wanted is None:
+            return
+        try:
+            matcher, tokenizer = self._compile(wanted), self._load()
+        except GrammarError as error:
+            raise InvalidArgument.of("structured_output", str(error)) from None
+        for sequence in sequences:
+            sequence.grammar = GrammarState(matcher.deep_copy(), tokenizer, sequence.stopping)
+            sequence.grammar.follow(sequence.output_ids)
+
+    def _compile(self, wanted: StructuredOutput) -> LLMatcher:
+        """Returns the grammar at its start. Nobody moves it, so several threads may copy it."""
+        digest = wanted.digest
+        with self._lock:
+            if (known := self._compiled.get(digest)) is not None:
+                self._compiled.move_to_end(digest)
+                return known
+        compiled = compile_grammar(self._load(), wanted)
+        with self._lock:
+            self._compiled[digest] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _load(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._directory, self._vocab_size)
+        return self._tokenizer
+
+    def _started(self) -> ThreadPoolExecutor:
+        """Returns the thread, which is started with a large stack."""
+        if not self._has_begun:
+            with _stack_size:
+                before = threading.stack_size(STACK_BYTES)
+                try:
+                    self._thread.submit(lambda: None).result()
+                finally:
+                    threading.stack_size(before)
+            self._has_begun = True
+        return self._thread
+
+
+_stack_size = threading.Lock()
+"""Held while the size of new threads' stacks is changed."""
+
+
+@cache
+def grammars_of(directory: str, vocab_size: int) -> Grammars:
+    """Returns the process' grammars for a model."""
+    return Grammars(directory, vocab_size)
