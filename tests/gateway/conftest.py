@@ -17,6 +17,7 @@ from common.types import WorkerRecord
 from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
+from gateway.api.chat_plan import ChatPlanner
 from gateway.api.credentials import Authenticator
 from gateway.api.front import Front
 from gateway.fleet.liveness import LivenessLimits
@@ -48,7 +49,10 @@ class Rig:
 
     @property
     def front(self) -> Front:
-        return Front(self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics)
+        planner = ChatPlanner(self.assets)
+        return Front(
+            self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics, planner
+        )
 
     def metric(self, line_start: str) -> float:
         """The sum of all series whose line starts so."""
