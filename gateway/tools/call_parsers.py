@@ -246,6 +246,8 @@ class MistralParser(CallParser):
             while ch != END and ch != "]":
                 word.append(ch)
                 ch = yield
+            if ch == END:
+                break
             found = "".join(word) + ch
             ch = yield
             if found == self.ARGS:
