@@ -27,6 +27,7 @@ class Rejection(Enum):
     TOO_LARGE = "too large"
     DRAINING = "draining"
     INTERNAL = "internal"
+    GRAMMAR = "grammar"
 
 
 class PlainToken(NamedTuple):

@@ -19,6 +19,7 @@ from engine import start_up
 from engine.model_runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
 from worker.fair_lock import AnyFairLock, FairFileLock
+from worker.grammars import grammars_of
 from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
@@ -64,7 +65,9 @@ class DecodeRole(WorkerRole):
         self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner), preemption)
         record = record_of(needs, attached, runner, settings)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
-        self._servicer = DecodeServicer(worker, self.thread, runner.config.vocab_size)
+        vocab_size = runner.config.vocab_size
+        grammars = grammars_of(settings.model, vocab_size)
+        self._servicer = DecodeServicer(worker, self.thread, vocab_size, grammars)
 
     def add_to(self, server: RpcServer) -> None:
         add = decode_pb2_grpc.add_DecodeServiceServicer_to_server

@@ -10,12 +10,14 @@ from common import convert
 from common.errors import LooseleafError
 from common.guard import Context
 from common.types import WorkerLoad
+from decode_svc.compiling import Compiling
 from decode_svc.outputs import AnyOutput, Output, PlainToken, Rejection
 from decode_svc.outputs import Session as WorkerSession
 from decode_svc.submits import read_submit
 from decode_svc.worker import DecodeWorker
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
+from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
 
@@ -31,14 +33,16 @@ _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     Rejection.TOO_LARGE: pb.REJECTION_TOO_LARGE,
     Rejection.DRAINING: pb.REJECTION_DRAINING,
     Rejection.INTERNAL: pb.REJECTION_INTERNAL,
+    Rejection.GRAMMAR: pb.REJECTION_GRAMMAR,
 }
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves sessions. The sequences of a session live as long as its stream."""
 
-    def __init__(self, worker: DecodeWorker, thread: StepThread, vocab_size: int) -> None:
+    def __init__(self, worker: DecodeWorker, thread: StepThread, vocab_size: int, grammars: Grammars) -> None:
         self._worker = worker
+        self._grammars = grammars
         self._thread = thread
         self._vocab_size = vocab_size
 
@@ -48,8 +52,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread, which computes on
             loop.call_soon_threadsafe(steps.put, (outputs, load))
 
-        session = WorkerSession(send)
-        reader = asyncio.create_task(self._read(request_iterator, session))
+        session, compiling = WorkerSession(send), Compiling(self._grammars)
+        reader = asyncio.create_task(self._read(request_iterator, session, compiling))
         reader.add_done_callback(lambda _: steps.end())
         try:
             with steps:
@@ -58,16 +62,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             reader.result()  # raises what ended it: bytes that are no message
         finally:
             reader.cancel()
+            compiling.close()
             self._thread.post(lambda: self._worker.close(session))
 
-    async def _read(self, requests: AsyncIterator[pb.SessionRequest], session: WorkerSession) -> None:
+    async def _read(
+        self, requests: AsyncIterator[pb.SessionRequest], session: WorkerSession, compiling: Compiling
+    ) -> None:
         async for request in requests:
             if request.HasField("submit"):
-                self._post_submit(session, request.submit)
+                self._post_submit(session, request.submit, compiling)
             elif request.HasField("cancel"):
-                self._post_cancel(session, request.cancel)
+                self._post_cancel(session, request.cancel, compiling)
 
-    def _post_submit(self, session: WorkerSession, submit: pb.Submit) -> None:
+    def _post_submit(self, session: WorkerSession, submit: pb.Submit, compiling: Compiling) -> None:
         try:
             submission = read_submit(submit, self._vocab_size)
         except (LooseleafError, ValueError) as error:
@@ -75,11 +82,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             rejected = Output(submit.handle, submit.attempt, rejection=Rejection.INTERNAL)
             session.send([rejected], self._worker.load)
             return
-        self._thread.post(lambda: self._worker.submit(session, *submission))
 
-    def _post_cancel(self, session: WorkerSession, cancel: pb.Cancel) -> None:
+        def post() -> None:
+            self._thread.post(lambda: self._worker.submit(session, *submission))
+
+        def refuse() -> None:
+            self._thread.post(lambda: self._worker.refuse(session, submission.group, submission.ticket))
+
+        compiling.run(submission.group, post, refuse)
+
+    def _post_cancel(self, session: WorkerSession, cancel: pb.Cancel, compiling: Compiling) -> None:
         handle, sample_index = cancel.handle, cancel.sample_index if cancel.HasField("sample_index") else None
-        self._thread.post(lambda: self._worker.cancel(session, handle, sample_index))
+        compiling.after(handle, lambda: self._thread.post(lambda: self._worker.cancel(session, handle, sample_index)))
 
 
 def _response(steps: list[Step]) -> pb.SessionResponse:

@@ -77,6 +77,8 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
             raise ValueError(f"branches: more than num_sequences, which is {sampling.num_sequences}")
     elif len(samples) != 1 or not 0 < len(candidates.token_ids) == len(candidates.logprobs):
         raise ValueError("a beam search has one branch, and candidates with a log-probability each")
+    elif sampling.structured is not None:
+        raise ValueError("a beam search has no structured_output")
     elif not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:
         raise ValueError(f"length_penalty must be at most {MAX_LENGTH_PENALTY} and at least the negative of that")
     elif not 0 < sampling.num_sequences <= sampling.width <= len(candidates.token_ids):

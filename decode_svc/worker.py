@@ -12,6 +12,7 @@ import time
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
+from common.grammar import GrammarError
 from common.group_need import blocks_of
 from common.ticket import Ticket
 from common.types import BlockRef, WorkerLoad
@@ -96,6 +97,12 @@ class DecodeWorker:
                 self.start_over("the worker's lease was over")
         self._outbox.flush(self.load)
 
+    def refuse(self, session: Session, group: Group, ticket: Ticket) -> None:
+        """Rejects a group whose grammar cannot be used."""
+        self._outbox.refuse(session, group, Rejection.GRAMMAR)
+        self._claims.decline(ticket)
+        self._outbox.flush(self.load)
+
     def _objection(self, group: Group, ticket: Ticket) -> Rejection | None:
         if self._draining:
             return Rejection.DRAINING
@@ -158,7 +165,7 @@ class DecodeWorker:
         for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
             self._reject(group, Rejection.DEADLINE)
         self._schedule()
-        if plan := self._reserve():
+        if plan := self._constrained(self._reserve()):
             guarded_run(lambda: self._run(plan), lambda: self._fail(plan), self._runner, logger)
         return bool(plan)
 
@@ -226,6 +233,19 @@ class DecodeWorker:
                 break  # the last group waits until others release blocks
             plan += [(group, sequence) for sequence in group.live]
         return plan
+
+    def _constrained(self, plan: Plan) -> Plan:
+        """Computes the masks of this step's tokens. Groups whose grammar is too complex are rejected."""
+        if all(sequence.grammar is None for _, sequence in plan):
+            return plan
+        for group, sequence in plan:
+            if sequence.grammar is not None and group in self._outbox:
+                try:
+                    sequence.grammar.mask(sequence.output_ids)
+                except GrammarError as error:
+                    logger.info("a grammar %s", error)
+                    self._reject(group, Rejection.GRAMMAR)
+        return [(group, sequence) for group, sequence in plan if group in self._outbox]
 
     def _needed(self) -> int:
         """Returns how many blocks the running groups need for this step."""

@@ -1,10 +1,11 @@
-"""From logits to tokens: bias, minimum length, penalties, then the draw; log-probabilities; a beam search's candidates.
+"""From logits to tokens: bias, minimum length, penalties, grammar, the draw; log-probabilities; beams' candidates.
 
 All functions are pure and vectorised over the batch. Logits stay on their device; ids and log-probabilities come back.
 
 A row's result depends on its logits, parameters, tokens, seed, sample and position, never on the rest of the batch.
-Order and meaning are vLLM's: logit bias and min_tokens first, then repetition, frequency and presence penalties, then
-temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`).
+Order and meaning are vLLM's: logit bias and min_tokens first, then repetition, frequency and presence penalties, the
+grammar's mask, then temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits (vLLM's
+`raw_logprobs`), so a grammar or a bias does not change them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from common.types import SamplingParams, StoppingParams, TokenLogprob
 from engine.beam_search import Candidates
+from engine.grammar_state import GrammarState
 from engine.sequence import Sequence
 from kernels.sampling import log_softmax_top, sample
 
@@ -35,6 +37,7 @@ class SampleRow:
     sample_index: int
     position: int
     """Index of the token to be drawn: len(output_ids)."""
+    grammar: GrammarState | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> SampleRow:
@@ -46,6 +49,7 @@ class SampleRow:
             sequence.output_ids,
             sequence.sample_index,
             len(sequence.output_ids),
+            sequence.grammar,
         )
 
 
@@ -164,17 +168,20 @@ def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> li
 
 def _may_adjust(row: SampleRow) -> bool:
     """Returns whether `_adjust` may change a row, at this or a later position."""
+    if row.grammar is not None:
+        return True
     return bool(row.params.logit_bias) or row.stopping.min_tokens > 0 or row.params.has_penalties
 
 
 def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
-    """Returns logits [B, vocab] after bias, min_tokens and penalties of these rows; a copy only if one has any of
-    these.
+    """Returns logits [B, vocab] after bias, min_tokens, penalties and grammars of these rows; a copy only if one has
+    any of these. A grammar's mask takes min_tokens into account.
     """
     biases = [(i, row) for i, row in rows if row.params.logit_bias]
-    short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens]
+    short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens and row.grammar is None]
     penalised = [(i, row) for i, row in rows if row.params.has_penalties]
-    if not (biases or short or penalised):
+    masked = [(i, row) for i, row in rows if row.grammar is not None]
+    if not (biases or short or penalised or masked):
         return logits
     logits = logits.clone(memory_format=torch.contiguous_format)
     flat = logits.view(-1)
@@ -187,7 +194,24 @@ def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Ten
         flat[torch.from_numpy(places).to(logits.device)] = -torch.inf
     if penalised:
         _penalise(logits, penalised)
+    if masked:
+        _mask(logits, masked)
     return logits
+
+
+def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
+    """Bans the tokens that a row's grammar does not allow next, in place. Other rows keep their bits.
+
+    Raises GrammarError, unless the mask of this position was computed before.
+    """
+    masks = np.stack([row.grammar.mask(row.output_ids) for _, row in rows if row.grammar is not None])
+    allowed = np.unpackbits(masks, axis=1, count=logits.shape[1], bitorder="little")
+    banned = torch.from_numpy(allowed).to(logits.device) == 0
+    if len(rows) == len(logits):
+        logits.masked_fill_(banned, -torch.inf)
+    else:
+        at = torch.tensor([i for i, _ in rows], device=logits.device)
+        logits[at] = logits[at].masked_fill_(banned, -torch.inf)
 
 
 def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:

@@ -26,6 +26,7 @@ from common.types import (
     TokenLogprob,
 )
 from engine.block_table import BlockTable
+from engine.grammar_state import GrammarState
 from engine.step import StepInput
 
 
@@ -54,6 +55,8 @@ class Sequence:
     num_cached: int = 0
     """Number of positions found under their prefix hash at admission."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    grammar: GrammarState | None = None
+    """Where the sample stands in its grammar; None for free text."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +93,7 @@ class Sequence:
             num_sealed=self.num_sealed,
             tail_sealed=self.tail_sealed,
             num_cached=self.num_cached,
+            grammar=None if self.grammar is None else self.grammar.fork(),
         )
 
     def num_full_blocks(self, block_size: int) -> int:
@@ -123,6 +127,8 @@ class Sequence:
         if num_outputs == 0:
             return None
         if self.output_ids[-1] in stopping.stop_token_ids and num_outputs >= stopping.min_tokens:
+            return FinishReason.STOP
+        if self.grammar is not None and self.grammar.is_over(self.output_ids):
             return FinishReason.STOP
         if num_outputs >= stopping.max_tokens or num_outputs + len(self.prompt_ids) >= max_model_len:
             return FinishReason.LENGTH

@@ -41,6 +41,7 @@ from gateway.fleet.discovery import Discovery
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import load_assets
+from gateway.intake.grammar_trial import GrammarTrials
 from gateway.intake.public_prefixes import load_public_prefixes
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
@@ -107,6 +108,8 @@ async def main(settings: GatewaySettings) -> None:
     )
     validator.use_public(public.common_tokens)
     validator.use_quotas(tenants.cache_percent)
+    trials = GrammarTrials(settings.model, assets.vocab_size)
+    validator.use_grammars(trials.check)
     metrics = Metrics(assets.name)
     metrics.watch_queues(
         lambda: gate.num_running,
@@ -143,6 +146,7 @@ async def main(settings: GatewaySettings) -> None:
     logger.info("http on %s, grpc on %s", *addresses)
     tasks = [
         asyncio.create_task(discovery.run()),
+        asyncio.create_task(trials.warm()),
         asyncio.create_task(http_server.watch_certificates()),
         asyncio.create_task(watch_blocks(settings.block_store, workers, metrics, trust)),
         asyncio.create_task(
@@ -159,6 +163,7 @@ async def main(settings: GatewaySettings) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await workers.close()
+    await trials.close()
     discovery.close()
     pool.close()
 

@@ -15,6 +15,7 @@ from prefill_svc.service import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2_grpc
 from worker.fair_lock import AnyFairLock, FairFileLock
+from worker.grammars import grammars_of
 from worker.role import WorkerRole, domain_of, longest_group, record_of
 
 
@@ -61,7 +62,8 @@ class PrefillRole(WorkerRole):
         record = record_of(needs, attached, runner, settings)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
         limits = RequestLimits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
-        self._servicer = PrefillServicer(worker, self.thread, limits)
+        grammars = grammars_of(settings.model, runner.config.vocab_size)
+        self._servicer = PrefillServicer(worker, self.thread, limits, grammars)
 
     def add_to(self, server: RpcServer) -> None:
         add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server

@@ -14,6 +14,7 @@ from prefill_svc.requests import RequestLimits, job_of
 from prefill_svc.worker import ChunkDone, Done, Event, FirstToken, PrefillWorker
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc, types_pb2
+from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
 
@@ -21,8 +22,9 @@ from worker.step_thread import StepThread
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves one stream per request. If it is `draining`, it refuses new ones."""
 
-    def __init__(self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits) -> None:
+    def __init__(self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits, grammars: Grammars) -> None:
         self._worker = worker
+        self._grammars = grammars
         self._thread = thread
         self._limits = limits
         self.draining = False
@@ -33,6 +35,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if self.draining:
             raise Unavailable("this worker shuts down", retry_after_s=0.1)
         job = job_of(request, self._limits)
+        await self._grammars.prepare(job.sequences)
         events: Outgoing[Event] = Outgoing()
         loop = asyncio.get_running_loop()
 

@@ -14,6 +14,7 @@ from block_store.errors import LedgerUnavailable, NotHolder, Stale
 from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
+from common.grammar import GrammarError
 from common.ticket import Ticket
 from common.types import FinishReason, PromptSources, Timings, TokenLogprob, WorkerLoad
 from engine.beam_search import Candidates
@@ -120,7 +121,7 @@ class PrefillWorker:
         """Hands over what is computed, plans and runs: `step` without its guard. Returns whether anything ran."""
         for conclude in list(self._parked.values()):
             conclude()
-        if plan := self._scheduler.plan(self._admit):
+        if plan := self._constrained(self._scheduler.plan(self._admit)):
             guarded_run(lambda: self._run(plan), lambda: self._fail_all(plan), self._runner, logger)
         return bool(plan)
 
@@ -135,6 +136,16 @@ class PrefillWorker:
             return False
         job.started_ns = time.monotonic_ns()
         return True
+
+    def _constrained(self, plan: Plan) -> Plan:
+        """Computes the masks for the tokens that this step draws. Jobs whose grammar is too complex fail."""
+        for job, chunk in plan:
+            if chunk.completes and chunk.sequence.grammar is not None and job in self._emits:
+                try:
+                    chunk.sequence.grammar.mask(chunk.sequence.output_ids)
+                except GrammarError as error:
+                    self._fail(job, InvalidArgument.of("structured_output", str(error)))
+        return [(job, chunk) for job, chunk in plan if job in self._emits]
 
     def _run(self, plan: Plan) -> None:
         step = lay_out([chunk for _, chunk in plan], self._block_size)

@@ -86,6 +86,8 @@ def rejected(rejection: int, timeout_s: float) -> Exception:
     if rejection == decode_pb2.REJECTION_TOO_LARGE:
         what = "and the prompt, for all samples or beams, need more blocks than a decode worker has for one request"
         return InvalidArgument.of("max_tokens", what)
+    if rejection == decode_pb2.REJECTION_GRAMMAR:
+        return InvalidArgument.of("structured_output", "became too complex after the tokens so far")
     if rejection == decode_pb2.REJECTION_INTERNAL:
         return internal("decode")
     if rejection == decode_pb2.REJECTION_DRAINING:

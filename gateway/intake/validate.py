@@ -6,12 +6,12 @@ Independent of protobuf and JSON: both fronts fill a `Wanted`. Defaults come fro
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import InvalidArgument, NotFound
 from common.group_need import GroupRoom
-from common.types import CacheQuota, SamplingParams, StoppingParams
+from common.types import CacheQuota, SamplingParams, StoppingParams, StructuredOutput
 from gateway.intake.assets import GenerationDefaults, ModelAssets
 from gateway.intake.group_limits import (
     check_group,
@@ -30,6 +30,7 @@ from gateway.intake.limits import (
     PromptLimits,
 )
 from gateway.intake.salts import Salts
+from gateway.intake.structured_checks import check_structured
 from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 
@@ -90,6 +91,11 @@ class Validator:
         self._group_rooms = group_rooms
         self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
         self._cache_percent: Callable[[str], int | None] = lambda tenant: None
+        self._try_grammar: Callable[[str, StructuredOutput], Awaitable[None]] = _refuse_grammar
+
+    def use_grammars(self, check: Callable[[str, StructuredOutput], Awaitable[None]]) -> None:
+        """Sets the function that tries a grammar: `GrammarTrials.check`. Without it, none is accepted."""
+        self._try_grammar = check
 
     def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
         """Sets the function that counts public leading tokens: `PublicPrefixes.common_tokens`."""
@@ -106,13 +112,17 @@ class Validator:
         _check_numbers(checker, wanted)
         _check_rest(checker, wanted)
         check_group(checker, wanted, self._group_rooms())
+        check_structured(checker, wanted)
         self._check_prompt(checker, wanted)
         if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would make a prompt of it
             checker.refuse(wanted.prompt_field, "must not be empty")
         checker.finish()
+        if wanted.structured is not None:
+            await self._try_grammar(wanted.structured_field, wanted.structured)
         text, ids = await self._prompt_ids(wanted)
         if wanted.structured_after is not None:
             wanted.structured = wanted.structured_after(text or "")
+            await self._try_grammar(wanted.structured_field, wanted.structured)
         checker.prompt_len(wanted.prompt_field, len(ids))
         checker.token_ids(wanted.prompt_field, ids)
         checker.finish()
@@ -252,6 +262,10 @@ class Validator:
         eos = () if wanted.ignore_eos else self._assets.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*wanted.stop_token_ids, *eos)))
         return StoppingParams(max_tokens, wanted.min_tokens or 0, stop_ids)
+
+
+async def _refuse_grammar(name: str, structured: StructuredOutput) -> None:
+    raise InvalidArgument.of(name, "is not supported by this gateway")
 
 
 def _check_numbers(checker: Checker, wanted: Wanted) -> None:

@@ -156,10 +156,10 @@ class CallObject:
     def _odd_arguments(self, text: str) -> str:
         """Returns arguments that are not an object, or came first, as the text of an object where possible."""
         if text.startswith('"'):
-            return _decoded([text])
-        if text == "null":
+            text = _decoded([text])
+        elif text == "null":
             return "{}"
-        if self._known is not None and not text.startswith("{"):
+        if self._known is not None and not text.lstrip().startswith("{"):
             raise NotACall
         return text
 

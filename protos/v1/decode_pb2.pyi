@@ -18,6 +18,7 @@ class Rejection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECTION_TOO_LARGE: _ClassVar[Rejection]
     REJECTION_DRAINING: _ClassVar[Rejection]
     REJECTION_INTERNAL: _ClassVar[Rejection]
+    REJECTION_GRAMMAR: _ClassVar[Rejection]
 REJECTION_UNSPECIFIED: Rejection
 REJECTION_GIVEN_BACK: Rejection
 REJECTION_LOST: Rejection
@@ -26,6 +27,7 @@ REJECTION_DEADLINE: Rejection
 REJECTION_TOO_LARGE: Rejection
 REJECTION_DRAINING: Rejection
 REJECTION_INTERNAL: Rejection
+REJECTION_GRAMMAR: Rejection
 
 class SessionRequest(_message.Message):
     __slots__ = ("submit", "cancel")

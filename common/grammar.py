@@ -1,0 +1,105 @@
+"""Grammars for structured output: how llguidance compiles them, within which limits, for which tokenizer.
+
+Workers compile the grammars by which they draw. The gateway never loads llguidance: it lets a process of its own try a
+client's grammar first (`gateway.intake.grammar_trial`), because some grammars crash the compiler or keep it busy.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from common.types import StructuredOutput
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 50_000,
+    "step_lexer_fuel": 10_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 100_000,
+}
+"""Limits of llguidance. With these, a mask of a hostile regular expression takes about 60 ms at most (1.6 s without),
+and a lexer about 20 MB. They do not bound everything, see `gateway.intake.grammar_trial`.
+"""
+WHITESPACE = r"[ \t\r\n]{1,32}"
+"""The whitespace between two tokens of JSON. Without a bound, a small model may never stop adding some."""
+MAX_REASON_CHARS = 200
+
+
+class GrammarError(Exception):
+    """A grammar cannot be used. The message follows the name of the client's field."""
+
+
+def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
+    """Returns the tokenizer of a model's directory, for logits of `vocab_size` columns.
+
+    Tokens that only the model has are never allowed. Raises GrammarError if llguidance cannot read it.
+    """
+    path = Path(directory)
+    try:
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        text, eos = tokenizer.to_str(), eos_token_ids(path)
+        last = max(tokenizer.get_vocab().values(), default=0)
+        return LLTokenizer(text, n_vocab=max(vocab_size, last + 1), eos_token=list(eos) or None)
+    except Exception as error:  # both libraries raise plain Exception
+        raise GrammarError("cannot be used: this model's tokenizer does not suit grammars") from error
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Returns the model's end-of-sequence tokens, as the gateway reads them: those of the first file that names any."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        value = json.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(map(int, value))
+    return ()
+
+
+def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatcher:
+    """Returns a grammar at its start, with the first mask computed. Raises GrammarError if it cannot be compiled, is
+    beyond a limit or matches nothing.
+    """
+    limits = LLParserLimits(verbose_errors=False, **LIMITS)
+    try:
+        matcher = LLMatcher(tokenizer, _source(wanted), log_level=0, limits=limits)
+    except ValueError as error:
+        raise GrammarError(f"cannot be compiled: {_reason(str(error))}") from None
+    if matcher.is_error():
+        raise GrammarError(f"cannot be compiled: {_reason(matcher.get_error())}")
+    mask = matcher.compute_bitmask()
+    if matcher.is_error() or not any(mask):
+        raise GrammarError(f"cannot be used: {_reason(matcher.get_error())}")
+    return matcher
+
+
+def _source(wanted: StructuredOutput) -> str:
+    """Returns the grammar in llguidance's own form."""
+    if wanted.kind in ("json_schema", "json_object"):
+        schema = wanted.source if wanted.kind == "json_schema" else '{"type": "object"}'
+        source: Any = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    elif wanted.kind == "regex":
+        source = LLMatcher.grammar_from_regex(wanted.source)
+    elif wanted.kind == "choice":
+        options = " | ".join(map(json.dumps, wanted.options))
+        source = LLMatcher.grammar_from_lark(f"start: OPTION\nOPTION: {options}")
+    else:
+        source = LLMatcher.grammar_from_lark(wanted.source)
+    return str(source)
+
+
+def _reason(error: str) -> str:
+    """Returns the sentence of llguidance's message that says what is wrong, without its drawing of the place."""
+    lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("<")]
+    if "NoExtension" in error:
+        return "it matches no text"
+    said = next((line.removeprefix("error:").strip() for line in lines if line.startswith("error:")), None)
+    text = said or (lines[0] if lines else "it matches no text")
+    return "".join(c if c.isprintable() else " " for c in text)[:MAX_REASON_CHARS]

@@ -1,0 +1,59 @@
+"""Submits whose grammar is being compiled. Later commands for their groups wait behind them, all others do not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from common.errors import InvalidArgument
+from decode_svc.scheduler import Group
+from worker.grammars import Grammars
+
+logger = logging.getLogger("decode")
+Command = Callable[[], None]
+
+
+class Compiling:
+    """The groups of one session that wait for their grammar. Runs in the event loop."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._later: dict[int, list[Command]] = {}
+        """Commands for each group that waits, by handle."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, group: Group, post: Command, refuse: Command) -> None:
+        """Calls `post` once the group's sequences have their grammars, at once for free text; `refuse` if the grammar
+        cannot be used.
+        """
+        if group.sequences[0].sampling.structured is None:
+            return post()
+        self._later[group.handle] = []
+        task = asyncio.create_task(self._prepare(group, post, refuse))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def after(self, handle: int, command: Command) -> None:
+        """Calls `command` now, or after the group's submit if that waits."""
+        if (later := self._later.get(handle)) is None:
+            command()
+        else:
+            later.append(command)
+
+    def close(self) -> None:
+        """Forgets everything. The tickets of groups that wait expire."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _prepare(self, group: Group, post: Command, refuse: Command) -> None:
+        try:
+            await self._grammars.prepare(group.sequences)
+        except Exception as error:  # of whatever kind: somebody waits for an answer
+            if not isinstance(error, InvalidArgument):
+                logger.exception("a grammar could not be compiled")
+            refuse()
+        else:
+            post()
+        for command in self._later.pop(group.handle):
+            command()

@@ -1,0 +1,105 @@
+"""Where one sample stands in its grammar: a pure function of the grammar and the sample's tokens. No torch.
+
+Nothing of it is ever sent or saved. A sequence that was swapped out keeps its state; one that is prefilled again, on
+this worker or another one, gets a new state, which follows the tokens that the sequence already has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from common.grammar import GrammarError
+from common.types import StoppingParams
+
+MAX_MASK_CPU_S = 0.25
+"""Most CPU time of one mask. A grammar that needs more would stop everybody's steps."""
+Mask = npt.NDArray[np.uint8]
+"""Bit i % 8 of byte i // 8 says whether token i may follow."""
+
+
+class GrammarState:
+    """Follows one sample through its grammar. One thread at a time may use it."""
+
+    __slots__ = ("_address", "_ends", "_error", "_followed", "_mask", "_mask_at", "_matcher", "_stopping", "_unwanted")
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stopping: StoppingParams) -> None:
+        """`matcher` is at the grammar's start and belongs to this state from now on."""
+        self._init(matcher, stopping, 4 * -(-tokenizer.vocab_size // 32))
+        self._unwanted = [token for token in tokenizer.eos_tokens if token not in stopping.stop_token_ids]
+
+    def _init(self, matcher: LLMatcher, stopping: StoppingParams, mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._stopping = stopping
+        self._ends: list[int] = [t for t in stopping.stop_token_ids if t < 8 * mask_bytes]
+        self._unwanted: list[int] = []
+        """End tokens of the tokenizer that would not end the sequence."""
+        self._followed = 0
+        self._error = ""
+        self._mask: Mask = np.zeros(mask_bytes, np.uint8)
+        self._address = self._mask.ctypes.data
+        self._mask_at = -1
+
+    def fork(self) -> GrammarState:
+        """Returns the state of another sample with the same tokens so far."""
+        other = object.__new__(GrammarState)
+        other._init(self._matcher.deep_copy(), self._stopping, len(self._mask))
+        other._unwanted, other._followed, other._error = self._unwanted, self._followed, self._error
+        return other
+
+    def follow(self, output_ids: Seq[int]) -> None:
+        """Takes the tokens that are new in `output_ids`, which are all of the sample's output."""
+        if len(output_ids) < self._followed:
+            self._matcher.reset()
+            self._followed, self._mask_at, self._error = 0, -1, ""
+        for token in output_ids[self._followed :]:
+            if not self._error and not self._matcher.consume_token(token):
+                self._error = "does not match the tokens so far, or became too complex after them"
+        self._followed = len(output_ids)
+
+    def is_over(self, output_ids: Seq[int]) -> bool:
+        """Returns whether the grammar has ended: its end was drawn, or nothing can follow."""
+        self.follow(output_ids)
+        return not self._error and self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def mask(self, output_ids: Seq[int]) -> Mask:
+        """Returns which tokens may follow `output_ids`: at least one. It stays valid until the next call.
+
+        Before min_tokens, stop tokens may follow only where nothing else can. Raises GrammarError if the grammar is too
+        complex here.
+        """
+        if self._mask_at == len(output_ids) == self._followed:
+            return self._mask
+        began = time.thread_time()
+        self.follow(output_ids)
+        if not self._error:
+            self._compute(len(output_ids))
+        if not self._error and time.thread_time() - began > MAX_MASK_CPU_S:
+            self._error = f"takes more than {MAX_MASK_CPU_S:g} s for a token"
+        if self._error:
+            raise GrammarError(self._error)
+        self._mask_at = len(output_ids)
+        return self._mask
+
+    def _compute(self, position: int) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._address, len(self._mask))
+        if self._matcher.is_error():
+            self._error = "is too complex after the tokens so far"
+            return
+        _clear(self._mask, self._unwanted)
+        if position < self._stopping.min_tokens:
+            others = self._mask.copy()
+            _clear(others, self._ends)
+            if others.any():
+                self._mask[:] = others
+        if not self._mask.any():
+            self._error = "lets no token of this model follow"
+
+
+def _clear(mask: Mask, tokens: Seq[int]) -> None:
+    for token in tokens:
+        mask[token >> 3] &= 0xFF ^ (1 << (token & 7))

@@ -1,0 +1,118 @@
+"""The process in which the gateway tries grammars: `python -m gateway.intake.grammar_process DIRECTORY VOCAB_SIZE`.
+
+It loads the tokenizer once and forks for every grammar. The child compiles under limits of CPU time, stack and address
+space, so a grammar that loops or crashes the compiler ends its own child only.
+
+Standard input has one trial a line (`TRIAL`), standard output one verdict a line: `{"id": 1, "error": null}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from common.grammar import GrammarError, compile_grammar, load_tokenizer
+from common.types import StructuredOutput
+
+CPU_S = 0.4
+"""CPU time of a trial."""
+STACK_BYTES = 2 << 20
+"""Stack of a trial. Workers compile with more, so they do not crash where a trial did not."""
+MEMORY_BYTES = 256 << 20
+"""Address space that a trial may add."""
+MAX_LINE_BYTES = 4096
+"""A verdict is written at once, because several children write to the same pipe: at most PIPE_BUF bytes."""
+TRIAL = {"id": 0, "kind": "regex", "source": "", "options": []}
+_TOO_LONG = f"takes more than {CPU_S:g} s to compile"
+_CRASHED = "cannot be compiled: it is nested too deeply or needs too much memory"
+
+
+def main(directory: str, vocab_size: int) -> None:
+    """Serves trials until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end is the end of standard input
+    tokenizer, failure = _load(directory, vocab_size)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, int] = {}
+    rest = b""
+    while True:
+        ready, _, _ = select.select([0, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(children)
+        if 0 in ready:
+            if not (more := os.read(0, 1 << 16)):
+                return
+            *lines, rest = (rest + more).split(b"\n")
+            for line in lines:
+                trial = json.loads(line)
+                if tokenizer is None:
+                    _tell(trial["id"], failure)
+                else:
+                    children[_fork(tokenizer, trial)] = trial["id"]
+
+
+def _load(directory: str, vocab_size: int) -> tuple[LLTokenizer | None, str]:
+    try:
+        return load_tokenizer(directory, vocab_size), ""
+    except GrammarError as error:
+        return None, str(error)
+
+
+def _fork(tokenizer: LLTokenizer, trial: dict[str, Any]) -> int:
+    """Starts a trial. Returns the child's process id."""
+    if pid := os.fork():
+        return pid
+    try:
+        _bound()
+        wanted = StructuredOutput(trial["kind"], trial["source"], tuple(trial["options"]))
+        compile_grammar(tokenizer, wanted).deep_copy()
+        _tell(trial["id"], None)
+    except GrammarError as error:
+        _tell(trial["id"], str(error))
+    except MemoryError:
+        _tell(trial["id"], _CRASHED)
+    finally:
+        os._exit(0)
+
+
+def _bound() -> None:
+    """Limits this process. Beyond a limit the system ends it, whatever it is doing."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _reap(children: dict[int, int]) -> None:
+    """Tells the verdict of children that a signal has ended. The others have told theirs."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        number = children.pop(pid)
+        if os.WIFSIGNALED(status):
+            _tell(number, _TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else _CRASHED)
+
+
+def _tell(number: int, error: str | None) -> None:
+    line = json.dumps({"id": number, "error": error}).encode() + b"\n"
+    assert len(line) <= MAX_LINE_BYTES
+    os.write(1, line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

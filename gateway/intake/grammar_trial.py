@@ -1,0 +1,148 @@
+"""Tries clients' grammars before their requests start: in a process of its own, with each verdict kept.
+
+Compiling decides whether a grammar is valid, and a hostile one can crash the compiler (a Lark grammar with a chain of
+4,000 rules) or keep it busy (a `multipleOf` of a large number: 5 s). Here that costs the client a 400 and a child of
+`gateway.intake.grammar_process`. Workers see only grammars that have passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from itertools import count
+from pathlib import Path
+
+from common.errors import InvalidArgument, LooseleafError, ResourceExhausted, Unavailable
+from common.types import StructuredOutput
+
+MAX_VERDICTS = 1024
+"""Number of verdicts that are kept, the last used ones."""
+MAX_AT_ONCE = 2
+"""Number of trials that run at once. Each takes at most `grammar_process.CPU_S` of one core."""
+MAX_WAITING = 64
+PATIENCE_S = 10.0
+"""Wall time of a trial. It is longer than its CPU time only where the machine is overloaded."""
+NUM_TRIES = 2
+"""Number of processes that a trial may lose."""
+_ROOT = Path(__file__).parents[2]
+logger = logging.getLogger("gateway")
+
+
+class GrammarTrials:
+    """Tells whether workers can take a grammar. Runs in the event loop."""
+
+    def __init__(self, directory: str, vocab_size: int) -> None:
+        """`directory` is the model's, `vocab_size` the number of columns of its logits."""
+        self._command = [sys.executable, "-m", "gateway.intake.grammar_process", str(directory), str(vocab_size)]
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._running: dict[bytes, asyncio.Task[str | None]] = {}
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+        self._starting = asyncio.Lock()
+        self._process: _TrialProcess | None = None
+
+    async def check(self, name: str, wanted: StructuredOutput) -> None:
+        """Raises InvalidArgument, which names the field `name`, if the grammar cannot be used."""
+        digest = wanted.digest
+        if digest not in self._verdicts:
+            if (task := self._running.get(digest)) is None:
+                if len(self._running) >= MAX_WAITING:
+                    raise ResourceExhausted("too many new grammars wait to be compiled", retry_after_s=1.0)
+                task = self._running[digest] = asyncio.create_task(self._try(wanted))
+                task.add_done_callback(lambda _: self._running.pop(digest, None))
+            self._keep(digest, await asyncio.shield(task))
+        self._verdicts.move_to_end(digest)
+        if (error := self._verdicts[digest]) is not None:
+            raise InvalidArgument.of(name, error)
+
+    async def warm(self) -> None:
+        """Starts the process before the first trial."""
+        async with self._starting:
+            await self._started()
+
+    async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        if self._process is not None:
+            await self._process.close()
+
+    def _keep(self, digest: bytes, error: str | None) -> None:
+        self._verdicts[digest] = error
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    async def _try(self, wanted: StructuredOutput) -> str | None:
+        """Returns what is wrong with a grammar, or None."""
+        failure: LooseleafError = Unavailable("the process that tries grammars has ended", retry_after_s=1.0)
+        async with self._places:
+            for _ in range(NUM_TRIES):
+                async with self._starting:
+                    process = await self._started()
+                try:
+                    async with asyncio.timeout(PATIENCE_S):
+                        return await process.ask(wanted)
+                except TimeoutError:
+                    raise Unavailable("the grammar could not be compiled in time", retry_after_s=1.0) from None
+                except ConnectionError:
+                    logger.warning("the process that tries grammars has ended; it is started again")
+        raise failure
+
+    async def _started(self) -> _TrialProcess:
+        if self._process is None or self._process.has_ended:
+            if self._process is not None:
+                await self._process.close()
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+            child = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, env=environment)
+            self._process = _TrialProcess(child)
+        return self._process
+
+
+class _TrialProcess:
+    """One process and the trials that it has been asked for."""
+
+    def __init__(self, child: Process) -> None:
+        self._child = child
+        self._numbers = count()
+        self._asked: dict[int, asyncio.Future[str | None]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.done()
+
+    async def ask(self, wanted: StructuredOutput) -> str | None:
+        """Returns the verdict. Raises ConnectionError if the process ends first."""
+        number = next(self._numbers)
+        trial = {"id": number, "kind": wanted.kind, "source": wanted.source, "options": wanted.options}
+        verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._asked[number] = verdict
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(trial).encode() + b"\n")
+            await self._child.stdin.drain()
+            return await verdict
+        finally:
+            self._asked.pop(number, None)
+
+    async def close(self) -> None:
+        if self._child.returncode is None:
+            self._child.kill()
+        await self._child.wait()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        assert self._child.stdout is not None
+        try:
+            while line := await self._child.stdout.readline():
+                verdict = json.loads(line)
+                asked = self._asked.get(verdict["id"])
+                if asked is not None and not asked.done():
+                    asked.set_result(verdict["error"])
+        finally:
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(ConnectionError())
