@@ -67,11 +67,11 @@ class ChatPlanner:
         cannot do.
         """
         offered = tools.choice != "none"
-        if offered:
-            self._check_tools(wanted)
-        elif isinstance(wanted.prompt, ChatPrompt):
+        if not offered and isinstance(wanted.prompt, ChatPrompt):
             wanted.prompt = replace(wanted.prompt, tools=None)
         self.check(wanted.prompt)
+        if offered:
+            self._check_tools(wanted)
         reasoning = self.formats.reasoning if wanted.structured is None else None
         marks = (self._call_marks if offered else {}) | (self._thinking_marks if reasoning is not None else {})
         wanted.shown_special = {token_id: mark for mark, token_id in marks.items()}

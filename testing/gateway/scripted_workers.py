@@ -60,9 +60,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         )
 
 
-def _first_token(
-    request: prefill_pb2.PrefillRequest, branch: pb.Branch, script: Script
-) -> prefill_pb2.BranchToken:
+def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch, script: Script) -> prefill_pb2.BranchToken:
     token = script.draw(request.prompt_token_ids, branch.output_token_ids, branch.sample_index)
     return prefill_pb2.BranchToken(
         sample_index=branch.sample_index,

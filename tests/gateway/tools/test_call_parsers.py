@@ -214,7 +214,7 @@ def test_arguments_that_are_json_stay_as_they_were() -> None:
             return [rng.random(), None, rng.choice(["", "{", "}", '"', "\\", "é\n", "[TOOL_CALLS]"]), True][kind]
         if kind == 4:
             return [value(depth - 1) for _ in range(rng.randrange(4))]
-        return {rng.choice("abc}]\""): value(depth - 1) for _ in range(rng.randrange(4))}
+        return {rng.choice('abc}]"'): value(depth - 1) for _ in range(rng.randrange(4))}
 
     for _ in range(100):
         arguments = json.dumps({"x": value(4)}, ensure_ascii=rng.random() < 0.5)
