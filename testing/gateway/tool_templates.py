@@ -8,7 +8,7 @@ HERMES = """\
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
     {{- "# Tools\\n\\nYou may call one or more functions. Their signatures are within <tools></tools>:\\n<tools>" }}
     {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-    {{- '\\n</tools>\\n\\nAnswer with <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+    {{- '\\n</tools>\\n\\nAnswer <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
@@ -56,13 +56,14 @@ LLAMA3 = """\
 {%- if tools is not none %}
     {%- set first_user_message = messages[0]['content'] | trim %}
     {%- set messages = messages[1:] %}
-    {{- '<|start_header_id|>user<|end_header_id|>\\n\\nRespond with {"name": function name, "parameters": object}.\\n\\n' }}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\nRespond {"name": name, "parameters": object}.\\n\\n' }}
     {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
     {{- first_user_message + "<|eot_id|>" }}
 {%- endif %}
 {%- for message in messages %}
     {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- elif 'tool_calls' in message %}
         {%- if not message.tool_calls | length == 1 %}
             {{- raise_exception("This model only supports single tool-calls at once!") }}

@@ -1,4 +1,4 @@
-"""Tool calls in outputs of each family, recorded by their form: whole, cut in two anywhere, and character by character."""
+"""Tool calls in outputs of each family, in its form: read whole, cut in two anywhere, and character by character."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ HERMES: list[tuple[str, Expected]] = [
     ("<tool_call>call add(1)</tool_call>", ("<tool_call>call add(1)</tool_call>", [])),
     ("<tool_call>[]</tool_call>", ("<tool_call>[]</tool_call>", [])),
     ("<tool_call>{}</tool_call>", ("<tool_call>{}</tool_call>", [])),
-    ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', [])),
-    ('<tool_call>{"name": "", "arguments": {}}</tool_call>', ('<tool_call>{"name": "", "arguments": {}}</tool_call>', [])),
+    ('<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+     ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', [])),
+    ('<tool_call>{"name": "", "arguments": {}}</tool_call>',
+     ('<tool_call>{"name": "", "arguments": {}}</tool_call>', [])),
     ("<tool_call><tool_call>" + hermes("add", "{}"), ("<tool_call><tool_call>", [("add", "{}")])),
     ("<tool_call>no " + hermes("add", "{}") + " end", ("<tool_call>no  end", [("add", "{}")])),
     # what does not fit after a call is content

@@ -195,7 +195,7 @@ def test_arguments_of_a_history_must_be_an_object(text: str) -> None:
 
 
 def test_an_image_gets_its_own_sentence() -> None:
-    with pytest.raises(InvalidArgument, match="is an image .*takes text only"):
+    with pytest.raises(InvalidArgument, match=r"is an image .*takes text only"):
         plan({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
 
 
