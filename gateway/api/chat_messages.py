@@ -40,7 +40,9 @@ class ToolCall(msgspec.Struct):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. Fields that clients copy from an answer (`refusal: null`, ...) are accepted if they are empty."""
+    """One message. Fields that clients copy from an answer are accepted: OpenAI's (`refusal: null`, ...) if they are
+    empty, those that client libraries add (`parsed`, ...) without being read.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -53,6 +55,10 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
 
     def plain(self, name: str) -> dict[str, Any]:
         """Returns the message for a chat template. `name` is its name in errors."""

@@ -28,6 +28,8 @@ class CallParser(ABC):
         self._known = known
         self._max_calls = max_calls
         self._out: list[Piece] = []
+        self._arguments: list[str] = []
+        """Arguments of the current call that are not in `_out` yet."""
         self._space: list[str] | None = []
         """White space since the beginning or since the last call; None once there is content."""
         self._held: list[str] | None = None
@@ -63,26 +65,29 @@ class CallParser(ABC):
         return self._taken()
 
     def _taken(self) -> list[Piece]:
+        self._end_arguments()
         pieces, self._out = merged(self._out), []
         return pieces
 
     # --- what the text turned out to be
 
     def begin(self, name: str) -> None:
+        self._end_arguments()
         self._held, self._space = None, []
-        if self._wanted:
+        if self._max_calls is None or self.num_calls < self._max_calls:
             self._out.append(CallBegin(self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        if self._max_calls is None or self.num_calls <= self._max_calls:
-            self._out.append(CallArguments(self.num_calls - 1, text))
+        self._arguments.append(text)
 
-    @property
-    def _wanted(self) -> bool:
-        return self._max_calls is None or self.num_calls < self._max_calls
+    def _end_arguments(self) -> None:
+        if self._arguments and (self._max_calls is None or self.num_calls <= self._max_calls):
+            self._out.append(CallArguments(self.num_calls - 1, "".join(self._arguments)))
+        self._arguments.clear()
 
     def _content(self, text: str) -> None:
+        self._end_arguments()
         if self._space is not None:
             if not text or text.isspace():
                 self._space.append(text)
