@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
@@ -25,8 +26,12 @@ LIMITS: dict[str, Any] = {
 """Limits of llguidance. With these, a mask of a hostile regular expression takes about 60 ms at most (1.6 s without),
 and a lexer about 20 MB. They do not bound everything, see `gateway.intake.grammar_trial`.
 """
-WHITESPACE = r"[ \t\r\n]{1,32}"
-"""The whitespace between two tokens of JSON. Without a bound, a small model may never stop adding some."""
+WHITESPACE = r"( |\r?\n {0,16}|\r?\n\t{0,8})"
+"""The whitespace between two tokens of JSON: a space, or a new line with its indentation. Without a bound, a small
+model may never stop adding some.
+"""
+MAX_STEPS = 6
+"""Number of tokens that a trial draws on each of its ways."""
 MAX_REASON_CHARS = 200
 
 
@@ -80,10 +85,31 @@ def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatch
     return matcher
 
 
+def explore(tokenizer: LLTokenizer, start: LLMatcher) -> None:
+    """Follows a compiled grammar for a few tokens, on a few ways. Raises GrammarError if it becomes too complex there.
+
+    Grammars that no limit notices at their start are usually found out so, before a request begins.
+    """
+    for way in (0, 1, 2):
+        matcher = start.deep_copy()
+        for _ in range(MAX_STEPS):
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            bits[tokenizer.eos_tokens] = 0
+            allowed = np.flatnonzero(bits)
+            if matcher.is_error() or not len(allowed):
+                break
+            matcher.consume_token(int(allowed[way * (len(allowed) - 1) // 2]))
+            if matcher.is_stopped():
+                break
+        if matcher.is_error():
+            raise GrammarError("is too complex after a few tokens")
+
+
 def _source(wanted: StructuredOutput) -> str:
     """Returns the grammar in llguidance's own form."""
     if wanted.kind in ("json_schema", "json_object"):
-        schema = wanted.source if wanted.kind == "json_schema" else '{"type": "object"}'
+        schema = wanted.source.strip() if wanted.kind == "json_schema" else '{"type": "object"}'
+        schema = {"true": "{}", "false": '{"enum": []}'}.get(schema, schema)  # llguidance adds options to an object
         source: Any = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     elif wanted.kind == "regex":
         source = LLMatcher.grammar_from_regex(wanted.source)

@@ -52,10 +52,12 @@ class GrammarState:
         return other
 
     def follow(self, output_ids: Seq[int]) -> None:
-        """Takes the tokens that are new in `output_ids`, which are all of the sample's output."""
+        """Takes the tokens that are new in `output_ids`, which are all of the sample's output and only ever grow.
+
+        Raises ValueError if there are fewer than before.
+        """
         if len(output_ids) < self._followed:
-            self._matcher.reset()
-            self._followed, self._mask_at, self._error = 0, -1, ""
+            raise ValueError(f"a sample of {self._followed} tokens cannot have {len(output_ids)}")
         for token in output_ids[self._followed :]:
             if not self._error and not self._matcher.consume_token(token):
                 self._error = "does not match the tokens so far, or became too complex after them"

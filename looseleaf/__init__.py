@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from common.errors import LooseleafError, StartupError
+    from common.types import StructuredOutput
     from looseleaf.client import AsyncClient, Client
     from looseleaf.llm import LLM
     from looseleaf.results import Completion, Delta, ModelInfo, Sample, Usage
@@ -22,6 +23,7 @@ __all__ = [
     "ModelInfo",
     "Sample",
     "StartupError",
+    "StructuredOutput",
     "Usage",
     "__version__",
 ]
@@ -36,6 +38,8 @@ def __getattr__(name: str) -> object:
 def _home(name: str) -> str:
     if name in ("LooseleafError", "StartupError"):
         return "common.errors"
+    if name == "StructuredOutput":
+        return "common.types"
     if name in ("Client", "AsyncClient"):
         return "looseleaf.client"
     return "looseleaf.llm" if name == "LLM" else "looseleaf.results"

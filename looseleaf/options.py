@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
 from common import convert
+from common.types import StructuredOutput
 from protos.v1 import inference_pb2 as pb
 
 Message = Mapping[str, str]
@@ -60,6 +61,8 @@ class GenerateOptions(TypedDict, total=False):
     """The sum of a beam's log-probabilities is divided by its length to this power. 1 by default."""
     early_stopping: bool | Literal["never"]
     """When a beam search ends, as in transformers."""
+    structured_output: StructuredOutput
+    """What the text must match: a JSON schema, any JSON object, a regular expression, a choice or a Lark grammar."""
     max_tokens: int
     min_tokens: int
     stop: str | Sequence[str]
@@ -101,6 +104,8 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     _set(request.sampling, "num_sequences", values, "n")
     _set_early_stopping(request, values)
     request.sampling.logit_bias.update(options.get("logit_bias", {}))
+    if (structured := options.get("structured_output")) is not None:
+        request.sampling.structured_output.CopyFrom(convert.structured_to_pb(structured))
     for name in _STOPPING:
         _set(request.stopping, name, values)
     stop = options.get("stop", ())

@@ -6,13 +6,14 @@ judges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from common.types import SamplingParams, StoppingParams
 from engine.beam_search import BeamSearch, Hypothesis
+from engine.grammar_state import GrammarState
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampled, SampleRow, beam_candidates, sample_rows
 from engine.step import StepInput
@@ -45,17 +46,22 @@ class Oracle:
         *,
         sample_index: int = 0,
         chunk: int | None = None,
+        begin: Callable[[], GrammarState] | None = None,
     ) -> list[Sampled]:
-        """As `generate`, with each token's log-probabilities where `sampling` asks for them."""
+        """As `generate`, with each token's log-probabilities where `sampling` asks for them.
+
+        `begin` returns the start of the grammar. Every token is drawn by a new state, which follows all tokens.
+        """
         outputs, drawn = list[int](), list[Sampled]()
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
         with self._runner.using(self._arena(len(prompt_ids) + limit)):
             logits = self._prefill(prompt_ids, chunk, last_only=True)
             while True:
-                row = SampleRow(sampling, stopping, prompt_ids, outputs, sample_index, len(outputs))
+                row = SampleRow(sampling, stopping, prompt_ids, outputs, sample_index, len(outputs), begin and begin())
                 drawn += sample_rows(logits, [row])
                 outputs.append(drawn[-1].token_id)
                 stopped = outputs[-1] in stopping.stop_token_ids and len(outputs) >= stopping.min_tokens
+                stopped = stopped or (begin is not None and begin().is_over(outputs))
                 if stopped or len(outputs) >= limit:
                     return drawn
                 logits = self._decode(prompt_ids, outputs)

@@ -22,7 +22,7 @@ CallFormatName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
 ReasoningFormatName = Literal["qwen3", "deepseek_r1"]
 _FOREIGN = re.compile(
     r"<function|<arg_key>|<parameter|<\|tool_call|<tool_call\|>|<\|action_start|<\|channel\|>|<\|START_ACTION"
-    r"|<\uff5ctool|tool_calls_section|minimax:tool_call|<\|python_start"
+    r"|<\uff5ctool|tool_calls_section|minimax:tool_call|<\|python_start|functools\[|\[func_name"
 )
 """Marks of formats that no parser here reads."""
 _KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")

@@ -6,11 +6,12 @@ Independent of workers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import FinishReason, SamplingParams, StoppingParams, TokenLogprob
+from engine.grammar_state import GrammarState
 from looseleaf.options import GenerateOptions
 from looseleaf.results import Completion
 from testing.oracle import Oracle
@@ -88,16 +89,17 @@ def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37,
     ]
 
 
-def expect(oracle: Oracle, case: Case) -> Answer:
-    """What one process says, one sequence at a time, without a cache."""
+def expect(oracle: Oracle, case: Case, begin: Callable[[], GrammarState] | None = None) -> Answer:
+    """What one process says, one sequence at a time, without a cache. `begin` returns the start of the grammar."""
     prompt, sampling, stopping = list(case.prompt), case.sampling, case.stopping
     if sampling.beam_width is not None:
         best = oracle.beam_search(prompt, sampling, stopping)
         return [Text(list(b.token_ids), list(b.logprobs), b.finish_reason, b.score) for b in best]
     answer = []
     for index in range(sampling.num_sequences):
-        drawn = oracle.draw(prompt, sampling, stopping, sample_index=index)
+        drawn = oracle.draw(prompt, sampling, stopping, sample_index=index, begin=begin)
         stopped = drawn[-1].token_id in stopping.stop_token_ids
+        stopped = stopped or (begin is not None and begin().is_over([sampled.token_id for sampled in drawn]))
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         logprobs = [sampled.logprob for sampled in drawn if sampled.logprob is not None]
         answer.append(Text([sampled.token_id for sampled in drawn], logprobs, reason))

@@ -36,6 +36,7 @@ from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.worker import Done, Event, PrefillWorker
 from testing.equality.cases import Answer, Case, Text
 from testing.ledger.store import wait_until
+from worker.grammars import Grammars
 
 DOMAIN = b"domain"
 MAX_NUM_SEQS = 64
@@ -123,8 +124,10 @@ class Workers:
         num_blocks: int = 512,
         budget: int = 512,
         preemption: Choice = "give-back",
+        grammars: Grammars | None = None,
     ) -> None:
-        """`client` is a Redis; `budget` the most prompt tokens of a step."""
+        """`client` is a Redis; `budget` the most prompt tokens of a step; `grammars` for structured output."""
+        self._grammars = grammars
         self.runner = runner
         self.arena = Arena.create(directory, runner.layout, num_blocks)
         self._client, self._ledger, self._choice = client, open_ledger(client, self.arena), preemption
@@ -210,6 +213,8 @@ class Workers:
     def _send(self, asked: Asked) -> None:
         case = asked.case
         job = Job.of(list(case.prompt), asked.branches, case.sampling, case.stopping)
+        if self._grammars is not None:
+            self._grammars.attach(job.sequences)
         self.prefill.submit(job, asked.salt, partial(self._prefilled, asked))
 
     def _prefilled(self, asked: Asked, event: Event) -> None:
@@ -233,6 +238,8 @@ class Workers:
                 Tokens(list(case.prompt), list(branch.output_ids), case.sampling, case.stopping, branch.sample_index)
                 for branch in asked.branches
             ]
+            if self._grammars is not None:
+                self._grammars.attach(sequences)
             group = Group(asked.number, asked.attempts, sequences)
             self.decode.submit(self._session, group, event.ticket, asked.salt, event.candidates)
 

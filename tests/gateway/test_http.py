@@ -214,7 +214,7 @@ async def test_what_is_known_and_not_supported_is_refused_as_such(serve: Any) ->
         error = (await served.post("/v1/completions", prompt="x", **field)).json()["error"]
         assert error["code"] == "unimplemented" and error["message"].startswith(next(iter(field)))
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    for field in ({"functions": [{"name": "f"}]}, {"web_search_options": {"x": 1}}):
+    for field in ({"functions": [{"name": "f"}]}, {"audio": {"voice": "x"}}):
         assert (await served.post("/v1/chat/completions", **chat, **field)).json()["error"]["code"] == "unimplemented"
     quiet = {"n": 1, "tools": [], "response_format": {"type": "text"}, "store": True, "metadata": {}, "user": "u"}
     assert (await served.post("/v1/chat/completions", **chat, **quiet)).status_code == 200

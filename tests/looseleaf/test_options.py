@@ -6,6 +6,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from common.convert import sampling_from_pb
+from common.types import StructuredOutput
 from looseleaf.options import GenerateOptions, build_request
 from protos.v1 import types_pb2
 
@@ -25,6 +27,7 @@ EVERYTHING: dict[str, Any] = {
     "beam_width": 4,
     "length_penalty": 0.5,
     "early_stopping": "never",
+    "structured_output": StructuredOutput("choice", options=("a", "b")),
     "max_tokens": 9,
     "min_tokens": 4,
     "stop": ["end"],
@@ -43,7 +46,10 @@ def test_the_table_above_is_complete() -> None:
     assert set(EVERYTHING) == set(get_type_hints(GenerateOptions))
 
 
-@pytest.mark.parametrize("name", sorted(set(EVERYTHING) - {"timeout", "logit_bias", "stop", "n", "early_stopping"}))
+_CONVERTED = {"timeout", "logit_bias", "stop", "n", "early_stopping", "structured_output"}
+
+
+@pytest.mark.parametrize("name", sorted(set(EVERYTHING) - _CONVERTED))
 def test_each_option_arrives_in_its_field(name: str) -> None:
     request = build_request("x", {name: EVERYTHING[name]})  # type: ignore[misc]
     holders = [
@@ -72,6 +78,25 @@ def test_maps_and_stop_strings() -> None:
     assert dict(request.sampling.logit_bias) == {7: -4.0}
     assert list(request.stopping.stop) == ["end"]
     assert list(build_request("x", {"stop": ["a", "b"]}).stopping.stop) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        StructuredOutput("json_schema", '{"type": "null"}'),
+        StructuredOutput("json_object"),
+        StructuredOutput("regex", "a+"),
+        StructuredOutput("choice", options=("a", "b")),
+        StructuredOutput("lark", 'start: "a"'),
+    ],
+)
+def test_a_grammar_arrives_as_it_was(wanted: StructuredOutput) -> None:
+    message = build_request("x", {"structured_output": wanted}).sampling
+    assert sampling_from_pb(message).structured == wanted
+
+
+def test_free_text_has_no_grammar() -> None:
+    assert sampling_from_pb(build_request("x", {}).sampling).structured is None
 
 
 def test_samples_and_the_kinds_of_early_stopping() -> None:

@@ -41,6 +41,8 @@ TEMPLATES: list[tuple[str, CallFormat | None]] = [
     ("{{ tools }}<tool_call>name\n<arg_key>k</arg_key>", None),
     ("{{ tools }}<|channel|>commentary to=functions.x", None),
     ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>", None),
+    ('{{ tools }} prefix calls with functools[{"name": name, "arguments": {...}}]', None),
+    ('<|start_header_id|>{{ tools }}"parameters": [func_name1(name=value)]', None),
     ("{{ tools }}", None),
     ("", None),
 ]

@@ -1,0 +1,171 @@
+"""Seeded random schemas: every answer that the model ends parses and validates, or the request is refused by a 400.
+
+The kinds are those of the JSON-schema test suite that bound an answer; strings and arrays are short, so that the
+built-in model reaches the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from looseleaf import LLM
+
+NUM_SCHEMAS = 300
+AT_ONCE = 8
+FORMATS = ("date", "time", "date-time", "uuid", "ipv4")
+PATTERNS = ("^[a-z]{2,5}$", "^(cat|dog)s?$", "^[A-Z][0-9]{3}$", "[0-9]{2}")
+LEAVES = (
+    "string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format", "bounded", "multiple",
+    "types",
+)  # fmt: skip
+KINDS = (*LEAVES, "array", "tuple", "object", "optional", "anyOf", "allOf", "oneOf", "ref", "map")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(num_blocks=4096) as running:
+        yield running
+
+
+def leaf(rng: random.Random, kind: str) -> dict[str, Any]:
+    low = rng.randint(-50, 50)
+    made: dict[str, dict[str, Any]] = {
+        "string": {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 8)},
+        "integer": {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 300)},
+        "number": {"type": "number", "minimum": 0, "maximum": 9.5},
+        "boolean": {"type": "boolean"},
+        "null": {"type": "null"},
+        "enum": {"enum": rng.sample(["a", "bb", 1, 2.5, None, True, {"x": 1}, [1, "y"]], rng.randint(1, 4))},
+        "const": {"const": rng.choice(["fixed", 7, None, {"k": ["v"]}])},
+        "pattern": {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 12},
+        "format": {"type": "string", "format": rng.choice(FORMATS)},
+        "bounded": {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 20},
+        "multiple": {"type": "integer", "multipleOf": rng.choice([2, 5, 10]), "minimum": 0, "maximum": 100},
+        "types": {"type": rng.sample(["integer", "boolean", "null"], 2), "minimum": 0, "maximum": 99},
+    }
+    return made[kind]
+
+
+def schema_of(rng: random.Random, depth: int) -> dict[str, Any]:
+    kind = rng.choice(KINDS if depth else LEAVES)
+    if kind in LEAVES:
+        return leaf(rng, kind)
+
+    def inner() -> dict[str, Any]:
+        return schema_of(rng, depth - 1)
+
+    if kind == "array":
+        low = rng.randint(0, 2)
+        return {"type": "array", "items": inner(), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": [inner(), inner()], "items": False, "minItems": 2}
+    if kind == "anyOf":
+        return {"anyOf": [inner(), inner()]}
+    if kind == "allOf":
+        return {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": rng.randint(5, 90)}]}
+    if kind == "oneOf":
+        return {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 50}, {"type": "null"}]}
+    if kind == "map":
+        return {"type": "object", "additionalProperties": leaf(rng, "boolean"), "maxProperties": 1}
+    if kind == "ref":
+        return {"$defs": {"part": inner()}, "type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2}
+    names = rng.sample(["id", "name", "größe", 'q"uote', "z"], rng.randint(1, 4))
+    required = names if kind == "object" else names[: rng.randint(0, len(names))]
+    return {
+        "type": "object", "properties": {name: inner() for name in names}, "required": required,
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def with_local_refs(schema: dict[str, Any]) -> dict[str, Any]:
+    """`$ref`s start at the root, so definitions move there, each under a name of its own."""
+    definitions: dict[str, Any] = {}
+
+    def moved(node: Any) -> Any:
+        if isinstance(node, list):
+            return [moved(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        node = {key: moved(value) for key, value in node.items()}
+        if isinstance(part := node.pop("$defs", None), dict):
+            name = f"part{len(definitions)}"
+            definitions[name] = part["part"]
+            node["items"] = {"$ref": f"#/$defs/{name}"}
+        return node
+
+    found: dict[str, Any] = moved(schema)
+    return found | ({"$defs": definitions} if definitions else {})
+
+
+ODD: list[dict[str, Any]] = [
+    {"not": {"type": "string"}},
+    {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 3},
+    {"type": "array", "contains": {"const": 1}, "maxItems": 2},
+    {"type": "object", "minProperties": 2, "properties": {"a": {"type": "null"}, "b": {"type": "null"}}},
+    {"type": "object", "patternProperties": {"^x": {"type": "null"}}, "maxProperties": 1},
+    {"type": "object", "propertyNames": {"maxLength": 2}, "maxProperties": 1},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "dependentRequired": {"a": ["b"]}, "maxProperties": 1},
+    {"oneOf": [{"type": "integer", "maximum": 9}, {"type": "integer", "minimum": 5, "maximum": 20}]},
+    {"if": {"type": "integer"}, "then": {"maximum": 5}},
+    {"type": "integer", "unevaluatedProperties": False, "maximum": 9, "minimum": 0},
+    {"type": "string", "format": "regex", "maxLength": 5},
+    {"type": "string", "contentEncoding": "base64", "maxLength": 4},
+    {"$dynamicRef": "#node"},
+    {"type": ["integer"], "enum": ["a", 3]},
+    {"const": "a", "type": "integer"},
+]
+"""Keywords that llguidance knows in part or not at all."""
+
+
+@pytest.mark.parametrize("schema", ODD, ids=lambda schema: "-".join(schema))
+def test_odd_keywords_are_kept_or_refused_by_name(llm: LLM, schema: dict[str, Any]) -> None:
+    for seed in range(4):
+        body = {"prompt": "Once", "max_tokens": 200, "temperature": 1.0, "seed": seed, "guided_json": schema}
+        reply = httpx.post(f"http://{llm.addresses.http}/v1/completions", json=body, timeout=60)
+        if reply.status_code == 400:
+            assert reply.json()["error"]["param"] == "guided_json"
+            return
+        [choice] = reply.json()["choices"]
+        if choice["finish_reason"] == "stop":
+            jsonschema.Draft202012Validator(schema).validate(json.loads(choice["text"]))
+
+
+async def test_every_answer_validates_or_the_request_is_refused(llm: LLM) -> None:
+    rng = random.Random(20)
+    schemas = [with_local_refs(schema_of(rng, 2)) for _ in range(NUM_SCHEMAS)]
+    outcomes: Counter[str] = Counter()
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(http: httpx.AsyncClient, number: int, schema: dict[str, Any]) -> None:
+        named = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
+        body = {
+            "prompt": "Once", "max_tokens": 600, "temperature": (0.0, 1.0)[number % 2], "seed": number,
+            "response_format": named,
+        }  # fmt: skip
+        async with places:
+            reply = await http.post(f"http://{llm.addresses.http}/v1/completions", json=body)
+        if reply.status_code == 400:
+            assert reply.json()["error"]["param"] == "response_format.json_schema.schema", reply.text
+            outcomes[f"refused: {reply.json()['error']['message'][-60:]}"] += 1
+            return
+        assert reply.status_code == 200, reply.text
+        [choice] = reply.json()["choices"]
+        outcomes[choice["finish_reason"]] += 1
+        if choice["finish_reason"] == "stop":
+            checker = jsonschema.FormatChecker(("uuid", "ipv4"))  # dates have the form, but also 0000-01-30
+            jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(choice["text"]))
+
+    async with httpx.AsyncClient(timeout=120) as http:
+        await asyncio.gather(*(one(http, number, schema) for number, schema in enumerate(schemas)))
+    print(outcomes)
+    assert outcomes["stop"] > 0.85 * NUM_SCHEMAS, outcomes
+    assert outcomes["length"] < 0.05 * NUM_SCHEMAS, outcomes

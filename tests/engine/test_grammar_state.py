@@ -1,0 +1,137 @@
+"""The state of a sample in its grammar: a pure function of grammar and tokens; ends, end tokens, limits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llguidance import LLTokenizer
+
+from common.grammar import GrammarError, compile_grammar, load_tokenizer
+from common.types import StoppingParams, StructuredOutput
+from engine import grammar_state
+from engine.grammar_state import GrammarState
+from engine.tiny import make_checkpoint
+
+EOS = 2
+VOCAB = 600
+"""More than the 512 tokens of the tokenizer: the logits of some models are wider."""
+JSON = StructuredOutput(
+    "json_schema",
+    '{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": ["x"]}}}',
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(directory, "llama", seed=0)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> LLTokenizer:
+    return load_tokenizer(directory, VOCAB)
+
+
+def begin(
+    tokenizer: LLTokenizer, wanted: StructuredOutput, *, stop: tuple[int, ...] = (EOS,), min_tokens: int = 0
+) -> GrammarState:
+    stopping = StoppingParams(stop_token_ids=stop, min_tokens=min_tokens)
+    return GrammarState(compile_grammar(tokenizer, wanted), tokenizer, stopping)
+
+
+def regex(pattern: str) -> StructuredOutput:
+    return StructuredOutput("regex", pattern)
+
+
+def allowed(state: GrammarState, output_ids: list[int]) -> list[int]:
+    return np.flatnonzero(np.unpackbits(state.mask(output_ids), bitorder="little")).tolist()
+
+
+def walk(tokenizer: LLTokenizer, wanted: StructuredOutput, seed: int, length: int = 40) -> list[list[int]]:
+    """What is allowed at each position of a random way through a grammar, after the way itself."""
+    rng, state, way, seen = random.Random(seed), begin(tokenizer, wanted), list[int](), list[list[int]]()
+    while len(way) < length and not state.is_over(way):
+        seen.append(allowed(state, way))
+        way.append(rng.choice(seen[-1]))
+    return [way, *seen]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_state_is_a_function_of_grammar_and_tokens(tokenizer: LLTokenizer, seed: int) -> None:
+    """Step by step, all at once, and forked midway."""
+    way, *seen = walk(tokenizer, JSON, seed)
+    for position, expected in enumerate(seen):
+        tokens = way[:position]
+        assert allowed(begin(tokenizer, JSON), tokens) == expected
+        origin = begin(tokenizer, JSON)
+        origin.follow(tokens[: position // 2])
+        fork = origin.fork()
+        origin.follow(way)
+        assert allowed(fork, tokens) == expected
+
+
+def test_a_fork_does_not_move_its_origin(tokenizer: LLTokenizer) -> None:
+    origin = begin(tokenizer, regex("[ab]c[de]"))
+    [a], [b], [c] = map(tokenizer.tokenize_str, "abc")
+    fork = origin.fork()
+    fork.follow([b, c])
+    assert allowed(origin, [a])[0] == c
+    assert len(allowed(fork, [b, c])) == 2
+
+
+def test_the_end_token_follows_only_where_the_grammar_accepts(tokenizer: LLTokenizer) -> None:
+    state = begin(tokenizer, regex("a{2,3}"))
+    [a] = tokenizer.tokenize_str("a")
+    assert EOS not in allowed(state, [a])
+    assert EOS in allowed(state, [a, a])
+    assert not state.is_over([a, a])
+    assert state.is_over([a, a, a]), "nothing can follow"
+    assert state.is_over([a, a, EOS])
+
+
+def test_an_end_token_that_would_not_end_the_sequence_never_follows(tokenizer: LLTokenizer) -> None:
+    assert EOS not in allowed(begin(tokenizer, regex("a*"), stop=()), [])
+    assert EOS in allowed(begin(tokenizer, regex("a*")), [])
+
+
+def test_where_only_the_end_could_follow_and_there_is_no_end_token(tokenizer: LLTokenizer) -> None:
+    with pytest.raises(GrammarError, match="lets no token"):
+        begin(tokenizer, regex(""), stop=()).mask([])
+
+
+def test_min_tokens_delays_stop_tokens_while_something_else_can_follow(tokenizer: LLTokenizer) -> None:
+    [a], [b] = tokenizer.tokenize_str("a"), tokenizer.tokenize_str("b")
+    state = begin(tokenizer, regex("[ab]{1,3}"), stop=(EOS, b), min_tokens=2)
+    assert a in allowed(state, []) and b not in allowed(state, [])
+    assert EOS not in allowed(state, [a])
+    assert {EOS, b} <= set(allowed(state, [a, a]))
+    forced = begin(tokenizer, regex("bb"), stop=(EOS, b), min_tokens=2)
+    assert b in allowed(forced, []), "the grammar wins"
+
+
+def test_tokens_that_only_the_model_has_and_special_tokens_never_follow(tokenizer: LLTokenizer) -> None:
+    found = allowed(begin(tokenizer, regex("(.|\n)*")), [])
+    assert max(found) < 512 and not {0, 1} & set(found) and EOS in found
+
+
+def test_tokens_that_do_not_match(tokenizer: LLTokenizer) -> None:
+    [a], [b] = tokenizer.tokenize_str("a"), tokenizer.tokenize_str("b")
+    state = begin(tokenizer, regex("a+"))
+    state.follow([a, b])
+    assert not state.is_over([a, b])
+    with pytest.raises(GrammarError, match="tokens so far"):
+        state.mask([a, b])
+    with pytest.raises(GrammarError, match="tokens so far"):
+        state.fork().mask([a, b])
+    with pytest.raises(ValueError, match="cannot have 1"):
+        state.follow([a])
+
+
+def test_a_mask_that_takes_too_long(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_state, "MAX_MASK_CPU_S", 0.0)
+    with pytest.raises(GrammarError, match="s for a token"):
+        begin(tokenizer, JSON).mask([])

@@ -1,0 +1,98 @@
+"""Trials of grammars in a process of their own: hostile ones get a 400 within a second, and others do not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import InvalidArgument
+from common.types import StructuredOutput
+from gateway.intake.grammar_trial import MAX_VERDICTS, GrammarTrials
+
+MODEL = str(Path(__file__).parents[2] / "models/storyteller")
+GOOD = StructuredOutput("json_object")
+HOSTILE = {
+    "crashes the compiler": StructuredOutput(
+        "lark", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
+    ),
+    "long chain of terminals": StructuredOutput(
+        "lark", "start: R0\n" + "\n".join(f'R{i}: R{i + 1} "b"' for i in range(3000)) + '\nR3000: "a"'
+    ),
+    "takes seconds to compile": StructuredOutput(
+        "json_schema", '{"type": "integer", "multipleOf": 999983, "minimum": 0, "maximum": 1000000000000000000}'
+    ),
+    "takes seconds for a mask": StructuredOutput("lark", "start: " + " | ".join(['"a"'] * 12000)),
+    "takes seconds later": StructuredOutput("regex", "(a{1000}){1000}"),
+    "takes memory": StructuredOutput("regex", "((((((a{99}){99}){99}){99}b){99}){99})"),
+    "nested": StructuredOutput("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
+}
+
+
+@pytest.fixture
+async def trials() -> AsyncIterator[GrammarTrials]:
+    made = GrammarTrials(MODEL, 2048)
+    await made.warm()
+    await made.check("x", GOOD)
+    yield made
+    await made.close()
+
+
+async def refusal(trials: GrammarTrials, wanted: StructuredOutput) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        await trials.check("guided_grammar", wanted)
+    assert caught.value.violations[0].field == "guided_grammar"
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_grammars_are_refused_within_a_second(trials: GrammarTrials, name: str) -> None:
+    began = time.monotonic()
+    message = await refusal(trials, HOSTILE[name])
+    assert time.monotonic() - began < 1.0
+    assert message.isprintable()
+    began = time.monotonic()
+    assert await refusal(trials, HOSTILE[name]) == message
+    assert time.monotonic() - began < 0.01, "the verdict is kept"
+    await trials.check("x", StructuredOutput("regex", "a+"))
+
+
+async def test_others_go_on_meanwhile(trials: GrammarTrials) -> None:
+    """The event loop is free, what is known is answered at once, and a new grammar waits for a place at most."""
+    slow = HOSTILE["takes seconds to compile"].source
+    hostile = [asyncio.create_task(refusal(trials, StructuredOutput("json_schema", slow + " " * i))) for i in range(3)]
+    worst = 0.0
+    while not all(task.done() for task in hostile):
+        began = time.monotonic()
+        await asyncio.sleep(0.001)
+        await trials.check("x", GOOD)
+        worst = max(worst, time.monotonic() - began)
+    assert worst < 0.2
+    assert all("0.25 s" in message for message in await asyncio.gather(*hostile))
+
+
+async def test_a_process_that_dies_is_replaced(trials: GrammarTrials) -> None:
+    assert trials._process is not None
+    trials._process._child.kill()
+    await trials.check("x", StructuredOutput("regex", "abc"))
+
+
+async def test_the_same_grammar_is_tried_once(trials: GrammarTrials) -> None:
+    wanted = StructuredOutput("regex", "once")
+    await asyncio.gather(*(trials.check("x", wanted) for _ in range(50)))
+    assert next(trials._process._numbers) == 2  # type: ignore[union-attr]
+
+
+async def test_verdicts_are_bounded(trials: GrammarTrials) -> None:
+    for i in range(MAX_VERDICTS + 10):
+        trials._keep(i.to_bytes(4), None)
+    assert len(trials._verdicts) == MAX_VERDICTS
+
+
+async def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    trials = GrammarTrials(str(tmp_path), 2048)
+    assert "tokenizer" in await refusal(trials, GOOD)
+    await trials.close()
