@@ -18,6 +18,7 @@ from common.trust import trust_of
 from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
+from gateway.api.chat_plan import ChatPlanner
 from gateway.api.credentials import Authenticator
 from gateway.api.exposure import front_certificates, warn_of_public_bind
 from gateway.api.front import Front
@@ -124,7 +125,8 @@ async def main(settings: GatewaySettings) -> None:
         recover_s=settings.recover_s,
         used=admission.used,
     )
-    front = Front(assets, authenticator, admission, validator, runner, metrics)
+    planner = ChatPlanner(assets, settings.tool_call_parser, settings.reasoning_parser)
+    front = Front(assets, authenticator, admission, validator, runner, metrics, planner)
     grpc_server.add(
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
         InferenceServicer(front),

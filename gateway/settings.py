@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from common.settings import ServerSettings, settings_config
+from gateway.tools.formats import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(ServerSettings):
@@ -18,6 +19,12 @@ class GatewaySettings(ServerSettings):
 
     model: str = Field(description="Hugging Face model directory; its weights are not needed here")
     served_model_name: str | None = Field(None, description="the model's name for clients; default: the directory's")
+    tool_call_parser: CallFormatName = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template says"
+    )
+    reasoning_parser: ReasoningFormatName | None = Field(
+        None, description="how the model marks its reasoning, which is then split off; default: it is not"
+    )
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
     reuse_port: bool = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.admission.admission import Admission
+from gateway.api.chat_plan import ChatPlanner
 from gateway.api.credentials import Authenticator
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import Validator
@@ -22,3 +23,4 @@ class Front:
     validator: Validator
     runner: RequestRunner
     metrics: Metrics
+    planner: ChatPlanner

@@ -52,6 +52,7 @@ class HttpApi:
         self._validator = front.validator
         self._runner = front.runner
         self._metrics = front.metrics
+        self._planner = front.planner
         self._texts = TokenTexts(front.assets.tokenizer)
         self._ready: Callable[[], bool] = lambda: False
         self._timeout_s = STALLED_CLIENT_S
@@ -102,7 +103,8 @@ class HttpApi:
             entry = stack.enter_context(self._admission.enter(tenant))
             body = await self._bodies.read(request, ChatBody)
             envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
-            return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
+            answer = Answer(self._assets, body, envelope, self._texts, self._planner)
+            return await self._answer(request, answer, entry, stack)
 
     async def _answer(self, request: Request, answer: Answer, entry: Entry, stack: ExitStack) -> Response:
         """Returns the answer. `stack` releases the request's admission; for a streamed answer, when the stream ends."""
@@ -117,7 +119,7 @@ class HttpApi:
     async def _take(self, answer: Answer, entry: Entry) -> None:
         """Resolves the request. Raises an error if the request is invalid."""
         requests = []
-        for wanted in answer.body.all_wanted():
+        for wanted in answer.all_wanted():
             requests.append(await self._validator.resolve(wanted, entry.tenant))
             await asyncio.sleep(0)  # streams go on between one prompt of a batch and the next
         answer.take(requests)
@@ -171,6 +173,7 @@ class HttpApi:
         body = await self._bodies.read(request, TokenizeBody)
         self._validator.check_model(body.model)
         name, prompt = body.input()
+        self._planner.check(prompt)
         ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
         return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from common.errors import InvalidArgument, LooseleafError, Unimplemented
-from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, MessageBody, TokenizeBody
+from gateway.api.chat_messages import MessageBody
+from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.intake.limits import (
     BODY_SLACK_BYTES,
     MAX_BATCH_PROMPTS,
@@ -23,6 +24,7 @@ from gateway.intake.limits import (
     MAX_CONTENT_PARTS,
     MAX_FIELD_BYTES,
     MAX_MESSAGES,
+    MAX_TOOLS_BYTES,
     Checker,
     PromptLimits,
 )
@@ -230,6 +232,13 @@ def _messages(name: str, raw: bytes, limits: PromptLimits) -> list[MessageBody] 
     return messages
 
 
+def _tools(name: str, raw: bytes, limits: PromptLimits) -> list[dict[str, Any]] | None:
+    if len(raw) > MAX_TOOLS_BYTES:
+        raise InvalidArgument.of(name, f"must take at most {MAX_TOOLS_BYTES} bytes as JSON, got {len(raw)}")
+    tools: list[dict[str, Any]] | None = _decoded(name, raw, _TOOLS)
+    return tools
+
+
 def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
     if len(prompts) > MAX_BATCH_PROMPTS:
         raise InvalidArgument.of(name, f"must hold at most {MAX_BATCH_PROMPTS} prompts, got {len(prompts)}")
@@ -245,11 +254,14 @@ _ANY = msgspec.json.Decoder()
 _TEXT = msgspec.json.Decoder(str | None)
 _STRINGS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
+_TOOLS = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody] | None)
 _READERS: Mapping[tuple[type[Body], str], Callable[[str, bytes, PromptLimits], Any]] = {
     (CompletionBody, "prompt"): _prompts,
     (ChatBody, "messages"): _messages,
+    (ChatBody, "tools"): _tools,
     (TokenizeBody, "prompt"): _text,
     (TokenizeBody, "messages"): _messages,
+    (TokenizeBody, "tools"): _tools,
     (DetokenizeBody, "tokens"): _tokens,
 }

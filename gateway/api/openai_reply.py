@@ -19,6 +19,7 @@ from common.types import FinishReason
 from gateway.intake.validate import ResolvedRequest
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizer, TokenTexts
+from gateway.tools.output_reader import OutputReader
 from protos.v1 import types_pb2 as pb
 
 DONE = b"data: [DONE]\n\n"
@@ -156,6 +157,8 @@ class Choice:
     prompt_logprobs: Sequence[pb.TokenLogprob] = ()
     last: Delta | None = None
     offset: int = 0
+    reader: OutputReader | None = None
+    """Reads the text as reasoning, content and tool calls. None: all of it is content."""
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -215,6 +218,12 @@ class ChunkWriter:
         shown = "null" if logprobs is None else json.dumps(logprobs)
         body = f'"delta":{{"content":{quoted(text)}}}' if self._chat else f'"text":{quoted(text)}'
         return f'{self._head}{{"index":{index},{body},"logprobs":{shown},"finish_reason":null}}]{self._tail}'.encode()
+
+    def delta(self, index: int, fields: Mapping[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
+        """Returns a chunk of a chat with these fields of the message."""
+        shown = "null" if logprobs is None else json.dumps(logprobs)
+        body = f'"delta":{json.dumps(fields)},"logprobs":{shown},"finish_reason":null'
+        return f'{self._head}{{"index":{index},{body}}}]{self._tail}'.encode()
 
     def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:
         """Returns a choice's last chunk, with the finish reason of `ending`. `summaries` is given for the stream's last

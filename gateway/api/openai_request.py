@@ -7,16 +7,16 @@ accepted and ignored. Unsupported fields that would change it are an error, unle
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from common.errors import InvalidArgument
+from gateway.api import chat_fields
+from gateway.api.chat_fields import chat_prompt
+from gateway.api.chat_messages import MessageBody
 from gateway.api.structured_fields import NOT_GIVEN, STRUCTURED_FIELDS, ResponseFormat, StructuredOutputs, structured_of
-from gateway.intake.limits import MAX_CONTENT_PARTS
-from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
-
-Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
+from gateway.intake.wanted import IdsPrompt, Prompt, TextPrompt, Wanted
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -139,40 +139,28 @@ class CompletionBody(SamplingBody, kw_only=True):
         return wanted
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    text: str
-
-
-class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. Fields that clients copy from an answer (`refusal: null`, ...) are accepted if they are empty."""
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    annotations: Nothing | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Nothing | None = None
-
-    def plain(self) -> dict[str, str]:
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
-
-
 class ChatBody(SamplingBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
+    ignored = SamplingBody.ignored - chat_fields.NAMES
+    unsupported = {k: v for k, v in SamplingBody.unsupported.items() if k not in chat_fields.NAMES}
+
     messages: list[MessageBody]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
         wanted = self.wanted()
-        wanted.prompt, wanted.prompt_field = chat_prompt(self.messages), "messages"
+        wanted.prompt, wanted.prompt_field = chat_prompt(self, self.messages, self.reasoning_effort), "messages"
         if self.max_completion_tokens is not None:
             if self.max_tokens is not None:
                 raise InvalidArgument.of("max_completion_tokens", "and max_tokens are the same; give one of them")
@@ -188,13 +176,18 @@ class TokenizeBody(Body, kw_only=True):
 
     prompt: str | None = None
     messages: list[MessageBody] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
     add_special_tokens: bool | None = None
 
     def input(self) -> tuple[str, Prompt | None]:
         if self.messages is not None and self.prompt is not None:
             raise InvalidArgument.of("messages", "and prompt exclude each other")
         if self.messages is not None:
-            return "messages", chat_prompt(self.messages)
+            return "messages", chat_prompt(self, self.messages)
         return "prompt", None if self.prompt is None else TextPrompt(self.prompt)
 
 
@@ -202,18 +195,6 @@ class DetokenizeBody(Body, kw_only=True):
     """The body of POST /detokenize."""
 
     tokens: list[int]
-
-
-def chat_prompt(messages: Sequence[MessageBody]) -> ChatPrompt:
-    if sum(len(message.content) for message in messages if isinstance(message.content, list)) > MAX_CONTENT_PARTS:
-        raise InvalidArgument.of("messages", f"must hold at most {MAX_CONTENT_PARTS} parts of content")
-    for index, message in enumerate(messages):
-        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type != "text":
-                raise InvalidArgument.of(
-                    f"messages[{index}].content[{number}].type", "must be text; nothing else is supported"
-                )
-    return ChatPrompt([message.plain() for message in messages])
 
 
 def _logit_bias(given: dict[str, float]) -> list[tuple[int, float]]:

@@ -9,12 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from common.types import FinishReason
+from gateway.api.chat_fields import tool_choice
+from gateway.api.chat_plan import ChatPlan, ChatPlanner
+from gateway.api.chat_reply import deltas_of, message_of
 from gateway.api.openai_reply import Choice, ChunkWriter, Envelope, LogprobFormat, finish_name, stop_reason
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import ResolvedRequest
+from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import TokenTexts
+from gateway.tools.formats import CallIds
+from gateway.tools.output_reader import OutputReader
 from protos.v1 import types_pb2 as pb
 
 
@@ -22,8 +29,14 @@ class Answer:
     """The answer to one completion or chat body."""
 
     def __init__(
-        self, assets: ModelAssets, body: CompletionBody | ChatBody, envelope: Envelope, texts: TokenTexts
+        self,
+        assets: ModelAssets,
+        body: CompletionBody | ChatBody,
+        envelope: Envelope,
+        texts: TokenTexts,
+        planner: ChatPlanner | None = None,
     ) -> None:
+        """`planner` is given for chats."""
         self._tokenizer = assets.tokenizer
         self._eos = frozenset(assets.eos_token_ids)
         self._format = LogprobFormat(texts)
@@ -37,6 +50,18 @@ class Answer:
         self.requests: list[ResolvedRequest] = []
         self.choices: list[Choice] = []
         self._samples = 1
+        self._planner = planner
+        self._plan: ChatPlan | None = None
+        """None: all text is content."""
+        self._ids = CallIds(str)
+
+    def all_wanted(self) -> list[Wanted]:
+        """Returns one request per prompt. Raises InvalidArgument for what cannot be one."""
+        wanted = self.body.all_wanted()
+        if self._planner is not None and isinstance(self.body, ChatBody):
+            plan = self._planner.plan(wanted[0], tool_choice(self.body))
+            self._ids, self._plan = plan.call_ids(), plan if plan.reads else None
+        return wanted
 
     def take(self, requests: list[ResolvedRequest]) -> None:
         """Creates one choice per sample of each request. All requests have equally many."""
@@ -45,6 +70,9 @@ class Answer:
         self.choices = [
             Choice(index, requests[index // self._samples]) for index in range(self._samples * len(requests))
         ]
+        if self._plan is not None:
+            for choice in self.choices:
+                choice.reader = self._plan.reader(choice.request.prompt_text or "")
 
     def _choice_of(self, number: int, delta: Delta) -> Choice:
         """Returns the choice of a delta of request `number`. The request's first delta contains the data that all its
@@ -74,11 +102,11 @@ class Answer:
         answer: dict[str, Any] = {"index": choice.index}
         text = "" if self._scores_only else "".join(choice.text)
         if self._chat:
-            answer["message"] = {"role": "assistant", "content": text, "refusal": None}
+            answer["message"] = message_of(text, choice.reader, self._ids)
         else:
             answer["text"] = self._prompt_text(choice) + text
         answer["logprobs"] = self._logprobs(choice)
-        answer.update(self._ending(last))
+        answer.update(self._ending(last, choice))
         if self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs)
         return answer
@@ -100,7 +128,7 @@ class Answer:
         """Returns the chunks for deltas of request `number`. The stream's last delta adds usage and account."""
         first, events = number * self._samples, b""
         for delta in deltas:
-            if not delta.is_plain:
+            if not delta.is_plain or self._plan is not None:
                 events += b"".join(self._chunks(writer, self._choice_of(number, delta), delta))
             elif delta.text:
                 events += writer.text(first + delta.index, delta.text)
@@ -110,16 +138,27 @@ class Answer:
         if delta.is_first:
             yield from self._opening(writer, choice, delta)
         choice.logprobs += delta.logprobs
-        if not self._scores_only and (delta.text or (choice.logprobs and self._with_logprobs)):
+        if choice.reader is not None:
+            yield from self._read(writer, choice, choice.reader, delta)
+        elif not self._scores_only and (delta.text or (choice.logprobs and self._with_logprobs)):
             yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice))
         if delta.finish_reason is None:
             return
         self._summaries += [] if delta.summary is None else [self._summary(delta.summary)]
         done = delta.summary is not None and len(self._summaries) == len(self.requests)
         account = self._summaries if done and not self.body.include_usage else None
-        yield writer.finish(choice.index, self._ending(delta), account)
+        yield writer.finish(choice.index, self._ending(delta, choice), account)
         if done and self.body.include_usage:
             yield writer.usage(self._summaries)
+
+    def _read(self, writer: ChunkWriter, choice: Choice, reader: OutputReader, delta: Delta) -> Iterator[bytes]:
+        """Yields chunks for what a delta's text turns out to be. The log-probabilities go with the first."""
+        pieces = reader.feed(delta.text) + ([] if delta.finish_reason is None else reader.finish())
+        fields = list(deltas_of(pieces, self._ids))
+        if not fields and choice.logprobs and self._with_logprobs:
+            fields = [{"content": ""}]
+        for part in fields:
+            yield writer.delta(choice.index, part, self._chunk_logprobs(choice) if choice.logprobs else None)
 
     def _opening(self, writer: ChunkWriter, choice: Choice, delta: Delta) -> Iterator[bytes]:
         if self._chat:
@@ -142,12 +181,12 @@ class Answer:
 
     # --- common
 
-    def _ending(self, last: Delta) -> dict[str, Any]:
+    def _ending(self, last: Delta, choice: Choice) -> dict[str, Any]:
         """Returns the end of a choice as its last delta describes it."""
         if self._scores_only:
             return {"finish_reason": "length", "stop_reason": None}
         ending: dict[str, Any] = {
-            "finish_reason": finish_name(last.finish_reason),
+            "finish_reason": "tool_calls" if _ended_with_calls(last, choice) else finish_name(last.finish_reason),
             "stop_reason": stop_reason(last, self._eos),
         }
         if last.beam_score is not None:
@@ -166,3 +205,8 @@ class Answer:
         if not self._scores_only:
             return summary
         return replace(summary, completion_tokens=0)
+
+
+def _ended_with_calls(last: Delta, choice: Choice) -> bool:
+    """Returns whether the model ended its answer after it had called tools."""
+    return last.finish_reason is FinishReason.STOP and choice.reader is not None and choice.reader.has_calls

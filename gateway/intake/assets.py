@@ -27,7 +27,8 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
 
 
-READ = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
+READ = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja")  # fmt: skip
 """The files that are read from a model's directory."""
 
 
@@ -44,6 +45,8 @@ class ModelAssets:
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
+    tool_template: str | None = None
+    """A template of its own for requests with tools, if the model has one."""
     longest_token: int = 64
     """Bytes of the longest token. A text longer than max_model_len of them cannot fit."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +70,8 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
         max_position=_positive(config, "max_position_embeddings", path),
         eos_token_ids=_eos_ids(generation, config),
         defaults=_defaults(generation, path),
-        chat_template=_chat_template(path, tokenizer_config),
+        chat_template=_chat_template(path, tokenizer_config, "default"),
+        tool_template=_chat_template(path, tokenizer_config, "tool_use"),
         longest_token=max((len(token.encode()) for token in tokenizer.get_vocab()), default=64),
         special_tokens=_special_tokens(tokenizer_config),
     )
@@ -126,17 +130,17 @@ def _defaults(generation: Mapping[str, Any], path: Path) -> GenerationDefaults:
     return GenerationDefaults(**given)
 
 
-def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Returns chat_template.jinja, else the entry of tokenizer_config.json (a string, or a list with one named
-    "default").
+def _chat_template(path: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
+    """Returns the template with this name. "default" is chat_template.jinja, others are in additional_chat_templates;
+    else the entry of tokenizer_config.json (a string, which is the default, or a list with names).
     """
-    file = path / "chat_template.jinja"
+    file = path / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.exists():
         return file.read_text(encoding="utf-8")
     entry = tokenizer_config.get("chat_template")
     if isinstance(entry, list):
-        entry = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}.get("default")
-    return entry if isinstance(entry, str) else None
+        return {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}.get(name)
+    return entry if isinstance(entry, str) and name == "default" else None
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

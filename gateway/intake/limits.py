@@ -29,6 +29,9 @@ MAX_FIELD_BYTES = 64 << 10
 MAX_BATCH_PROMPTS = 64
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4 * MAX_MESSAGES
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 192 << 10
+"""Bytes of a request's tools, as JSON."""
 MAX_VIOLATIONS = 16
 """Number of violations after which the search ends: a client fixes the first ones first."""
 MAX_STOP_STRINGS = 16

@@ -7,7 +7,7 @@ because handing them to a thread costs more than the work (about 0.3 ms per 1,00
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,10 +16,21 @@ from tokenizers import Tokenizer
 from common.errors import InvalidArgument
 from gateway.intake.assets import ModelAssets
 from gateway.intake.chat_template import ChatTemplate
+from gateway.intake.wanted import ChatPrompt
 
 T = TypeVar("T")
 INLINE_CHARS = 512
 INLINE_IDS = 256
+
+
+def chat_templates(assets: ModelAssets) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """Returns the model's chat template and the one for requests with tools, which is usually the same."""
+    if assets.chat_template is None:
+        return None, None
+    plain = ChatTemplate(assets.chat_template, assets.special_tokens)
+    if assets.tool_template is None:
+        return plain, plain
+    return plain, ChatTemplate(assets.tool_template, assets.special_tokens)
 
 
 class TokenizerPool:
@@ -27,9 +38,7 @@ class TokenizerPool:
 
     def __init__(self, assets: ModelAssets, num_threads: int) -> None:
         self._tokenizer: Tokenizer = assets.tokenizer
-        self._template = (
-            None if assets.chat_template is None else ChatTemplate(assets.chat_template, assets.special_tokens)
-        )
+        self._template, self._tool_template = chat_templates(assets)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -41,18 +50,22 @@ class TokenizerPool:
             return self._encode(text, add_special_tokens)
         return await self.in_thread(lambda: self._encode(text, add_special_tokens))
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_special_tokens: bool
-    ) -> tuple[str, list[int]]:
+    async def encode_chat(self, prompt: ChatPrompt, *, add_special_tokens: bool) -> tuple[str, list[int]]:
         """Returns prompt text and token ids of a conversation. Raises InvalidArgument without a template or if it
         refuses.
         """
-        template = self._template
+        template = self._tool_template if prompt.tools else self._template
         if template is None:
             raise InvalidArgument.of("messages", "cannot be used: this model has no chat template; use a completion")
 
         def work() -> tuple[str, list[int]]:
-            text = template.render(messages)
+            text = template.render(
+                prompt.messages,
+                tools=prompt.tools,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                variables=prompt.variables,
+            )
             return text, self._encode(text, add_special_tokens)
 
         return await self.in_thread(work)

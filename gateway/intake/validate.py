@@ -6,8 +6,8 @@ Does not depend on protobuf or JSON: both protocols fill a `Wanted`. Defaults co
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from common.errors import InvalidArgument, NotFound
 from common.group_need import GroupRoom
@@ -53,6 +53,8 @@ class ResolvedRequest:
     priority: int = 0
     prompt_text: str | None = None
     """The prompt as given, if it was text."""
+    shown_special: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that are part of the output's text, each with its own text."""
     tenant: str = ""
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""
@@ -120,6 +122,9 @@ class Validator:
         if wanted.structured is not None:
             await self._try_grammar(wanted.structured_field, wanted.structured)
         text, ids = await self._prompt_ids(wanted)
+        if wanted.structured_after is not None:
+            wanted.structured = wanted.structured_after(text or "")
+            await self._try_grammar(wanted.structured_field, wanted.structured)
         checker.prompt_len(wanted.prompt_field, len(ids))
         checker.token_ids(wanted.prompt_field, ids)
         checker.finish()
@@ -172,7 +177,7 @@ class Validator:
         else:
             for index, message in enumerate(prompt.messages):
                 checker.text(f"{name}[{index}].role", message["role"], MAX_NAME_BYTES)
-                checker.text(f"{name}[{index}].content", message["content"], self._max_text_bytes())
+                checker.text(f"{name}[{index}].content", message["content"] or "", self._max_text_bytes())
                 if not message["role"]:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
 
@@ -187,7 +192,7 @@ class Validator:
         if isinstance(prompt, TextPrompt):
             return prompt.text, await self._pool.encode(prompt.text, add_special_tokens=special is not False)
         if isinstance(prompt, ChatPrompt):
-            return await self._pool.encode_chat(prompt.messages, add_special_tokens=special is True)
+            return await self._pool.encode_chat(prompt, add_special_tokens=special is True)
         assert isinstance(prompt, IdsPrompt)
         return None, list(prompt.ids)
 
@@ -204,6 +209,7 @@ class Validator:
             salt=self._salts.derive(tenant, wanted.cache_salt),
             priority=wanted.priority or 0,
             prompt_text=text,
+            shown_special=wanted.shown_special,
             tenant=tenant,
             public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
             cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from common.types import EarlyStopping, StructuredOutput
 
@@ -20,8 +21,15 @@ class IdsPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    messages: Sequence[Mapping[str, str]]
-    """Messages, each with role and content."""
+    messages: Sequence[Mapping[str, Any]]
+    """Messages as chat templates expect them: role, content (a string or None), tool_calls, ..."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Tools as OpenAI's API describes them."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables for the template."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """Whether the output goes on with the last message, instead of beginning an answer."""
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -56,6 +64,10 @@ class Wanted:
     structured: StructuredOutput | None = None
     structured_field: str = "structured_output"
     """Name of the client's field that holds `structured`."""
+    structured_after: Callable[[str], StructuredOutput] | None = None
+    """Returns `structured`, if that depends on the prompt's text."""
+    shown_special: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that are part of the output's text, each with its own text."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Sequence[str] = ()

@@ -14,7 +14,7 @@ looked at again, and the pieces are exactly the full decode.
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -45,11 +45,16 @@ class Detokenizers:
         self._tokenizer = tokenizer
         self._bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
 
-    def begin(self, prompt_ids: Sequence[int] = ()) -> Detokenizing:
-        """Returns a detokenizer for one sample, after its prompt."""
+    def begin(self, prompt_ids: Sequence[int] = (), shown_special: Mapping[int, str] | None = None) -> Detokenizing:
+        """Returns a detokenizer for one sample, after its prompt. `shown_special` are the special tokens that are part
+        of the text, each with its own text.
+        """
+        plain: Detokenizing
         if self._bytes is None:
-            return Detokenizer(self._tokenizer, prompt_ids)
-        return ByteDetokenizer(self._bytes, prompt_ids)
+            plain = Detokenizer(self._tokenizer, prompt_ids)
+        else:
+            plain = ByteDetokenizer(self._bytes, prompt_ids)
+        return ShowingDetokenizer(plain, shown_special) if shown_special else plain
 
 
 class TokenBytes:
@@ -158,6 +163,24 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class ShowingDetokenizer:
+    """Detokenizes one sample with some of its special tokens. The text around these is as without them."""
+
+    __slots__ = ("_plain", "_shown")
+
+    def __init__(self, plain: Detokenizing, shown: Mapping[int, str]) -> None:
+        self._plain = plain
+        self._shown = shown
+
+    def add(self, token_id: int) -> str:
+        if (mark := self._shown.get(token_id)) is not None:
+            return self._plain.flush() + mark
+        return self._plain.add(token_id)
+
+    def flush(self) -> str:
+        return self._plain.flush()
 
 
 def _byte_level_table() -> dict[str, int]:

@@ -24,6 +24,12 @@ class ServeSettings(Settings):
     )
     model: str | None = Field(None, description="the same as a flag")
     served_model_name: str | None = Field(None, description="name in the API; default: the directory's name")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template says"
+    )
+    reasoning_parser: Literal["qwen3", "deepseek_r1"] | None = Field(
+        None, description="how the model marks its reasoning, which is then split off; default: it is not"
+    )
     roles: Literal["auto", "both", "split"] = Field(
         "auto", description="both: prefill and decode in one process; auto: both on a GPU or below 8 cores, else split"
     )

@@ -90,6 +90,8 @@ class Script:
     prefill_heartbeats: bool = True
     timings: pb.Timings = field(default_factory=lambda: pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))
     """The timings that decode workers report at a sample's end."""
+    says: Sequence[int] = ()
+    """The first tokens of every sample, whatever the prompt is."""
     burst: bool = False
     """Whether all tokens of a submit come in one message, as after the gateway was slow."""
     load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
@@ -100,6 +102,10 @@ class Script:
     cancelled_samples: list[tuple[int, int]] = field(default_factory=list)
     """(handle, sample)."""
     prefills_cancelled: int = 0
+
+    def draw(self, prompt: Sequence[int], outputs: Sequence[int], sample: int) -> int:
+        """The token after these."""
+        return self.says[len(outputs)] if len(outputs) < len(self.says) else next_id([*prompt, *outputs], sample)
 
 
 def make_record(role: Role, name: str, **overrides: Any) -> WorkerRecord:

@@ -13,7 +13,7 @@ from common.rpc import Protection, RpcServer
 from common.types import Role, WorkerRecord
 from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos.v1 import types_pb2 as pb
-from testing.gateway.parts import BLOCK_SIZE, Fault, Script, beam_score, expected_ids, make_record, next_id
+from testing.gateway.parts import BLOCK_SIZE, Fault, Script, beam_score, expected_ids, make_record
 
 HEARTBEAT_S = 0.05
 
@@ -43,7 +43,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _done(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
         beams, prompt = request.sampling.HasField("beam_width"), request.prompt_token_ids
-        tokens = [] if beams else [_first_token(request, branch) for branch in request.branches]
+        tokens = [] if beams else [_first_token(request, branch, self._script) for branch in request.branches]
         going = [b for b, t in zip(request.branches, tokens, strict=True) if not t.finish_reason] if tokens else []
         tables = [
             _tables(len(prompt), branch, number)
@@ -60,9 +60,8 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         )
 
 
-def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch) -> prefill_pb2.BranchToken:
-    ids = [*request.prompt_token_ids, *branch.output_token_ids]
-    token = next_id(ids, branch.sample_index)
+def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch, script: Script) -> prefill_pb2.BranchToken:
+    token = script.draw(request.prompt_token_ids, branch.output_token_ids, branch.sample_index)
     return prefill_pb2.BranchToken(
         sample_index=branch.sample_index,
         token_id=token,
@@ -199,7 +198,7 @@ class _Group:
 
     def _next(self, sample: int) -> decode_pb2.SequenceOutput:
         outputs = self.live[sample]
-        token = next_id([*self._submit.prompt_token_ids, *outputs], sample)
+        token = self._script.draw(self._submit.prompt_token_ids, outputs, sample)
         outputs.append(token)
         finish = _finish(self._submit.stopping, token, len(outputs))
         if finish:

@@ -17,6 +17,7 @@ from common.types import WorkerRecord
 from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
+from gateway.api.chat_plan import ChatPlanner
 from gateway.api.credentials import Authenticator
 from gateway.api.front import Front
 from gateway.fleet.liveness import LivenessLimits
@@ -48,7 +49,10 @@ class Rig:
 
     @property
     def front(self) -> Front:
-        return Front(self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics)
+        planner = ChatPlanner(self.assets)
+        return Front(
+            self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics, planner
+        )
 
     def metric(self, line_start: str) -> float:
         """The sum of all series whose line starts so."""
@@ -80,10 +84,12 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         script = script or Script()
         secret = options.pop("secret", None)
         """Of the workers; the gateway shows `shown`, by default the same."""
-        scripted = [ScriptedWorker("prefill", "p0", script, secret)]
+        longest = options.pop("max_model_len", 512)
+        scripted = [ScriptedWorker("prefill", "p0", script, secret, max_model_len=longest)]
         floors = options.pop("floors", [0] * num_decode)
         scripted += [
-            ScriptedWorker("decode", f"d{i}", script, secret, max_group_blocks=floors[i]) for i in range(num_decode)
+            ScriptedWorker("decode", f"d{i}", script, secret, max_group_blocks=floors[i], max_model_len=longest)
+            for i in range(num_decode)
         ]
         records = [await worker.start() for worker in scripted]
         workers = Workers(
@@ -98,7 +104,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             pool,
             Salts(b"secret"),
             timeout_s=options.pop("timeout_s", 20.0),
-            max_model_len=lambda: 512,
+            max_model_len=lambda: longest,
             group_rooms=lambda: workers.group_rooms,
         )
         keys = ApiKeys({} if api_key is None else {api_key: "default"}) if keys is None else keys

@@ -1,0 +1,116 @@
+"""What a chat asks of the model beyond text: tools offered or enforced, reasoning split off. One plan for one body.
+
+The plan adds to the request what workers need (a grammar, special tokens as text) and makes a reader for each sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from common.errors import InvalidArgument
+from common.types import StructuredOutput
+from gateway.api.chat_fields import ToolChoice
+from gateway.intake.assets import ModelAssets
+from gateway.intake.tokenizing import chat_templates
+from gateway.intake.wanted import ChatPrompt, Prompt, Wanted
+from gateway.tools.enforce import calls_grammar, thinking_before
+from gateway.tools.formats import CallFormatName, CallIds, OutputFormats, ReasoningFormatName, call_format, special_ids
+from gateway.tools.output_reader import OutputReader
+from gateway.tools.reasoning import ReasoningSplitter, begins_inside
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """How one body's answer is read."""
+
+    planner: ChatPlanner
+    tools: ToolChoice
+    reasoning: ReasoningFormatName | None
+
+    @property
+    def reads(self) -> bool:
+        """Whether the text of the answer is anything but content."""
+        return self.tools.choice != "none" or self.reasoning is not None
+
+    def reader(self, prompt: str) -> OutputReader:
+        """Returns a reader for one sample after this prompt."""
+        splitter = parser = None
+        if self.reasoning is not None:
+            splitter = ReasoningSplitter(inside=begins_inside(self.reasoning, prompt[-64:]))
+        form = self.planner.formats.calls
+        if self.tools.choice != "none" and form is not None:
+            known = frozenset(function.name for function in self.tools.functions)
+            parser = form.parser(known, None if self.tools.many else 1)
+        return OutputReader(splitter, parser)
+
+    def call_ids(self) -> CallIds:
+        """Returns the source of ids for the calls of the answer."""
+        return self.planner.call_ids()
+
+
+class ChatPlanner:
+    """Makes plans for one model."""
+
+    def __init__(
+        self, assets: ModelAssets, parser: CallFormatName = "auto", reasoning: ReasoningFormatName | None = None
+    ) -> None:
+        """`parser` is the family of the tool calls, or "auto" to see it from the chat template."""
+        self._template, self._tool_template = chat_templates(assets)
+        self.formats = OutputFormats(call_format(parser, assets.tool_template or assets.chat_template), reasoning)
+        calls = self.formats.calls
+        self._call_marks = {} if calls is None else special_ids(assets.tokenizer, calls.marks)
+        self._thinking_marks = special_ids(assets.tokenizer, self.formats.reasoning_marks)
+
+    def plan(self, wanted: Wanted, tools: ToolChoice) -> ChatPlan:
+        """Returns the plan of a chat and adds to `wanted` what it needs. Raises InvalidArgument for what the model
+        cannot do.
+        """
+        offered = tools.choice != "none"
+        if not offered and isinstance(wanted.prompt, ChatPrompt):
+            wanted.prompt = replace(wanted.prompt, tools=None)
+        self.check(wanted.prompt)
+        if offered:
+            self._check_tools(wanted)
+        reasoning = self.formats.reasoning if wanted.structured is None else None
+        marks = (self._call_marks if offered else {}) | (self._thinking_marks if reasoning is not None else {})
+        wanted.shown_special = {token_id: mark for mark, token_id in marks.items()}
+        if tools.choice == "required":
+            wanted.structured_field = "tools"
+            wanted.structured_after = partial(self._grammar, tools)
+        return ChatPlan(self, tools, reasoning)
+
+    def call_ids(self) -> CallIds:
+        calls = self.formats.calls
+        return CallIds(str if calls is None else calls.new_id)
+
+    def check(self, prompt: Prompt | None) -> None:
+        """Raises InvalidArgument if the model's chat template does not know what the prompt has."""
+        if not isinstance(prompt, ChatPrompt):
+            return
+        template = self._tool_template if prompt.tools else self._template
+        if template is None:
+            return
+        if prompt.tools and not template.takes_tools:
+            raise InvalidArgument.of("tools", "cannot be used: the model's chat template does not know tools")
+        for index, message in enumerate(prompt.messages):
+            if "tool_calls" in message and not template.takes_calls:
+                what = "cannot be used: the model's chat template does not know tool calls"
+                raise InvalidArgument.of(f"messages[{index}].tool_calls", what)
+        for name in prompt.variables:
+            if name in template.own_names:
+                raise InvalidArgument.of("chat_template_kwargs", f"cannot set {name[:100]!r}")
+
+    def _check_tools(self, wanted: Wanted) -> None:
+        if self.formats.calls is None:
+            what = "cannot be used: the form of this model's tool calls is not known; see --tool-call-parser"
+            raise InvalidArgument.of("tools", what)
+        if wanted.structured is not None:
+            what = "cannot be combined with tools, unless tool_choice is none"
+            raise InvalidArgument.of(wanted.structured_field.split(".")[0], what)
+
+    def _grammar(self, tools: ToolChoice, prompt: str) -> StructuredOutput:
+        assert self.formats.calls is not None
+        marks = self._call_marks | self._thinking_marks
+        thinking = thinking_before(self.formats.reasoning, prompt)
+        return calls_grammar(self.formats.calls, tools.functions, marks, many=tools.many, thinking=thinking)

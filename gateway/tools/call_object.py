@@ -1,0 +1,182 @@
+"""Reads the JSON object of a tool call, `{"name": ..., "arguments": {...}}`, one character at a time.
+
+The readers are generators: they are sent one character after another, and END after the last one. Each returns the
+character that follows what it has read. So no result can depend on how the text was cut. Arguments pass through as the
+model wrote them. They end where their brackets balance; they need not be valid JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+END = ""
+"""Sent after the last character."""
+SPACE = frozenset(" \t\r\n")
+ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+STRICT_KEYS = frozenset(("name", "type", "id")) | ARGUMENT_KEYS
+"""The keys that an object without a marker may have: with any other it is data."""
+
+Scan = Generator[None, str, str]
+Take = Callable[[str], Any]
+
+
+class NotACall(Exception):
+    """What was read is not a call, or ends before the call does."""
+
+
+class CallSink(Protocol):
+    """Receives a call while it is read."""
+
+    def begin(self, name: str) -> None: ...
+
+    def arguments(self, text: str) -> None: ...
+
+
+def skip_space(ch: str) -> Scan:
+    while ch in SPACE:
+        ch = yield
+    return ch
+
+
+def container(ch: str, take: Take) -> Scan:
+    """Reads an object or a list and gives each of its characters to `take`. `ch` is its opening bracket."""
+    depth, in_string, escaped = 0, False, False
+    while ch != END:
+        take(ch)
+        if in_string:
+            in_string = escaped or ch != '"'
+            escaped = ch == "\\" and not escaped
+        elif ch == '"':
+            in_string = True
+        elif ch in "{[":
+            depth += 1
+        elif ch in "}]":
+            depth -= 1
+            if not depth:
+                return (yield)
+        ch = yield
+    raise NotACall
+
+
+def string(ch: str, take: Take) -> Scan:
+    """Reads a JSON string, with its quotation marks."""
+    if ch != '"':
+        raise NotACall
+    escaped = False
+    take(ch)
+    while (ch := (yield)) != END:
+        take(ch)
+        if ch == '"' and not escaped:
+            return (yield)
+        escaped = ch == "\\" and not escaped
+    raise NotACall
+
+
+def value(ch: str, take: Take) -> Scan:
+    """Reads any JSON value. Numbers and names are not checked."""
+    if ch == END or ch in ",:}]":
+        raise NotACall
+    if ch in "{[":
+        return (yield from container(ch, take))
+    if ch == '"':
+        return (yield from string(ch, take))
+    while ch != END and ch not in ",}]" and ch not in SPACE:
+        take(ch)
+        ch = yield
+    return ch
+
+
+class CallObject:
+    """A reader of one object. The call begins for `sink` once the name is known and the arguments begin."""
+
+    def __init__(self, sink: CallSink, known: frozenset[str] | None) -> None:
+        """With `known`, only an object with one of these names, with arguments and without foreign keys is a call."""
+        self._sink = sink
+        self._known = known
+        self._name: str | None = None
+        self._early: list[str] = []
+        """Arguments that were read before the name."""
+        self._has_arguments = False
+
+    def read(self) -> Scan:
+        """Reads from the character after the opening bracket. Raises NotACall."""
+        ch = yield from skip_space((yield))
+        while True:
+            key: list[str] = []
+            ch = yield from string(ch, key.append)
+            ch = yield from skip_space(ch)
+            if ch != ":":
+                raise NotACall
+            ch = yield from skip_space((yield))
+            ch = yield from self._member(_decoded(key), ch)
+            ch = yield from skip_space(ch)
+            if ch == "}":
+                break
+            if ch != ",":
+                raise NotACall
+            ch = yield from skip_space((yield))
+        self._end()
+        return (yield)
+
+    def _member(self, key: str, ch: str) -> Scan:
+        if self._known is not None and key not in STRICT_KEYS:
+            raise NotACall
+        if key == "name" and self._name is None:
+            raw: list[str] = []
+            ch = yield from string(ch, raw.append)
+            self._take_name(_decoded(raw))
+        elif key in ARGUMENT_KEYS and not self._has_arguments:
+            self._has_arguments = True
+            ch = yield from self._arguments(ch)
+        else:
+            ch = yield from value(ch, _ignore)
+        return ch
+
+    def _take_name(self, name: str) -> None:
+        if not name or (self._known is not None and name not in self._known):
+            raise NotACall
+        self._name = name
+        if self._early:
+            self._sink.begin(name)
+            self._sink.arguments("".join(self._early))
+
+    def _arguments(self, ch: str) -> Scan:
+        if ch == "{" and self._name is not None:
+            self._sink.begin(self._name)
+            return (yield from container(ch, self._sink.arguments))
+        raw: list[str] = []
+        ch = yield from value(ch, raw.append)
+        self._early = [self._odd_arguments("".join(raw))]
+        if self._name is not None:
+            self._take_name(self._name)
+        return ch
+
+    def _odd_arguments(self, text: str) -> str:
+        """Returns arguments that are not an object, or came first, as the text of an object where possible."""
+        if text.startswith('"'):
+            text = _decoded([text])
+        elif text == "null":
+            return "{}"
+        if self._known is not None and not text.lstrip().startswith("{"):
+            raise NotACall
+        return text
+
+    def _end(self) -> None:
+        if self._name is None or (self._known is not None and not self._has_arguments):
+            raise NotACall
+        if not self._has_arguments:
+            self._sink.begin(self._name)
+            self._sink.arguments("{}")
+
+
+def _decoded(raw: list[str]) -> str:
+    try:
+        return str(json.loads("".join(raw), strict=False))
+    except ValueError:
+        raise NotACall from None
+
+
+def _ignore(text: str) -> None:
+    pass

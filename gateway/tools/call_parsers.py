@@ -1,0 +1,284 @@
+"""Finds tool calls in a model's output as it arrives, for each family of formats.
+
+A call is announced once its name is known and its arguments begin. Text that begins like a call and is not one is
+content. Nothing else is lost, except white space around calls. Text that was held back is not searched again, so the
+cost is linear whatever the model writes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+
+from gateway.tools.call_object import END, SPACE, CallObject, NotACall, Scan, container, skip_space
+from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, merged
+
+Marked = Generator[None, str, tuple[bool, str]]
+
+
+class CallParser(ABC):
+    """A parser of one sample's text. The same text gives the same pieces (after `merged`), however it is cut."""
+
+    trigger: str | None = None
+    """The character that may begin a call within content; None if only the beginning of the text may be one."""
+
+    def __init__(self, known: frozenset[str], max_calls: int | None = None) -> None:
+        """`known` are the names of the tools. Calls beyond `max_calls` are dropped."""
+        self.num_calls = 0
+        self._known = known
+        self._max_calls = max_calls
+        self._out: list[Piece] = []
+        self._arguments: list[str] = []
+        """Arguments of the current call that are not in `_out` yet."""
+        self._space: list[str] | None = []
+        """White space since the beginning or since the last call; None once there is content."""
+        self._held: list[str] | None = None
+        """The text of what may become a call."""
+        self._last = END
+        self._idle = False
+        """Whether the next character is content unless it is the trigger."""
+        self._scan = self._read()
+        next(self._scan)
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._idle and (self.trigger is None or self.trigger not in text):
+            self._content(text)
+        else:
+            for ch in text:
+                if self._held is not None:
+                    self._held.append(ch)
+                self._last = ch
+                self._scan.send(ch)
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """Returns what was held back. Nothing may follow."""
+        self._last = END
+        try:
+            self._scan.send(END)
+        except StopIteration:
+            pass
+        else:
+            raise AssertionError("the reader goes on after the end")
+        if self._space and not self.num_calls:
+            self._out.append(Content("".join(self._space)))
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        self._end_arguments()
+        pieces, self._out = merged(self._out), []
+        return pieces
+
+    # --- what the text turned out to be
+
+    def begin(self, name: str) -> None:
+        self._end_arguments()
+        self._held, self._space = None, []
+        if self._max_calls is None or self.num_calls < self._max_calls:
+            self._out.append(CallBegin(self.num_calls, name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        self._arguments.append(text)
+
+    def _end_arguments(self) -> None:
+        if self._arguments and (self._max_calls is None or self.num_calls <= self._max_calls):
+            self._out.append(CallArguments(self.num_calls - 1, "".join(self._arguments)))
+        self._arguments.clear()
+
+    def _content(self, text: str) -> None:
+        self._end_arguments()
+        if self._space is not None:
+            if not text or text.isspace():
+                self._space.append(text)
+                return
+            text, self._space = "".join(self._space) + text, None
+        self._out.append(Content(text))
+
+    # --- readers
+
+    def _read(self) -> Generator[None, str, None]:
+        """Reads the whole text."""
+        ch = yield from self._opening((yield))
+        while ch != END:
+            if ch == self.trigger:
+                ch = yield from self._marked(ch)
+                continue
+            self._idle = True
+            self._content(ch)
+            ch = yield
+            self._idle = False
+
+    def _opening(self, ch: str) -> Scan:
+        """Reads what only the beginning of the text may be."""
+        return ch
+        yield
+
+    @abstractmethod
+    def _marked(self, ch: str) -> Scan:
+        """Reads from a character that is the trigger."""
+
+    def _begun(self, marker: str, ch: str, read: Callable[[str], Scan]) -> Scan:
+        """Reads what follows a marker with `read`. If that is not a call, it and the marker become content."""
+        self._held = [marker, ch]
+        try:
+            ch = yield from read(ch)
+        except NotACall:
+            ch = self._last
+            if self._held is not None:
+                text = "".join(self._held)
+                self._content(text[: len(text) - len(ch)])
+        self._held = None
+        return ch
+
+    def _objects(self, ch: str, separators: str, known: frozenset[str] | None) -> Scan:
+        """Reads an object, and further ones after any of `separators` or none. `ch` is the first one's bracket."""
+        while True:
+            if ch != "{":
+                raise NotACall
+            ch = yield from CallObject(self, known).read()
+            ch = yield from skip_space(ch)
+            if ch == END or ch not in separators + "{":
+                return ch
+            self._held = [ch]
+            if ch != "{":
+                ch = yield from skip_space((yield))
+
+    def _list(self, ch: str, known: frozenset[str] | None) -> Scan:
+        """Reads a list of objects. `ch` is its bracket."""
+        ch = yield from skip_space((yield))
+        ch = yield from self._objects(ch, ",", known)
+        if ch != "]":
+            raise NotACall
+        return (yield)
+
+    def _matches(self, ch: str, marker: str) -> Marked:
+        """Reads a marker. Returns whether it is there. If not, the part that is there becomes content."""
+        for index, expected in enumerate(marker):
+            if ch != expected:
+                if index:
+                    self._content(marker[:index])
+                return False, ch
+            ch = yield
+        return True, ch
+
+
+class HermesParser(CallParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
+
+    trigger = "<"
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def _marked(self, ch: str) -> Scan:
+        found, ch = yield from self._matches(ch, self.OPEN)
+        if found:
+            ch = yield from self._begun(self.OPEN, ch, self._block)
+        return ch
+
+    def _block(self, ch: str) -> Scan:
+        ch = yield from skip_space(ch)
+        ch = yield from self._objects(ch, "", None)
+        _, ch = yield from self._matches(ch, self.CLOSE)
+        return ch
+
+
+class Llama3Parser(CallParser):
+    """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`: Llama 3.1 to 3.3.
+
+    Without the tag an object is a call only if it has the name of a tool.
+    """
+
+    trigger = "<"
+    TAG = "<|python_tag|>"
+    SEPARATORS = ";,"
+
+    def _opening(self, ch: str) -> Scan:
+        while ch in SPACE:
+            self._content(ch)
+            ch = yield
+        if ch == "{":
+            ch = yield from self._begun("", ch, lambda ch: self._objects(ch, self.SEPARATORS, self._known))
+        return ch
+
+    def _marked(self, ch: str) -> Scan:
+        found, ch = yield from self._matches(ch, self.TAG)
+        if found:
+            ch = yield from self._begun(self.TAG, ch, self._tagged)
+        return ch
+
+    def _tagged(self, ch: str) -> Scan:
+        ch = yield from skip_space(ch)
+        return (yield from self._objects(ch, self.SEPARATORS, None))
+
+
+class MistralParser(CallParser):
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` since the tokenizer v11."""
+
+    trigger = "["
+    MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+    def _marked(self, ch: str) -> Scan:
+        found, ch = yield from self._matches(ch, self.MARKER)
+        if found:
+            ch = yield from self._begun(self.MARKER, ch, self._calls)
+        return ch
+
+    def _calls(self, ch: str) -> Scan:
+        ch = yield from skip_space(ch)
+        if ch == "[":
+            return (yield from self._list(ch, None))
+        if ch == "{":
+            return (yield from self._objects(ch, "", None))
+        return (yield from self._named(ch))
+
+    def _named(self, ch: str) -> Scan:
+        name: list[str] = []
+        while ch != END and ch not in "[{" and not ch.isspace():
+            name.append(ch)
+            ch = yield
+        if ch == "[":
+            ch = yield from self._bracketed(ch)
+        ch = yield from skip_space(ch)
+        if not name or ch != "{":
+            raise NotACall
+        self.begin("".join(name))
+        return (yield from container(ch, self.arguments))
+
+    def _bracketed(self, ch: str) -> Scan:
+        """Reads `[ARGS]`, and before it `[CALL_ID]` with an id, which is replaced by one of ours."""
+        while ch != END:
+            word: list[str] = []
+            while ch != END and ch != "]":
+                word.append(ch)
+                ch = yield
+            if ch == END:
+                break
+            found = "".join(word) + ch
+            ch = yield
+            if found == self.ARGS:
+                return ch
+            if found != self.CALL_ID:
+                break
+            while ch.isalnum():
+                ch = yield
+        raise NotACall
+
+
+class JsonParser(CallParser):
+    """`{"name": ..., "arguments": {...}}`, or a list of these, as the whole answer.
+
+    There is no marker, so an object is a call only if it has the name of a tool.
+    """
+
+    def _opening(self, ch: str) -> Scan:
+        while ch in SPACE:
+            self._content(ch)
+            ch = yield
+        if ch == "{":
+            ch = yield from self._begun("", ch, lambda ch: self._objects(ch, ";,", self._known))
+        elif ch == "[":
+            ch = yield from self._begun("", ch, lambda ch: self._list(ch, self._known))
+        return ch
+
+    def _marked(self, ch: str) -> Scan:
+        raise AssertionError("there is no marker")

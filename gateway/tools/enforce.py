@@ -1,0 +1,107 @@
+"""Grammars that make a model call a tool: `tool_choice` "required", or a named function.
+
+The grammar spells the calls as the model's family writes them, so the model stays with the form it was trained on, and
+the family's parser reads the result. It is in llguidance's variant of Lark. Special tokens are named by their ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.types import StructuredOutput
+from gateway.tools.call_parsers import HermesParser, MistralParser
+from gateway.tools.formats import CallFormat, ReasoningFormatName
+from gateway.tools.reasoning import CLOSE, OPEN, begins_inside
+
+_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is spelled: as `json.dumps` does. Free white space would let a model write it without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """A JSON schema of the arguments."""
+
+
+def calls_grammar(
+    form: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, many: bool, thinking: str = ""
+) -> StructuredOutput:
+    """Returns a grammar for at least one call of `functions`, and for exactly one unless `many`.
+
+    `special` are the ids of marks that are special tokens, `thinking` is the result of `thinking_before`.
+    """
+    return StructuredOutput("lark", "\n".join(_Lark(form, functions, special).lines(many, thinking)) + "\n")
+
+
+def thinking_before(reasoning: ReasoningFormatName | None, prompt: str) -> str:
+    """Returns what may precede the calls: "" (nothing), "optional" (reasoning with its tags), or "open" (the rest of a
+    reasoning that has begun with the prompt).
+    """
+    if reasoning is None or prompt.rstrip().endswith(CLOSE):
+        return ""
+    return "open" if begins_inside(reasoning, prompt[-64:]) else "optional"
+
+
+class _Lark:
+    """A writer of one grammar."""
+
+    def __init__(self, form: CallFormat, functions: Sequence[Function], special: Mapping[str, int]) -> None:
+        self._form = form
+        self._functions = functions
+        self._special = special
+
+    def lines(self, many: bool, thinking: str) -> list[str]:
+        before = {"": "", "optional": "thinking? ", "open": "thought "}[thinking]
+        tools = " | ".join(f"tool_{index}" for index in range(len(self._functions)))
+        lines = ["%llguidance {}", f"start: {before}calls", f"tool: {tools}"]
+        lines += self._calls(many)
+        for index, function in enumerate(self._functions):
+            lines += [f"tool_{index}: {self._tool(function, index)}", f"arguments_{index}: %json {_schema(function)}"]
+        return lines + (self._thinking() if thinking else [])
+
+    def _calls(self, many: bool) -> list[str]:
+        name = self._form.name
+        if name == "hermes":
+            repeated = ' ("\\n" call)*' if many else ""
+            opened, closed = self._mark(HermesParser.OPEN), self._mark(HermesParser.CLOSE)
+            return [f"calls: call{repeated}", f'call: {opened} "\\n" tool "\\n" {closed}']
+        if name == "mistral" and self._form.compact:
+            return [f"calls: call{'+' if many else ''}", f"call: {self._mark(MistralParser.MARKER)} tool"]
+        repeated = ' (", " tool)*' if many else ""
+        if name == "mistral":
+            return [f'calls: {self._mark(MistralParser.MARKER)} " "? "[" tool{repeated} "]"']
+        if name == "json" and many:
+            return [f'calls: "[" tool{repeated} "]"']
+        return ["calls: tool"]  # Llama 3 makes one call at a time
+
+    def _tool(self, function: Function, index: int) -> str:
+        if self._form.compact:
+            return f"{json.dumps(function.name)} {self._mark(MistralParser.ARGS)} arguments_{index}"
+        key = "parameters" if self._form.name == "llama3_json" else "arguments"
+        head = f'{{"name": {json.dumps(function.name)}, "{key}": '
+        return f'{json.dumps(head)} arguments_{index} "}}"'
+
+    def _thinking(self) -> list[str]:
+        gap = '("\\n" | "\\n\\n")?'
+        if CLOSE in self._special:
+            thought = [f"thought: /(.|\\n)*/ {self._mark(CLOSE)} {gap}"]
+        else:
+            thought = [f"thought: text {gap}", f'text[suffix="{CLOSE}"]: /(.|\\n)*/']
+        return [f"thinking: {self._mark(OPEN)} thought", *thought]
+
+    def _mark(self, mark: str) -> str:
+        return f"<[{self._special[mark]}]>" if mark in self._special else json.dumps(mark)
+
+
+def _schema(function: Function) -> str:
+    """Returns the schema of a function's arguments, which are always an object, on one line."""
+    schema = {key: value for key, value in function.parameters.items() if key != "x-guidance"}
+    if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
+        schema["type"] = "object"
+    return json.dumps(schema | {"x-guidance": _SPELLING})

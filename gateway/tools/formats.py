@@ -1,0 +1,108 @@
+"""The families of output formats: which one a model's chat template asks for, and what it needs of the tokenizer.
+
+A family is recognized by the marks of its format in the template. A template of another family, or one without known
+marks, gives no format, and `--tool-call-parser` must choose one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tokenizers import Tokenizer
+
+from gateway.tools.call_parsers import CallParser, HermesParser, JsonParser, Llama3Parser, MistralParser
+from gateway.tools.reasoning import CLOSE, OPEN
+
+CallFormatName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
+ReasoningFormatName = Literal["qwen3", "deepseek_r1"]
+_FOREIGN = re.compile(
+    r"<function|<arg_key>|<parameter|<\|tool_call|<tool_call\|>|<\|action_start|<\|channel\|>|<\|START_ACTION"
+    r"|<\uff5ctool|tool_calls_section|minimax:tool_call|<\|python_start|functools\[|\[func_name"
+)
+"""Marks of formats that no parser here reads."""
+_KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")
+
+
+def _long_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def _short_id() -> str:
+    """Returns an id as Mistral's templates want it."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family writes tool calls."""
+
+    name: str
+    parser: Callable[[frozenset[str], int | None], CallParser]
+    """Called with the names of the tools and the maximum number of calls."""
+    marks: Sequence[str] = ()
+    """Parts of the output that may be special tokens. The parser needs to see them."""
+    new_id: Callable[[], str] = _long_id
+    compact: bool = False
+    """Mistral's: whether calls are written as `name[ARGS]{...}` and not as a list."""
+
+
+HERMES = CallFormat("hermes", HermesParser, (HermesParser.OPEN, HermesParser.CLOSE))
+LLAMA3 = CallFormat("llama3_json", Llama3Parser, (Llama3Parser.TAG,))
+_MISTRAL_MARKS = (MistralParser.MARKER, MistralParser.ARGS, MistralParser.CALL_ID)
+MISTRAL = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id)
+MISTRAL_COMPACT = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id, compact=True)
+JSON = CallFormat("json", JsonParser)
+_BY_NAME: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3, "json": JSON}
+
+
+def call_format(name: CallFormatName, template: str | None) -> CallFormat | None:
+    """Returns the format with this name, or with "auto" the one that the template asks for, if it is known."""
+    template = template or ""
+    if name == "mistral" or (name == "auto" and MistralParser.MARKER in template):
+        return MISTRAL_COMPACT if MistralParser.ARGS in template else MISTRAL
+    if name != "auto":
+        return _BY_NAME[name]
+    if _FOREIGN.search(template):
+        return None
+    if HermesParser.OPEN in template:
+        return HERMES
+    if "<|start_header_id|>" in template and (Llama3Parser.TAG in template or _KEYS.search(template)):
+        return LLAMA3
+    return JSON if _KEYS.search(template) else None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """How the served model writes tool calls and reasoning. None: it is not known, or not split off."""
+
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormatName | None = None
+
+    @property
+    def reasoning_marks(self) -> Sequence[str]:
+        return () if self.reasoning is None else (OPEN, CLOSE)
+
+
+def special_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
+    """Returns those of `marks` that are special tokens, with their ids. Text usually leaves these out."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items() if token.special and token.content in marks}
+
+
+class CallIds:
+    """A source of ids for the calls of one answer. No two are equal."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._given: set[str] = set()
+
+    def next(self) -> str:
+        while (made := self._new_id()) in self._given:
+            pass
+        self._given.add(made)
+        return made

@@ -1,0 +1,51 @@
+"""What the text of an answer is made of: content, reasoning, and the parts of tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The beginning of a tool call: everything but its arguments."""
+
+    index: int
+    """The call's number within the answer, from 0."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A part of the arguments of a call, as the model wrote them: usually a part of a JSON object."""
+
+    index: int
+    text: str
+
+
+Piece = Content | Reasoning | CallBegin | CallArguments
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """Joins neighbours of the same kind."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + piece.text)
+        elif isinstance(piece, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + piece.text)
+        elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:
+            joined[-1] = CallArguments(last.index, last.text + piece.text)
+        else:
+            joined.append(piece)
+    return joined

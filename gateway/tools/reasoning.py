@@ -1,0 +1,73 @@
+"""Splits the reasoning between `<think>` and `</think>` off a model's output as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ReasoningSplitter:
+    """A splitter for one sample. Only the beginning of the output may be reasoning; later tags are content."""
+
+    def __init__(self, *, inside: bool) -> None:
+        """`inside`: the output begins within the reasoning, with or without `<think>`."""
+        self._inside = inside
+        self._state = "start"
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Returns (reasoning, content) that became certain."""
+        if self._state == "content":
+            return "", text
+        text, self._held = self._held + text, ""
+        if self._state == "start" and (text := self._started(text)) == "":
+            return "", ""
+        if self._state == "content":
+            return "", text
+        reasoning, close, content = text.partition(CLOSE)
+        if close:
+            self._state = "content"
+            return reasoning, content
+        keep = len(text) - overlap(text, CLOSE)
+        self._held = text[keep:]
+        return text[:keep], ""
+
+    def finish(self) -> tuple[str, str]:
+        """Returns what was held back."""
+        held, self._held = self._held, ""
+        is_reasoning = self._state == "reasoning" or (self._state == "start" and self._inside)
+        return (held, "") if is_reasoning else ("", held)
+
+    def _started(self, text: str) -> str:
+        """Decides what the output begins with. Returns the text after it, or "" if more is needed."""
+        begun = text.lstrip()
+        if begun.startswith(OPEN):
+            self._state = "reasoning"
+            return begun.removeprefix(OPEN)
+        if OPEN.startswith(begun):
+            self._held = text
+            return ""
+        self._state = "reasoning" if self._inside else "content"
+        return text
+
+
+def overlap(text: str, marker: str) -> int:
+    """Returns the length of the longest end of `text` that is a proper beginning of `marker`."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def begins_inside(parser: str, prompt_end: str) -> bool:
+    """Returns whether the output begins within the reasoning, given the end of the prompt.
+
+    A template may open (`<think>`) or skip (`<think></think>`) the reasoning itself. Otherwise DeepSeek R1 always
+    reasons, and Qwen 3 writes the tag.
+    """
+    end = prompt_end.rstrip()
+    if end.endswith(OPEN):
+        return True
+    return parser == "deepseek_r1" and not end.endswith(CLOSE)
+
+
+PARSERS: Sequence[str] = ("qwen3", "deepseek_r1")

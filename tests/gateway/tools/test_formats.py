@@ -1,0 +1,214 @@
+"""Which family a template is of, reasoning in every cut, and grammars that force calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from tokenizers import AddedToken
+
+from common.grammar import compile_grammar, load_tokenizer
+from engine.tiny import write_tokenizer
+from gateway.tools.call_parsers import merged
+from gateway.tools.enforce import Function, calls_grammar, thinking_before
+from gateway.tools.formats import (
+    HERMES,
+    JSON,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_COMPACT,
+    CallFormat,
+    CallIds,
+    call_format,
+    special_ids,
+)
+from gateway.tools.output_reader import OutputReader
+from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from gateway.tools.reasoning import ReasoningSplitter, begins_inside
+from testing.gateway import tool_templates
+
+TEMPLATES: list[tuple[str, CallFormat | None]] = [
+    (tool_templates.HERMES, HERMES),
+    (tool_templates.LLAMA3, LLAMA3),
+    ("<|start_header_id|>{{ tools }}<|python_tag|>", LLAMA3),
+    (tool_templates.MISTRAL, MISTRAL),
+    ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", MISTRAL_COMPACT),
+    ('{{ tools }} Answer with {"name": ..., "arguments": {...}}', JSON),
+    ("{{ tools }}<tool_call>\n<function=name>\n<parameter=x>", None),
+    ("{{ tools }}<tool_call>name\n<arg_key>k</arg_key>", None),
+    ("{{ tools }}<|channel|>commentary to=functions.x", None),
+    ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>", None),
+    ('{{ tools }} prefix calls with functools[{"name": name, "arguments": {...}}]', None),
+    ('<|start_header_id|>{{ tools }}"parameters": [func_name1(name=value)]', None),
+    ("{{ tools }}", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("template", "expected"), TEMPLATES)
+def test_the_family_is_seen_from_the_template(template: str, expected: CallFormat | None) -> None:
+    assert call_format("auto", template) is expected
+    assert call_format("hermes", template) is HERMES and call_format("json", template) is JSON
+    assert call_format("mistral", template) is (MISTRAL_COMPACT if expected is MISTRAL_COMPACT else MISTRAL)
+
+
+def test_ids_have_their_familys_form_and_differ() -> None:
+    ids = CallIds(HERMES.new_id)
+    assert len({ids.next() for _ in range(100)}) == 100 and re.fullmatch(r"call_[0-9a-f]{24}", ids.next())
+    assert re.fullmatch(r"[a-zA-Z0-9]{9}", CallIds(MISTRAL.new_id).next())
+    drawn = iter(["a", "a", "b"])
+    narrow = CallIds(lambda: next(drawn))
+    assert [narrow.next(), narrow.next()] == ["a", "b"]
+
+
+REASONING: list[tuple[bool, str, str, str]] = [
+    (False, "<think>\nHm.\n</think>\n\nYes.", "\nHm.\n", "\n\nYes."),
+    (False, "\n<think>a</think>b", "a", "b"),
+    (False, "<think>cut off </thi", "cut off </thi", ""),
+    (False, "No tags.", "", "No tags."),
+    (False, "", "", ""),
+    (False, "<thin", "", "<thin"),
+    (False, "A <think>later</think>", "", "A <think>later</think>"),
+    (False, "<think></think>x", "", "x"),
+    (False, "<think>a</think>b<think>c</think>", "a", "b<think>c</think>"),
+    (True, "Hm.\n</think>\n\nYes.", "Hm.\n", "\n\nYes."),
+    (True, "<think>\nHm.</think>Yes.", "\nHm.", "Yes."),
+    (True, "never ends", "never ends", ""),
+    (True, "a < b </ c </think>d", "a < b </ c ", "d"),
+    (True, " \n", " \n", ""),
+]
+
+
+@pytest.mark.parametrize(("inside", "text", "reasoning", "content"), REASONING)
+def test_reasoning_is_split_off_in_every_cut(inside: bool, text: str, reasoning: str, content: str) -> None:
+    for parts in ([text], list(text), *([text[:n], text[n:]] for n in range(len(text)))):
+        splitter = ReasoningSplitter(inside=inside)
+        found = [*map(splitter.feed, parts), splitter.finish()]
+        assert ("".join(r for r, _ in found), "".join(c for _, c in found)) == (reasoning, content), parts
+
+
+def test_where_the_output_begins_depends_on_the_prompt() -> None:
+    assert begins_inside("qwen3", "<|im_start|>assistant\n<think>\n")
+    assert not begins_inside("qwen3", "<|im_start|>assistant\n") and begins_inside("deepseek_r1", "<|Assistant|>")
+    assert not begins_inside("deepseek_r1", "<think>\n\n</think>\n\n")
+    assert thinking_before(None, "") == "" and thinking_before("qwen3", "x</think>\n\n") == ""
+    assert thinking_before("qwen3", "x") == "optional" and thinking_before("deepseek_r1", "x") == "open"
+
+
+def test_calls_are_read_after_the_reasoning_only() -> None:
+    text = '<think>use <tool_call>{"name": "f"}</tool_call>?</think>\n<tool_call>{"name": "f"}</tool_call>'
+    for parts in ([text], list(text)):
+        reader = OutputReader(ReasoningSplitter(inside=False), HERMES.parser(frozenset({"f"}), None))
+        pieces = merged([p for part in parts for p in reader.feed(part)] + reader.finish())
+        assert pieces == [
+            Reasoning('use <tool_call>{"name": "f"}</tool_call>?'), CallBegin(0, "f"), CallArguments(0, "{}"),
+        ]  # fmt: skip
+        assert reader.has_calls
+
+
+# --- grammars
+
+CITY = Function(
+    "get_weather",
+    {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+     "additionalProperties": False, "$defs": {"City": {"enum": ["Paris", "R\"ome"]}}},
+)  # fmt: skip
+TIME = Function("get_time", {"type": "object", "properties": {"zone": {"type": "integer"}}, "required": []})
+ANY = Function("get_weather2", {})
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
+FORMS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral11": MISTRAL_COMPACT, "json": JSON}
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(llguidance's tokenizer, ours, ids of the marks): with the marks as text or as special tokens."""
+    from tokenizers import Tokenizer
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    (directory / "config.json").write_text('{"eos_token_id": 2}')
+    ours = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    if request.param == "special":
+        ours.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+        ours.save(str(directory / "tokenizer.json"))
+    ids = special_ids(ours, MARKS)
+    assert len(ids) == (len(MARKS) if request.param == "special" else 0)
+    return load_tokenizer(directory, ours.get_vocab_size()), ours, ids
+
+
+def accepts(tokenizer: Any, matcher: LLMatcher, text: str) -> bool:
+    """Whether the grammar accepts exactly this text."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    matcher.reset()
+    return all(matcher.consume_token(token) for token in ids) and bool(matcher.is_accepting())
+
+
+def spelled(form: CallFormat, calls: list[tuple[str, str]]) -> str:
+    """Calls as the family spells them."""
+    if form is MISTRAL_COMPACT:
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+    key = "parameters" if form is LLAMA3 else "arguments"
+    items = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
+    if form is HERMES:
+        return "\n".join(f"<tool_call>\n{item}\n</tool_call>" for item in items)
+    joined = ", ".join(items)
+    return {"mistral": f"[TOOL_CALLS] [{joined}]", "json": f"[{joined}]"}.get(form.name, joined)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_grammar_takes_calls_and_nothing_else_and_the_parser_reads_them(tokenizer: Any, name: str) -> None:
+    lltokenizer, ours, ids = tokenizer
+    form, functions = FORMS[name], [CITY, TIME, ANY]
+    matcher = compile_grammar(lltokenizer, calls_grammar(form, functions, ids, many=True))
+    good = [
+        [("get_weather", '{"city": "Paris"}')],
+        [("get_weather", '{"city": "R\\"ome"}')],
+        [("get_time", '{"zone": 3}')],
+        [("get_time", "{}")],
+        [("get_weather2", '{"x": [1, {"y": null}]}')],
+    ]
+    if form is not LLAMA3:
+        good.append([("get_time", "{}"), ("get_weather", '{"city": "Paris"}')])
+    for calls in good:
+        text = spelled(form, calls)
+        assert accepts(ours, matcher, text), text
+        parser = form.parser(frozenset(f.name for f in functions), None)
+        pieces: list[Piece] = merged(parser.feed(text) + parser.finish())
+        read = [(p.name, q.text) for p, q in zip(pieces[::2], pieces[1::2], strict=True)
+                if isinstance(p, CallBegin) and isinstance(q, CallArguments)]  # fmt: skip
+        assert read == calls and not any(isinstance(p, Content) for p in pieces)
+    for calls in ([("get_weather", '{"city": "Bonn"}')], [("other", "{}")], [("get_weather", "{}")], []):
+        assert not accepts(ours, matcher, spelled(form, calls)), calls
+    assert not accepts(ours, matcher, "Hello") and not accepts(ours, matcher, "")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_single_call_is_one_call(tokenizer: Any, name: str) -> None:
+    lltokenizer, ours, ids = tokenizer
+    form = FORMS[name]
+    matcher = compile_grammar(lltokenizer, calls_grammar(form, [TIME], ids, many=False))
+    one = spelled(form, [("get_time", "{}")]).strip("[]") if form is JSON else spelled(form, [("get_time", "{}")])
+    assert accepts(ours, matcher, one)
+    assert not accepts(ours, matcher, spelled(form, [("get_time", "{}")] * 2))
+
+
+@pytest.mark.parametrize("name", ["hermes", "json"])
+def test_reasoning_may_precede_forced_calls(tokenizer: Any, name: str) -> None:
+    lltokenizer, ours, ids = tokenizer
+    form = FORMS[name]
+    call = spelled(form, [("get_time", "{}")])
+    optional = compile_grammar(lltokenizer, calls_grammar(form, [TIME], ids, many=True, thinking="optional"))
+    assert accepts(ours, optional, call) and accepts(ours, optional, f"<think>\nHm <b>.\n</think>\n\n{call}")
+    assert not accepts(ours, optional, f"Hm.</think>{call}") and not accepts(ours, optional, "<think>Hm.</think>x")
+    begun = compile_grammar(lltokenizer, calls_grammar(form, [TIME], ids, many=True, thinking="open"))
+    assert accepts(ours, begun, f"Hm.\n</think>\n\n{call}") and accepts(ours, begun, f"</think>{call}")
+    assert not accepts(ours, begun, call)
+
+
+def test_a_schema_keeps_what_the_client_wrote_but_for_the_spelling() -> None:
+    source = calls_grammar(HERMES, [CITY], {}, many=False).source
+    schema = json.loads(re.search(r"%json (.*)", source)[1])  # type: ignore[index]
+    assert {key: schema[key] for key in CITY.parameters} == CITY.parameters
