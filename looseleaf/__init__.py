@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from common.version import VERSION
+
 if TYPE_CHECKING:
     from common.errors import LooseleafError, StartupError
     from looseleaf.client import AsyncClient, Client
     from looseleaf.llm import LLM
     from looseleaf.results import Completion, Delta, ModelInfo, Sample, Usage
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "LLM",
     "AsyncClient",

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, LooseleafError
-from gateway.api.openai_reply import DONE, dumps, error_body
+from gateway.api.answer import StreamForm
+from gateway.api.openai_reply import dumps, error_body
 from gateway.request.outlet import LAST_WORD_S
 
 logger = logging.getLogger("http")
@@ -137,9 +138,14 @@ class EventStream(Response):
     """A response of server-sent events that `work` sends. `work` is cancelled when the client disconnects."""
 
     def __init__(
-        self, work: Callable[[EventSender], Awaitable[None]], on_error: OnError, at_end: contextlib.ExitStack
+        self,
+        work: Callable[[EventSender], Awaitable[None]],
+        form: StreamForm,
+        on_error: OnError,
+        at_end: contextlib.ExitStack,
     ) -> None:
-        """`at_end` is closed once there is nothing more to send."""
+        """`form` says how the stream ends. `at_end` is closed once there is nothing more to send."""
+        self._form = form
         self._work = work
         self._on_error = on_error
         self._at_end = at_end
@@ -159,7 +165,7 @@ class EventStream(Response):
         except Exception as failure:
             error = expected(failure)
         else:
-            await send({"type": "http.response.body", "body": DONE})
+            await send({"type": "http.response.body", "body": self._form.ending})
             return
         self._on_error(error)
         try:
@@ -167,8 +173,7 @@ class EventStream(Response):
                 if not sender.started:
                     await error_response(error)(scope, receive, send)
                     return
-                last = b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
-                await send({"type": "http.response.body", "body": last})
+                await send({"type": "http.response.body", "body": self._form.failure(error)})
         except TimeoutError:
             logger.info("a client did not read its error: the connection is closed")
 

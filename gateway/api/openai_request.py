@@ -1,8 +1,8 @@
 """The schema of OpenAI's HTTP request bodies, with vLLM's additions. `openai_parse` builds them from bytes.
 
-Unknown fields are refused by name. Fields that cannot change the answer (`user`, `store`, ...) are accepted and
-ignored. Fields that would change it and are not supported are refused as unsupported, unless their value asks for
-nothing.
+A field that nobody knows is left to `openai_parse`. Fields that cannot change the answer (`user`, `store`, ...) are
+accepted and ignored. Fields that would change it and are not supported are refused as unsupported, unless their value
+asks for nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from common.errors import InvalidArgument
+from gateway.api.vllm_fields import UNSUPPORTED
 from gateway.intake.limits import MAX_CONTENT_PARTS
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 
@@ -31,6 +32,8 @@ class Body(msgspec.Struct, kw_only=True):
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with include_usage, every chunk has the usage so far."""
     include_obfuscation: bool | None = None
 
 
@@ -47,6 +50,7 @@ class SamplingBody(Body, kw_only=True):
         "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
         "response_format": {"type": "text"}, "suffix": "", "modalities": ["text"], "audio": None, "prediction": None,
         "web_search_options": None, "reasoning_effort": None,
+        **UNSUPPORTED,
     }  # fmt: skip
 
     temperature: float | None = None
@@ -77,10 +81,17 @@ class SamplingBody(Body, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | int | float | str | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted(self) -> Wanted:
         """Converts everything but the prompt."""
@@ -89,9 +100,10 @@ class SamplingBody(Body, kw_only=True):
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:
             setattr(wanted, name, getattr(self, name))
-        wanted.logit_bias = _logit_bias(self.logit_bias or {})
+        wanted.logit_bias = logit_bias_of(self.logit_bias or {})
         wanted.stop_token_ids = self.stop_token_ids or ()
         wanted.use_beam_search = bool(self.use_beam_search)
+        wanted.skip_special_tokens = self.skip_special_tokens is not False
         wanted.ignore_eos = bool(self.ignore_eos)
         wanted.include_stop_str_in_output = bool(self.include_stop_str_in_output)
         return wanted
@@ -100,7 +112,7 @@ class SamplingBody(Body, kw_only=True):
 _PLAIN = (
     "model", "request_id", "temperature", "top_p", "n", "best_of", "seed", "max_tokens", "presence_penalty",
     "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "prompt_logprobs", "add_special_tokens",
-    "cache_salt", "priority", "length_penalty", "early_stopping",
+    "cache_salt", "priority", "length_penalty", "early_stopping", "truncate_prompt_tokens",
 )  # fmt: skip
 
 
@@ -208,7 +220,7 @@ def chat_prompt(messages: Sequence[MessageBody]) -> ChatPrompt:
     return ChatPrompt([message.plain() for message in messages])
 
 
-def _logit_bias(given: dict[str, float]) -> list[tuple[int, float]]:
+def logit_bias_of(given: dict[str, float]) -> list[tuple[int, float]]:
     bias = []
     for key, value in given.items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:

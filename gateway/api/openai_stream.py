@@ -5,11 +5,23 @@ Each prompt has one choice per sample (`n`) or per returned beam.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gateway.api.openai_reply import Choice, ChunkWriter, Envelope, LogprobFormat, finish_name, stop_reason
+from common.errors import LooseleafError
+from gateway.api.openai_reply import (
+    DONE,
+    Choice,
+    ChunkWriter,
+    Envelope,
+    LogprobFormat,
+    dumps,
+    error_body,
+    finish_name,
+    stop_reason,
+)
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import ResolvedRequest
@@ -21,6 +33,8 @@ from protos.v1 import types_pb2 as pb
 class Answer:
     """The answer to one completion or chat body."""
 
+    ending = DONE
+
     def __init__(
         self, assets: ModelAssets, body: CompletionBody | ChatBody, envelope: Envelope, texts: TokenTexts
     ) -> None:
@@ -31,9 +45,14 @@ class Answer:
         self._echo = isinstance(body, CompletionBody) and bool(body.echo)
         self._scores_only = isinstance(body, CompletionBody) and body.scores_only
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._with_ids = bool(body.return_token_ids)
+        self._continuous = body.continuous_usage
         self._summaries: list[Summary] = []
-        self.body = body
+        self._num_tokens = 0
+        """Tokens of all choices so far."""
+        self.asking = self.body = body
         self.envelope = envelope
+        self._writer = ChunkWriter(envelope, include_usage=body.include_usage)
         self.requests: list[ResolvedRequest] = []
         self.choices: list[Choice] = []
         self._samples = 1
@@ -67,7 +86,8 @@ class Answer:
         summaries = [
             self._summary(c.last.summary) for c in self.choices if c.last is not None and c.last.summary is not None
         ]
-        return self.envelope.whole([self._choice(choice) for choice in self.choices], summaries)
+        more = {"prompt_token_ids": self.requests[0].prompt_ids} if self._with_ids and self._chat else {}
+        return self.envelope.whole([self._choice(choice) for choice in self.choices], summaries, **more)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         last = choice.last or Delta()
@@ -79,6 +99,9 @@ class Answer:
             answer["text"] = self._prompt_text(choice) + text
         answer["logprobs"] = self._logprobs(choice)
         answer.update(self._ending(last))
+        if self._with_ids:
+            ids: list[int] = [] if self._scores_only else choice.token_ids
+            answer |= {"token_ids": ids, "prompt_token_ids": choice.request.prompt_ids}
         if self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs)
         return answer
@@ -96,11 +119,19 @@ class Answer:
 
     # --- in chunks
 
+    def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
+        return self.chunks(self._writer, number, deltas)
+
+    def failure(self, error: LooseleafError) -> bytes:
+        return b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
+
     def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
         """Returns the chunks for deltas of request `number`. The stream's last delta adds usage and account."""
         first, events = number * self._samples, b""
         for delta in deltas:
-            if not delta.is_plain:
+            if self._continuous:
+                self._count(writer, delta)
+            if not delta.is_plain or self._with_ids:
                 events += b"".join(self._chunks(writer, self._choice_of(number, delta), delta))
             elif delta.text:
                 events += writer.text(first + delta.index, delta.text)
@@ -110,8 +141,9 @@ class Answer:
         if delta.is_first:
             yield from self._opening(writer, choice, delta)
         choice.logprobs += delta.logprobs
-        if not self._scores_only and (delta.text or (choice.logprobs and self._with_logprobs)):
-            yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice))
+        ids = self._with_ids and not self._scores_only and f',"token_ids":{json.dumps(delta.token_ids)}'
+        if not self._scores_only and (delta.text or ids or (choice.logprobs and self._with_logprobs)):
+            yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice), ids or "")
         if delta.finish_reason is None:
             return
         self._summaries += [] if delta.summary is None else [self._summary(delta.summary)]
@@ -121,14 +153,21 @@ class Answer:
         if done and self.body.include_usage:
             yield writer.usage(self._summaries)
 
+    def _count(self, writer: ChunkWriter, delta: Delta) -> None:
+        self._num_tokens += 0 if self._scores_only else len(delta.token_ids)
+        writer.count(sum(len(request.prompt_ids) for request in self.requests), self._num_tokens)
+
     def _opening(self, writer: ChunkWriter, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        ids = f',"prompt_token_ids":{json.dumps(choice.request.prompt_ids)}' if self._with_ids else ""
         if self._chat:
-            yield writer.role(choice.index)
+            yield writer.role(choice.index, ids)
         elif self._echo:
             text = self._prompt_text(choice)
             choice.offset = len(text)
             logprobs = self._format.echoed(choice.request, choice.prompt_logprobs) if self._with_logprobs else None
-            yield writer.text(choice.index, text, logprobs)
+            yield writer.text(choice.index, text, logprobs, ids)
+        elif ids:
+            yield writer.text(choice.index, "", None, ids)
 
     def _chunk_logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not self._with_logprobs:

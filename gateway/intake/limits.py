@@ -38,6 +38,8 @@ MAX_LOGIT_BIAS = 300
 MAX_SALT_BYTES = 256
 MAX_NAME_BYTES = 256
 MAX_TEMPLATE_CPU_S = 0.1
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt, or a prompt and its output, beyond max_model_len."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,9 @@ class Checker:
     max_model_len: int
     violations: list[FieldViolation] = field(default_factory=list)
 
-    def refuse(self, name: str, description: str) -> None:
+    def refuse(self, name: str, description: str, reason: str | None = None) -> None:
         if len(self.violations) < MAX_VIOLATIONS:
-            self.violations.append(FieldViolation(name, description))
+            self.violations.append(FieldViolation(name, description, reason))
 
     def finish(self) -> None:
         """Raises InvalidArgument if anything was refused. Its message is the first violation."""
@@ -123,6 +125,10 @@ class Checker:
 
     def min_tokens(self, value: int | None, max_tokens: int | None) -> None:
         self.number("min_tokens", value, Range(0, self.max_model_len if max_tokens is None else max_tokens))
+
+    def truncate_prompt_tokens(self, value: int | None) -> None:
+        if value != -1:
+            self.number("truncate_prompt_tokens", value, Range(1, self.max_model_len))
 
     def stop(self, strings: Sequence[str]) -> None:
         self._count("stop", strings, MAX_STOP_STRINGS, "strings")
@@ -165,9 +171,8 @@ class Checker:
             self.refuse(name, "must hold at least one token")
         elif num_tokens >= self.max_model_len:
             limit = self.max_model_len - 1
-            self.refuse(
-                name, f"is {num_tokens} tokens long, the limit is {limit} (max_model_len {self.max_model_len} less one)"
-            )
+            what = f"is {num_tokens} tokens long, the limit is {limit} (max_model_len {self.max_model_len} less one)"
+            self.refuse(name, what, TOO_LONG)
 
     def encodable(self, name: str, text: str) -> bool:
         """Returns whether the text is Unicode. A lone surrogate, which JSON can spell, is not."""

@@ -81,6 +81,9 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "public_prefix_file",
         "ssl_certfile",
         "ssl_keyfile",
+        "strict_fields",
+        "allowed_origins",
+        "drain_delay",
         "log_level",
     )
     return flags_of(

@@ -1,0 +1,51 @@
+"""What the HTTP API needs of the answer to one request, whichever API's shape it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.errors import LooseleafError
+from gateway.intake.validate import ResolvedRequest
+from gateway.intake.wanted import Wanted
+from gateway.request.delta import Delta
+
+
+class AskingBody(Protocol):
+    """A parsed request body."""
+
+    stream: bool | None
+
+    def all_wanted(self) -> list[Wanted]:
+        """Returns one request for each prompt. Raises InvalidArgument, Unimplemented."""
+
+
+class StreamForm(Protocol):
+    """How a stream of events ends."""
+
+    ending: bytes
+    """What follows the last event of a stream that did not fail."""
+
+    def failure(self, error: LooseleafError) -> bytes:
+        """Returns the events that end a stream that failed after it had begun."""
+
+
+class HttpAnswer(StreamForm, Protocol):
+    """The answer to one body, whole or as events."""
+
+    requests: list[ResolvedRequest]
+
+    @property
+    def asking(self) -> AskingBody: ...
+
+    def take(self, requests: list[ResolvedRequest]) -> None:
+        """Takes the resolved requests, before anything else."""
+
+    def add(self, number: int, deltas: Sequence[Delta]) -> None:
+        """Adds deltas of request `number` to the whole answer."""
+
+    def whole(self) -> bytes:
+        """Returns the whole answer as JSON, once every delta was added."""
+
+    def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
+        """Returns the events for deltas of request `number`."""
