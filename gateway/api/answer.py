@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from common.errors import LooseleafError
+from common.errors import InvalidArgument, LooseleafError
 from gateway.intake.validate import ResolvedRequest
 from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta
@@ -34,6 +35,8 @@ class HttpAnswer(StreamForm, Protocol):
     """The answer to one body, whole or as events."""
 
     requests: list[ResolvedRequest]
+    field_names: Mapping[str, str]
+    """The body's own names of fields that `Wanted` names otherwise."""
 
     @property
     def asking(self) -> AskingBody: ...
@@ -49,3 +52,13 @@ class HttpAnswer(StreamForm, Protocol):
 
     def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
         """Returns the events for deltas of request `number`."""
+
+
+def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
+    """Returns the error with the client's own names of the fields that are wrong."""
+    if not names or not error.violations or error.violations[0].field not in names:
+        return error
+    found = tuple(
+        replace(violation, field=names.get(violation.field, violation.field)) for violation in error.violations
+    )
+    return type(error)(f"{found[0].field} {found[0].description}", violations=found)

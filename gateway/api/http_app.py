@@ -19,9 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from common.errors import NotFound, Unimplemented
+from common.errors import InvalidArgument, NotFound, Unimplemented
 from gateway.admission.admission import Entry
-from gateway.api.answer import HttpAnswer
+from gateway.api.answer import HttpAnswer, renamed
 from gateway.api.asgi import (
     EventSender,
     EventStream,
@@ -156,7 +156,10 @@ class HttpApi:
         """Resolves the request and raises whatever is wrong with it."""
         requests = []
         for wanted in answer.asking.all_wanted():
-            requests.append(await self._validator.resolve(wanted, entry.tenant))
+            try:
+                requests.append(await self._validator.resolve(wanted, entry.tenant))
+            except InvalidArgument as error:
+                raise renamed(error, answer.field_names) from None
             await asyncio.sleep(0)  # streams go on between one prompt of a batch and the next
         answer.take(requests)
         entry.take(requests)

@@ -65,6 +65,7 @@ def read_origins(given: str | None) -> tuple[str, ...]:
     origins = tuple(item.strip() for item in (given or "").split(",") if item.strip())
     for origin in origins:
         parts = urlsplit(origin)
-        if origin != "*" and (parts.scheme not in ("http", "https") or origin != f"{parts.scheme}://{parts.netloc}"):
+        is_origin = parts.scheme in ("http", "https") and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}"
+        if origin != "*" and not is_origin:
             raise StartupError(f"--allowed-origins: {origin[:100]!r} is not an origin such as https://app.example")
     return origins

@@ -6,7 +6,7 @@ Each prompt has one choice per sample (`n`) or per returned beam.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ class Answer:
     """The answer to one completion or chat body."""
 
     ending = DONE
+    field_names: Mapping[str, str] = {}
 
     def __init__(
         self, assets: ModelAssets, body: CompletionBody | ChatBody, envelope: Envelope, texts: TokenTexts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from common.errors import LooseleafError
@@ -20,6 +20,7 @@ class ResponsesAnswer:
     """The answer to one body."""
 
     ending = b""
+    field_names: Mapping[str, str] = {"max_tokens": "max_output_tokens", "messages": "input"}
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
         self.asking = body

@@ -160,11 +160,11 @@ class Checker:
                 self.refuse("logit_bias", f"must name ids below the vocabulary size {self.vocab_size}, got {token}")
             self.number(f"logit_bias[{token}]", value, RANGES["logit_bias"])
 
-    def text(self, name: str, text: str, limit: int = MAX_PROMPT_BYTES) -> None:
+    def text(self, name: str, text: str, limit: int = MAX_PROMPT_BYTES, reason: str | None = None) -> None:
         """Checks a text before it is tokenized: it must be Unicode and within the size limit."""
         if not self.encodable(name, text):
             return
-        self._bytes(name, text, limit)
+        self._bytes(name, text, limit, reason)
 
     def prompt_len(self, name: str, num_tokens: int) -> None:
         if num_tokens == 0:
@@ -189,10 +189,10 @@ class Checker:
         if len(items) > limit:
             self.refuse(name, f"must hold at most {limit} {unit}, got {len(items)}")
 
-    def _bytes(self, name: str, text: str, limit: int) -> None:
+    def _bytes(self, name: str, text: str, limit: int, reason: str | None = None) -> None:
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if num_bytes > limit:
-            self.refuse(name, f"must be at most {limit} bytes, got {num_bytes}")
+            self.refuse(name, f"must be at most {limit} bytes, got {num_bytes}", reason)
 
 
 def _shown(value: Number) -> str:

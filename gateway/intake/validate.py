@@ -163,7 +163,7 @@ class Validator:
         if prompt is None:
             checker.refuse(name, "must be given")
         elif isinstance(prompt, TextPrompt):
-            checker.text(name, prompt.text, self._max_text_bytes())
+            checker.text(name, prompt.text, self._max_text_bytes(), TOO_LONG)
         elif isinstance(prompt, IdsPrompt):
             if wanted.truncate_prompt_tokens is None or not prompt.ids:
                 checker.prompt_len(name, len(prompt.ids))
@@ -174,7 +174,7 @@ class Validator:
         else:
             for index, message in enumerate(prompt.messages):
                 checker.text(f"{name}[{index}].role", message["role"], MAX_NAME_BYTES)
-                checker.text(f"{name}[{index}].content", message["content"], self._max_text_bytes())
+                checker.text(f"{name}[{index}].content", message["content"], self._max_text_bytes(), TOO_LONG)
                 if not message["role"]:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
 
