@@ -11,6 +11,7 @@ from starlette.responses import Response
 from common.version import VERSION
 from gateway.api.openai_reply import dumps
 from gateway.api.openapi import description
+from gateway.intake.limits import Checker
 
 _PAGES = Path(__file__).parent / "pages"
 _PAGE_TYPES = {"docs.html": "text/html", "docs.js": "text/javascript", "docs.css": "text/css"}
@@ -27,12 +28,16 @@ _PAGE_HEADERS = {
 class About:
     """Endpoints for probes, load balancers and people."""
 
-    def __init__(self, ready: Callable[[], bool], num_requests: Callable[[], int]) -> None:
-        """`ready` says whether requests can be served, `num_requests` how many are here."""
+    def __init__(
+        self, ready: Callable[[], bool], num_requests: Callable[[], int], checker: Callable[[], Checker]
+    ) -> None:
+        """`ready` says whether requests can be served, `num_requests` how many are here, `checker` what the model takes
+        now.
+        """
         self._ready = ready
         self._num_requests = num_requests
         self._pages = {name: (_PAGES / name).read_bytes() for name in _PAGE_TYPES}
-        self._openapi = dumps(description())
+        self._checker = checker
 
     async def health(self, request: Request) -> Response:
         ready = self._ready()
@@ -50,7 +55,8 @@ class About:
         return _json({"server_load": self._num_requests()})
 
     async def openapi(self, request: Request) -> Response:
-        return Response(self._openapi, media_type="application/json")
+        checker = self._checker()
+        return _json(description(checker.vocab_size, checker.max_model_len))
 
     async def docs(self, request: Request) -> Response:
         name = request.url.path.rpartition("/")[2]

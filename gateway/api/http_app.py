@@ -87,12 +87,13 @@ class HttpApi:
             self._route("/v1/models/{model:path}", self.models, "GET"),
             self._route("/tokenize", self.tokenize, "POST"),
             self._route("/detokenize", self.detokenize, "POST"),
-            *self._about_routes(About(ready, lambda: self._admission.num_requests), show_metrics, options),
+            *self._about_routes(ready, show_metrics, options),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
         return with_server_send(framed(app, options.origins))
 
-    def _about_routes(self, about: About, show_metrics: bool, options: HttpOptions) -> list[Route]:
+    def _about_routes(self, ready: Callable[[], bool], show_metrics: bool, options: HttpOptions) -> list[Route]:
+        about = About(ready, lambda: self._admission.num_requests, self._validator.checker)
         routes = [
             self._route("/health", about.health, "GET"),
             self._route("/ping", about.ping, "GET", "POST"),

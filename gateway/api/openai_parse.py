@@ -92,7 +92,8 @@ def parse_body(
 
 def _check_nothing(name: str, part: msgspec.Raw, nothing: Any) -> None:
     small = memoryview(part).nbytes <= NOTHING_BYTES
-    if not small or _decoded(name, part, _ANY) not in (None, nothing):
+    given = _decoded(name, part, _ANY) if small else ...
+    if given is not None and (type(given) is not type(nothing) or given != nothing):  # 0 is not false
         raise Unimplemented.of(name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 import msgspec
@@ -12,20 +13,10 @@ from common.version import VERSION
 from gateway.api.body_fields import unsupported_of
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.responses_request import ResponsesBody
-from gateway.intake.limits import MAX_STOP_STRINGS, RANGES
+from gateway.intake.limits import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RANGES, Range
 
 _PREFIX = "#/components/schemas/"
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_PROMPT = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        {**_IDS, "minItems": 1},
-        {"type": "array", "items": {**_IDS, "minItems": 1}, "minItems": 1},
-    ],
-    "description": "A text, texts, token ids or lists of token ids.",
-}
-_WIRE: Mapping[tuple[type[Body], str], Mapping[str, Any]] = {(CompletionBody, "prompt"): _PROMPT}
+_WIRE = {(CompletionBody, "prompt")}
 """Fields whose form in JSON differs from the type that they are parsed into."""
 _STOP = f"At most {MAX_STOP_STRINGS} strings, not empty."
 
@@ -40,9 +31,12 @@ class _Operation:
     streams: bool = False
     media_type: str = "application/json"
     with_key: bool = True
+    methods: tuple[str, ...] = ("get",)
     parameter: str | None = None
 
 
+_EITHER = ("prompt", "messages")
+"""The fields of which a body to tokenize has one."""
 _MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 _OPERATIONS = (
     _Operation(
@@ -63,20 +57,22 @@ _OPERATIONS = (
                {"prompt": "Once upon a time"}),
     _Operation("/detokenize", "detokenize", "Returns the text of token ids.", DetokenizeBody, {"tokens": [11, 12]}),
     _Operation("/health", "health", "Says whether requests can be served: 200 or 503.", with_key=False),
-    _Operation("/ping", "ping", "Says the same with an empty body.", with_key=False, media_type="text/plain"),
+    _Operation("/ping", "ping", "Says the same with an empty body.", with_key=False, media_type="",
+               methods=("get", "post")),
     _Operation("/load", "load", "Returns how many requests run or wait.", with_key=False),
     _Operation("/version", "version", "Returns the server's version.", with_key=False),
 )  # fmt: skip
 
 
-def description() -> dict[str, Any]:
-    """Returns the OpenAPI document."""
+@cache
+def description(vocab_size: int, max_model_len: int) -> dict[str, Any]:
+    """Returns the OpenAPI document for a model of these sizes."""
     bodies = [operation.body for operation in _OPERATIONS if operation.body is not None]
     _, components = msgspec.json.schema_components(
         [_wire_type(body) for body in bodies], ref_template=_PREFIX + "{name}"
     )
     for body in bodies:
-        _complete(components[_name(body)], body)
+        _complete(components[_name(body)], body, _Sizes(vocab_size, max_model_len))
     return {
         "openapi": "3.1.0",
         "info": {
@@ -108,15 +104,51 @@ def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
     return msgspec.defstruct(_name(body), fields, kw_only=True)
 
 
-def _complete(schema: dict[str, Any], body: type[Body]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The sizes of a model, on which some limits depend."""
+
+    vocab_size: int
+    max_model_len: int
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        token = {"type": "integer", "minimum": 0, "maximum": self.vocab_size - 1}
+        return {"type": "array", "items": token, "minItems": 1, "maxItems": self.max_model_len - 1}
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        text = {"type": "string", "minLength": 1}
+        lists = [{"type": "array", "items": items, "minItems": 1} for items in (text, self.ids)]
+        return {"anyOf": [text, self.ids, *lists], "description": "A text, texts, token ids or lists of token ids."}
+
+    @property
+    def ranges(self) -> Mapping[str, Range]:
+        output, prompt = Range(1, self.max_model_len - 1), Range(-1, self.max_model_len)
+        return {
+            **RANGES, "max_tokens": output, "max_completion_tokens": output, "max_output_tokens": output,
+            "min_tokens": Range(0, self.max_model_len - 1), "truncate_prompt_tokens": prompt,
+            "top_k": Range(-1, self.vocab_size), "top_logprobs": RANGES["logprobs"], "best_of": RANGES["n"],
+        }  # fmt: skip
+
+
+def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
     """Adds to a body's schema the limits, and the fields that are only tolerated."""
     properties = schema["properties"]
-    for (kind, name), wire in _WIRE.items():
-        if kind is body:
-            properties[name] = dict(wire)
-    for name, limit in RANGES.items():
-        for option in _numbers(properties.get(name, {})):
+    for name, limit in sizes.ranges.items():
+        for option in _options(properties.get(name, {}), "integer", "number"):
             option |= {"exclusiveMinimum" if limit.above_low else "minimum": limit.low, "maximum": limit.high}
+    if body is CompletionBody:
+        properties["prompt"] = sizes.prompt
+    if body is DetokenizeBody:
+        properties["tokens"] = {**sizes.ids, "minItems": 0}
+    if body is TokenizeBody:
+        schema["anyOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _EITHER]
+    for option in _options(properties.get("stop_token_ids", {}), "array"):
+        option |= {**sizes.ids, "minItems": 0, "maxItems": MAX_STOP_TOKEN_IDS}
+    for name in ("messages", "input"):
+        for option in _options(properties.get(name, {}), "array", "string"):
+            option["minItems" if option["type"] == "array" else "minLength"] = 1
     if "stop" in properties:
         properties["stop"]["description"] = _STOP
     for name in sorted(body.ignored.difference(properties)):
@@ -127,9 +159,9 @@ def _complete(schema: dict[str, Any], body: type[Body]) -> None:
     schema.pop("title", None)
 
 
-def _numbers(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    options = [schema, *schema.get("anyOf", ())]
-    return [option for option in options if option.get("type") in ("integer", "number")]
+def _options(schema: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
+    """Returns the parts of a field's schema that are of these types."""
+    return [option for option in (schema, *schema.get("anyOf", ())) if option.get("type") in kinds]
 
 
 def _path(operation: _Operation) -> dict[str, Any]:
@@ -144,28 +176,26 @@ def _path(operation: _Operation) -> dict[str, Any]:
             {"name": operation.parameter, "in": "path", "required": True, "schema": {"type": "string"}}
         ]
     if operation.body is None:
-        return {"get": described}
+        names = {method: method.capitalize() if method != "get" else "" for method in operation.methods}
+        return {method: {**described, "operationId": operation.name + suffix} for method, suffix in names.items()}
     content = {"schema": {"$ref": _PREFIX + _name(operation.body)}, "example": operation.example}
     described["requestBody"] = {"required": True, "content": {"application/json": content}}
     return {"post": described}
 
 
 def _answers(operation: _Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {operation.media_type: {"schema": _answer_schema(operation)}}
+    content: dict[str, Any] = {operation.media_type: {"schema": {"type": "object"}}}
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    answers = {"200": {"description": "The answer.", "content": content}}
+    body = {"content": content} if operation.media_type else {}
+    answers: dict[str, Any] = {"200": {"description": "The answer.", **body}}
     if not operation.with_key:
         if operation.path in ("/health", "/ping"):
-            answers["503"] = {"description": "Requests cannot be served now.", "content": content}
+            answers["503"] = {"description": "Requests cannot be served now.", **body}
         return answers
     statuses = _ERRORS if operation.body is not None else {name: _ERRORS[name] for name in ("401", "404", "429")}
     error = {"application/json": {"schema": {"$ref": _PREFIX + "Error"}}}
     return answers | {status: {"description": what, "content": error} for status, what in statuses.items()}
-
-
-def _answer_schema(operation: _Operation) -> dict[str, Any]:
-    return {"type": "object"} if operation.media_type == "application/json" else {"type": "string"}
 
 
 _ERRORS = {
