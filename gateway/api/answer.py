@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.errors import InvalidArgument, LooseleafError
 from gateway.intake.validate import ResolvedRequest
@@ -29,6 +30,9 @@ class StreamForm(Protocol):
 
     def failure(self, error: LooseleafError) -> bytes:
         """Returns the events that end a stream that failed after it had begun."""
+
+    def error_object(self, error: LooseleafError) -> dict[str, Any]:
+        """Returns the body of an answer that failed before its stream began."""
 
 
 class HttpAnswer(StreamForm, Protocol):
@@ -56,9 +60,13 @@ class HttpAnswer(StreamForm, Protocol):
 
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """Returns the error with the client's own names of the fields that are wrong."""
-    if not names or not error.violations or error.violations[0].field not in names:
+    if not names or not error.violations:
         return error
-    found = tuple(
-        replace(violation, field=names.get(violation.field, violation.field)) for violation in error.violations
-    )
+    found = tuple(replace(violation, field=_renamed(violation.field, names)) for violation in error.violations)
     return type(error)(f"{found[0].field} {found[0].description}", violations=found)
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    """Returns a path such as stop[0] with the first name replaced."""
+    first = re.split(r"[.\[]", field, maxsplit=1)[0]
+    return names.get(first, first) + field[len(first) :]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +23,7 @@ T = TypeVar("T")
 BODY_TIMEOUT_S = 30.0
 SERVER_SEND = "looseleaf.send"
 OnError = Callable[[LooseleafError], None]
+ContentOf = Callable[[LooseleafError], Mapping[str, Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -30,13 +31,15 @@ class BodyTooLarge(InvalidArgument):
     http_status = 413
 
 
-def error_response(error: LooseleafError) -> Response:
+def error_response(error: LooseleafError, content: Mapping[str, Any] | None = None) -> Response:
+    """Returns the answer for an error. `content` is its body, by default OpenAI's."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(dumps(error_body(error)), error.http_status, headers, "application/json")
+    body = error_body(error) if content is None else content
+    return Response(dumps(body), error.http_status, headers, "application/json")
 
 
 def expected(error: Exception) -> LooseleafError:
@@ -47,8 +50,8 @@ def expected(error: Exception) -> LooseleafError:
     return Internal("the service failed; its log says why")
 
 
-def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
-    """Wraps an endpoint so that its exceptions become OpenAI's error bodies."""
+def guarded(endpoint: Endpoint, on_error: OnError, content_of: ContentOf = error_body) -> Endpoint:
+    """Wraps an endpoint so that its exceptions become answers with the body that `content_of` returns."""
 
     @functools.wraps(endpoint)
     async def run(request: Request) -> Response:
@@ -57,7 +60,7 @@ def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
         except Exception as error:
             known = expected(error)
             on_error(known)
-            return error_response(known)
+            return error_response(known, content_of(known))
 
     return run
 
@@ -171,7 +174,7 @@ class EventStream(Response):
         try:
             async with asyncio.timeout(LAST_WORD_S):
                 if not sender.started:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, self._form.error_object(error))(scope, receive, send)
                     return
                 await send({"type": "http.response.body", "body": self._form.failure(error)})
         except TimeoutError:

@@ -23,6 +23,7 @@ from common.errors import InvalidArgument, NotFound, Unimplemented
 from gateway.admission.admission import Entry
 from gateway.api.answer import HttpAnswer, renamed
 from gateway.api.asgi import (
+    ContentOf,
     EventSender,
     EventStream,
     error_response,
@@ -35,7 +36,9 @@ from gateway.api.front import Front
 from gateway.api.http_about import About
 from gateway.api.http_frame import framed, warn
 from gateway.api.http_options import DEFAULT_OPTIONS, HttpOptions
-from gateway.api.openai_reply import Envelope, dumps
+from gateway.api.messages_reply import MessagesAnswer, messages_error
+from gateway.api.messages_request import CountTokensBody, MessagesBody
+from gateway.api.openai_reply import Envelope, dumps, error_body
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.openai_stream import Answer
 from gateway.api.responses_reply import ResponsesAnswer
@@ -83,6 +86,8 @@ class HttpApi:
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
             self._route("/v1/responses", self.responses, "POST"),
+            self._route("/v1/messages", self.messages, "POST", errors=messages_error),
+            self._route("/v1/messages/count_tokens", self.count_tokens, "POST", errors=messages_error),
             self._route("/v1/models", self.models, "GET"),
             self._route("/v1/models/{model:path}", self.models, "GET"),
             self._route("/tokenize", self.tokenize, "POST"),
@@ -106,12 +111,17 @@ class HttpApi:
             routes.append(self._route("/openapi.json", about.openapi, "GET"))
         return routes
 
-    def _route(self, path: str, endpoint: Callable[[Request], Any], *methods: str) -> Route:
-        return Route(path, guarded(endpoint, lambda error: self._metrics.failed(error.grpc_code)), methods=methods)
+    def _route(
+        self, path: str, endpoint: Callable[[Request], Any], *methods: str, errors: ContentOf = error_body
+    ) -> Route:
+        return Route(path, guarded(endpoint, self._count_error, errors), methods=methods)
 
     def _tenant(self, request: Request) -> str:
         address = request.client.host if request.client is not None else ""
-        return self._authenticator.tenant(request.headers.get("authorization"), address)
+        authorization = request.headers.get("authorization")
+        if authorization is None and (key := request.headers.get("x-api-key")):  # as Anthropic's clients send it
+            authorization = f"Bearer {key}"
+        return self._authenticator.tenant(authorization, address)
 
     async def completions(self, request: Request) -> Response:
         def begin(body: CompletionBody) -> HttpAnswer:
@@ -134,6 +144,9 @@ class HttpApi:
             return ResponsesAnswer(body, self._assets.name)
 
         return await self._ask(request, ResponsesBody, begin)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._ask(request, MessagesBody, lambda body: MessagesAnswer(body, self._assets.name))
 
     async def _ask(self, request: Request, kind: type[B], begin: Callable[[B], HttpAnswer]) -> Response:
         """Admits the request, reads its body, and answers it in the form that `begin` returns."""
@@ -214,6 +227,13 @@ class HttpApi:
         name, prompt = body.input()
         ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
         return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
+
+    async def count_tokens(self, request: Request) -> Response:
+        self._tenant(request)
+        body = await self._bodies.read(request, CountTokensBody)
+        self._validator.check_model(body.model)
+        ids = await self._validator.tokenize(body.prompt(), "messages", add_special_tokens=None)
+        return _json({"input_tokens": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:
         self._tenant(request)

@@ -17,6 +17,7 @@ import msgspec
 
 from common.errors import InvalidArgument, LooseleafError, Unimplemented
 from gateway.api.body_fields import UNKNOWN, fields_of, unsupported_of
+from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, MessageBody, TokenizeBody
 from gateway.api.responses_request import InputItem, ResponsesBody
 from gateway.intake.limits import (
@@ -246,6 +247,10 @@ def _messages(name: str, raw: bytes, limits: PromptLimits) -> list[MessageBody] 
 def _input(name: str, raw: bytes, limits: PromptLimits) -> str | list[InputItem] | None:
     if raw.startswith(b'"'):
         return _text(name, raw, limits)
+    return _items(name, raw, limits)
+
+
+def _items(name: str, raw: bytes, limits: PromptLimits) -> list[InputItem] | None:
     if _num_quotes(raw) > MAX_QUOTES:
         what = f"must hold at most {MAX_MESSAGES} items and {MAX_CONTENT_PARTS} parts of content"
         raise InvalidArgument.of(name, what)
@@ -274,6 +279,8 @@ _READERS: Mapping[tuple[type[Body], str], Callable[[str, bytes, PromptLimits], A
     (CompletionBody, "prompt"): _prompts,
     (ChatBody, "messages"): _messages,
     (ResponsesBody, "input"): _input,
+    (MessagesBody, "messages"): _items,
+    (CountTokensBody, "messages"): _items,
     (TokenizeBody, "prompt"): _text,
     (TokenizeBody, "messages"): _messages,
     (DetokenizeBody, "tokens"): _tokens,

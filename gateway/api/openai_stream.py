@@ -123,6 +123,9 @@ class Answer:
     def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
         return self.chunks(self._writer, number, deltas)
 
+    def error_object(self, error: LooseleafError) -> dict[str, Any]:
+        return error_body(error)
+
     def failure(self, error: LooseleafError) -> bytes:
         return b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
 

@@ -11,6 +11,7 @@ import msgspec
 
 from common.version import VERSION
 from gateway.api.body_fields import unsupported_of
+from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.limits import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RANGES, Range
@@ -51,6 +52,12 @@ _OPERATIONS = (
         "/v1/responses", "createResponse", "Answers an input by OpenAI's Responses API. Nothing is stored.",
         ResponsesBody, {"input": "Tell me a story", "max_output_tokens": 32}, streams=True,
     ),
+    _Operation(
+        "/v1/messages", "createMessage", "Answers a conversation by Anthropic's API.", MessagesBody,
+        {"messages": _MESSAGES, "max_tokens": 32}, streams=True,
+    ),
+    _Operation("/v1/messages/count_tokens", "countTokens", "Returns the length of a conversation in tokens.",
+               CountTokensBody, {"messages": _MESSAGES}),
     _Operation("/v1/models", "listModels", "Lists the model that is served."),
     _Operation("/v1/models/{model}", "getModel", "Returns one model.", parameter="model"),
     _Operation("/tokenize", "tokenize", "Returns the token ids of a text or a conversation.", TokenizeBody,
@@ -73,6 +80,9 @@ def description(vocab_size: int, max_model_len: int) -> dict[str, Any]:
     )
     for body in bodies:
         _complete(components[_name(body)], body, _Sizes(vocab_size, max_model_len))
+    for component in components.values():
+        for option in _options(component["properties"].get("role", {}), "string"):
+            option["minLength"] = 1
     return {
         "openapi": "3.1.0",
         "info": {
@@ -138,6 +148,8 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
     for name, limit in sizes.ranges.items():
         for option in _options(properties.get(name, {}), "integer", "number"):
             option |= {"exclusiveMinimum" if limit.above_low else "minimum": limit.low, "maximum": limit.high}
+    if "truncate_prompt_tokens" in properties:
+        properties["truncate_prompt_tokens"]["not"] = {"const": 0}
     if body is CompletionBody:
         properties["prompt"] = sizes.prompt
     if body is DetokenizeBody:
@@ -186,7 +198,7 @@ def _path(operation: _Operation) -> dict[str, Any]:
 def _answers(operation: _Operation) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media_type: {"schema": {"type": "object"}}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {}}
     body = {"content": content} if operation.media_type else {}
     answers: dict[str, Any] = {"200": {"description": "The answer.", **body}}
     if not operation.with_key:
@@ -215,7 +227,7 @@ _ERROR = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type"],
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},

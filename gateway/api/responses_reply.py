@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import LooseleafError
 from common.types import FinishReason
-from gateway.api.openai_reply import account_of, dumps
+from gateway.api.openai_reply import account_of, dumps, error_body
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.validate import ResolvedRequest
 from gateway.request.delta import Delta, Summary
@@ -45,6 +45,9 @@ class ResponsesAnswer:
 
     def whole(self) -> bytes:
         return dumps(self._ended())
+
+    def error_object(self, error: LooseleafError) -> dict[str, Any]:
+        return error_body(error)
 
     # --- events
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -34,26 +34,36 @@ class InputItem(msgspec.Struct):
     role: str | None = None
     content: str | list[InputPart] | None = None
 
-    def plain(self, name: str) -> dict[str, str]:
+    def plain(self, name: str, roles: Sequence[str] = ROLES) -> dict[str, str]:
         """Returns the message as templates take it. `name` is the item's own, for errors."""
         if self.type != "message":
             raise Unimplemented.of(f"{name}.type", f"{self.type[:40]!r} is not supported yet: only messages are")
-        if self.role not in ROLES:
-            raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(ROLES)}")
+        if self.role is None or self.role not in roles:
+            raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(roles)}")
         if self.content is None:
             raise InvalidArgument.of(f"{name}.content", "must be given")
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
-        return {"role": self.role, "content": "".join(_text_of(part, name, i) for i, part in enumerate(self.content))}
+        return {"role": self.role, "content": text_of(self.content, f"{name}.content")}
 
 
-def _text_of(part: InputPart, name: str, index: int) -> str:
-    field = f"{name}.content[{index}]"
-    if part.type not in _TEXT_PARTS:
-        raise Unimplemented.of(f"{field}.type", f"{part.type[:40]!r} is not supported: the model reads text only")
-    if part.text is None:
-        raise InvalidArgument.of(f"{field}.text", "must be given")
-    return part.text
+def check_parts(name: str, items: Sequence[InputItem]) -> None:
+    """Raises InvalidArgument for too many parts of content."""
+    if sum(len(item.content) for item in items if isinstance(item.content, list)) > MAX_CONTENT_PARTS:
+        raise InvalidArgument.of(name, f"must hold at most {MAX_CONTENT_PARTS} parts of content")
+
+
+def text_of(parts: Sequence[InputPart], name: str) -> str:
+    """Returns the text of a message's parts. `name` is that of their list, for errors."""
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        if part.type not in _TEXT_PARTS:
+            what = f"{part.type[:40]!r} is not supported: the model reads text only"
+            raise Unimplemented.of(f"{name}[{index}].type", what)
+        if part.text is None:
+            raise InvalidArgument.of(f"{name}[{index}].text", "must be given")
+        texts.append(part.text)
+    return "".join(texts)
 
 
 class TextFormat(msgspec.Struct):
@@ -150,8 +160,7 @@ class ResponsesBody(Body, kw_only=True):
             if not self.input:
                 raise InvalidArgument.of("input", "must not be empty")
             return [*first, {"role": "user", "content": self.input}]
-        if sum(len(item.content) for item in self.input if isinstance(item.content, list)) > MAX_CONTENT_PARTS:
-            raise InvalidArgument.of("input", f"must hold at most {MAX_CONTENT_PARTS} parts of content")
+        check_parts("input", self.input)
         if not self.input:
             raise InvalidArgument.of("input", "must hold at least one item")
         return [*first, *(item.plain(f"input[{index}]") for index, item in enumerate(self.input))]
