@@ -42,6 +42,7 @@ POLICY: Mapping[str, Access] = {
     "/grpc.health.v1.Health/List": Access.PUBLIC,
     "/grpc.health.v1.Health/Watch": Access.PUBLIC,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.REFLECTION,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Access.REFLECTION,
     "/looseleaf.v1.BlockStoreService/Attach": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/Inspect": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/ReadBlocks": Access.INTERNAL,

@@ -27,6 +27,8 @@ class FieldViolation:
 
     field: str
     description: str
+    reason: str | None = None
+    """OpenAI's own code, for the few mistakes that have one."""
 
 
 class LooseleafError(Exception):
@@ -35,6 +37,8 @@ class LooseleafError(Exception):
     grpc_code = "INTERNAL"
     http_status = 500
     kind = "internal_error"
+    own_code: str | None = None
+    """The code that HTTP clients see; None: the name of the gRPC status, in lower case."""
 
     def __init__(
         self,
@@ -48,22 +52,35 @@ class LooseleafError(Exception):
         self.violations = violations
         self.retry_after_s = retry_after_s
 
+    @property
+    def code(self) -> str:
+        """Returns the code of OpenAI's error object: OpenAI's own where it has one, else the gRPC status."""
+        reason = self.violations[0].reason if self.violations else None
+        return reason or self.own_code or self.grpc_code.lower()
+
 
 class InvalidArgument(LooseleafError):
     grpc_code, http_status, kind = "INVALID_ARGUMENT", 400, "invalid_request_error"
 
     @classmethod
-    def of(cls, field: str, description: str) -> InvalidArgument:
-        """Returns the usual form: one field and what is wrong with it."""
-        return cls(f"{field} {description}", violations=(FieldViolation(field, description),))
+    def of(cls, field: str, description: str, reason: str | None = None) -> InvalidArgument:
+        """Returns the usual form: one field and what is wrong with it. `reason` is OpenAI's own code."""
+        return cls(f"{field} {description}", violations=(FieldViolation(field, description, reason),))
 
 
 class NotFound(LooseleafError):
     grpc_code, http_status, kind = "NOT_FOUND", 404, "not_found_error"
 
 
+class ModelNotFound(NotFound):
+    """A model that is not served. OpenAI has its own code for it."""
+
+    kind, own_code = "invalid_request_error", "model_not_found"
+
+
 class Unauthenticated(LooseleafError):
-    grpc_code, http_status, kind = "UNAUTHENTICATED", 401, "authentication_error"
+    grpc_code, http_status, kind = "UNAUTHENTICATED", 401, "invalid_request_error"
+    own_code = "invalid_api_key"
 
 
 class PermissionDenied(LooseleafError):
@@ -88,6 +105,11 @@ class Unimplemented(LooseleafError):
     """
 
     grpc_code, http_status, kind = "UNIMPLEMENTED", 400, "invalid_request_error"
+
+    @classmethod
+    def of(cls, field: str, description: str = "is not supported yet") -> Unimplemented:
+        """Returns the error for one field that is not supported."""
+        return cls(f"{field} {description}", violations=(FieldViolation(field, description),))
 
 
 class Aborted(LooseleafError):

@@ -105,4 +105,6 @@ async def _abort(context: Context, error: Exception) -> None:
     if not isinstance(error, LooseleafError):
         logger.error("unexpected failure in a handler", exc_info=error)
         error = Internal("the service failed; its log says why")
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    status = rpc_status.to_status(status_of(error))
+    given = tuple(context.trailing_metadata() or ())
+    await context.abort_with_status(status._replace(trailing_metadata=(*given, *status.trailing_metadata)))

@@ -16,8 +16,9 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from common import reflection_v1
 from common.access import Door
 from common.certificates import INSIDE_NAME
 from common.errors import StartupError
@@ -144,9 +145,14 @@ class RpcServer:
         if self.port == 0:
             self.bind()
         if self._protection.reflection:
-            reflection.enable_server_reflection(self._names, self._server)
+            self._add_reflection()
         await self.set_ready(False)
         await self._server.start()
+
+    def _add_reflection(self) -> None:
+        servicer = reflection.aio.ReflectionServicer((*self._names, reflection_v1.SERVICE_NAME))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._server)
+        reflection_v1.add_reflection_v1(servicer, self._server)
 
     async def set_ready(self, ready: bool) -> None:
         state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -92,7 +92,7 @@ class ServerSettings(Settings):
     )
     tls_key: Path | None = Field(None, description="its private key")
     tls_ca: Path | None = Field(None, description="the CA of all services: they speak TLS and check each other")
-    reflection: bool = Field(True, description="tell callers which gRPC methods there are")
+    reflection: bool = Field(True, description="tell callers which gRPC methods and HTTP paths there are")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     json_logs: bool = False
 

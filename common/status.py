@@ -20,7 +20,9 @@ def status_of(error: LooseleafError) -> status_pb2.Status:
     details: list[any_pb2.Any] = []
     if error.violations:
         violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=v.field[:100], description=v.description[:200])
+            error_details_pb2.BadRequest.FieldViolation(
+                field=v.field[:100], description=v.description[:200], reason=(v.reason or "").upper()
+            )
             for v in error.violations[:MAX_VIOLATIONS]
         ]
         details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
@@ -48,7 +50,9 @@ def error_of(error: grpc.RpcError) -> LooseleafError:
         bad_request = error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()
         if detail.Unpack(bad_request):
-            violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+            violations += [
+                FieldViolation(v.field, v.description, v.reason.lower() or None) for v in bad_request.field_violations
+            ]
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     return kind(error.details() or code.name, violations=tuple(violations), retry_after_s=retry_after_s)

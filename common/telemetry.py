@@ -1,5 +1,5 @@
-"""Logs of every service: one line per event, with the service's name, without prompts. Does not depend on the meaning
-of metrics.
+"""Logs of every service: one line per event, with the service's name, without prompts. A line that belongs to a request
+has the request's id. Does not depend on the meaning of metrics.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
+
+from common.request_ids import REQUEST_ID
 
 LOG_EVERY_S = 60.0
 T = TypeVar("T")
@@ -28,6 +30,8 @@ class _JsonFormatter(logging.Formatter):
             "service": record.name,
             "message": record.getMessage(),
         }
+        if request_id := REQUEST_ID.get():
+            event["request_id"] = request_id
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
         return json.dumps(event)
@@ -37,6 +41,8 @@ class _LineFormatter(logging.Formatter):
     """Formats plain lines for people. Control characters are escaped so that an event stays one line."""
 
     def format(self, record: logging.LogRecord) -> str:
+        request_id = REQUEST_ID.get()
+        record.of_request = f"[{request_id}] " if request_id else ""
         text = super().format(record)
         if record.exc_info:
             return text
@@ -49,7 +55,9 @@ def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
     if json_lines:
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(
+            _LineFormatter("%(asctime)s %(levelname)-7s %(name)s: %(of_request)s%(message)s", "%H:%M:%S")
+        )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -78,10 +78,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         try:
             submission = read_submit(submit, self._vocab_size)
         except (LooseleafError, ValueError) as error:
-            logger.error("a submit cannot be read: %s", error)
+            logger.error("the submit of request %s cannot be read: %s", submit.request_id, error)
             rejected = Output(submit.handle, submit.attempt, rejection=Rejection.INTERNAL)
             session.send([rejected], self._worker.load)
             return
+        logger.debug("request %s, attempt %d, is group %d", submit.request_id, submit.attempt, submit.handle)
 
         def post() -> None:
             self._thread.post(lambda: self._worker.submit(session, *submission))

@@ -24,6 +24,8 @@ from gateway.api.exposure import front_certificates, warn_of_public_bind
 from gateway.api.front import Front
 from gateway.api.grpc_service import InferenceServicer, key_check
 from gateway.api.http_app import HttpApi
+from gateway.api.http_frame import read_origins
+from gateway.api.http_options import HttpOptions
 from gateway.api.key_ring import KeyRing
 from gateway.api.server import (
     HttpServer,
@@ -33,6 +35,7 @@ from gateway.api.server import (
     grpc_bounds,
     http_bounds,
     raise_file_limit,
+    say_goodbye,
     watch_blocks,
     watch_readiness,
 )
@@ -57,6 +60,7 @@ logger = logging.getLogger("gateway")
 async def main(settings: GatewaySettings) -> None:
     max_files = raise_file_limit()
     trust = trust_of(settings)
+    origins = read_origins(settings.allowed_origins)
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
     keys = read_keys(settings.api_key, settings.api_key_file)
     authenticator = Authenticator(keys.tenants, WrongKeys(settings.wrong_keys_per_minute))
@@ -132,12 +136,14 @@ async def main(settings: GatewaySettings) -> None:
         InferenceServicer(front),
         "looseleaf.v1.InferenceService",
     )
-    ready = lambda: workers.ready and not admission.draining  # noqa: E731
+    is_leaving = asyncio.Event()
+    ready = lambda: workers.ready and not is_leaving.is_set()  # noqa: E731
     app = HttpApi(front).app(
         ready,
         show_metrics=settings.metrics,
         timeout_s=settings.request_timeout_s,
         body_budget_bytes=settings.body_budget_bytes,
+        options=HttpOptions(settings.strict_fields, origins, describe=settings.reflection),
     )
     http_server = HttpServer(app, http_socket, http_bounds(settings, max_files), certificates)
     addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
@@ -150,12 +156,17 @@ async def main(settings: GatewaySettings) -> None:
         asyncio.create_task(http_server.watch_certificates()),
         asyncio.create_task(watch_blocks(settings.block_store, workers, metrics, trust)),
         asyncio.create_task(
-            watch_readiness(workers, grpc_server, gate.wake, lambda: write_ready_file(settings.ready_file, addresses))
+            watch_readiness(
+                workers, grpc_server, gate.wake, lambda: write_ready_file(settings.ready_file, addresses), is_leaving
+            )
         ),
     ]
     key_ring = KeyRing(settings.api_key, settings.api_key_file, authenticator, tenants)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, key_ring.reload)
     await wait_for_signal(asyncio.Event())
+    is_leaving.set()
+    logger.info("leaving: health says no; the ports close in %.1f s", settings.drain_delay)
+    await say_goodbye(grpc_server, settings.drain_delay)
     logger.info("draining: at most %.0f s", settings.drain_s)
     admission.draining = True
     await drain(admission.answers, grpc_server, http_server, settings.drain_s)

@@ -65,7 +65,16 @@ class GatewaySettings(ServerSettings):
     salt_secret: str | None = Field(
         None, min_length=8, repr=False, description="secret from which cache salts derive; the same in all gateways"
     )
-    metrics: bool = Field(True, description="serve /metrics")
+    metrics: bool = Field(True, description="serve /metrics and /load")
+    strict_fields: bool = Field(
+        False, description="refuse fields of request bodies that nobody knows; else they are ignored with a warning"
+    )
+    allowed_origins: str | None = Field(
+        None, description="origins whose pages may call the HTTP API, with commas; *: any; default: none"
+    )
+    drain_delay: float = Field(
+        1.0, ge=0, le=3600, description="seconds at SIGTERM in which health says no and new requests are still taken"
+    )
     drain_s: float = Field(10.0, ge=0, description="most seconds that running requests get at SIGTERM")
     max_connections: int = Field(4096, ge=1, description="most connections at once, of HTTP and of gRPC each")
     max_header_bytes: int = Field(65_536, ge=1024, le=1 << 20, description="most bytes of a request line and headers")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from common.version import VERSION
+
 if TYPE_CHECKING:
     from common.errors import LooseleafError, StartupError
     from common.types import StructuredOutput
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from looseleaf.llm import LLM
     from looseleaf.results import Completion, Delta, ModelInfo, Sample, Usage
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "LLM",
     "AsyncClient",

@@ -69,6 +69,9 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int
+    """Keep this many tokens at the prompt's end; -1 keeps as many as leave room for the output."""
     model: str
     request_id: str
     cache_salt: str
@@ -97,7 +100,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     values = cast(Mapping[str, object], options)
-    for name in ("model", "request_id", "priority"):
+    for name in ("model", "request_id", "priority", "skip_special_tokens", "truncate_prompt_tokens"):
         _set(request, name, values)
     for name in _SAMPLING:
         _set(request.sampling, name, values)

@@ -5,11 +5,13 @@ computes.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
+from common.request_ids import take_request_id
 from prefill_svc.requests import RequestLimits, job_of
 from prefill_svc.worker import ChunkDone, Done, Event, FirstToken, PrefillWorker
 from protos.v1 import prefill_pb2 as pb
@@ -17,6 +19,8 @@ from protos.v1 import prefill_pb2_grpc, types_pb2
 from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
+
+logger = logging.getLogger("prefill")
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -34,8 +38,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillResponse]:
         if self.draining:
             raise Unavailable("this worker shuts down", retry_after_s=0.1)
+        take_request_id(request.request_id)
         job = job_of(request, self._limits)
         await self._grammars.prepare(job.sequences)
+        logger.debug("attempt %d: %d prompt tokens", request.attempt, len(request.prompt_token_ids))
         events: Outgoing[Event] = Outgoing()
         loop = asyncio.get_running_loop()
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, LooseleafError
-from gateway.api.openai_reply import DONE, dumps, error_body
+from gateway.api.answer import StreamForm
+from gateway.api.openai_reply import dumps, error_body
 from gateway.request.outlet import LAST_WORD_S
 
 logger = logging.getLogger("http")
@@ -22,6 +23,7 @@ T = TypeVar("T")
 BODY_TIMEOUT_S = 30.0
 SERVER_SEND = "looseleaf.send"
 OnError = Callable[[LooseleafError], None]
+ContentOf = Callable[[LooseleafError], Mapping[str, Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -29,13 +31,15 @@ class BodyTooLarge(InvalidArgument):
     http_status = 413
 
 
-def error_response(error: LooseleafError) -> Response:
+def error_response(error: LooseleafError, content: Mapping[str, Any] | None = None) -> Response:
+    """Returns the answer for an error. `content` is its body, by default OpenAI's."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(dumps(error_body(error)), error.http_status, headers, "application/json")
+    body = error_body(error) if content is None else content
+    return Response(dumps(body), error.http_status, headers, "application/json")
 
 
 def expected(error: Exception) -> LooseleafError:
@@ -46,8 +50,8 @@ def expected(error: Exception) -> LooseleafError:
     return Internal("the service failed; its log says why")
 
 
-def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
-    """Wraps an endpoint so that its exceptions become OpenAI's error bodies."""
+def guarded(endpoint: Endpoint, on_error: OnError, content_of: ContentOf = error_body) -> Endpoint:
+    """Wraps an endpoint so that its exceptions become answers with the body that `content_of` returns."""
 
     @functools.wraps(endpoint)
     async def run(request: Request) -> Response:
@@ -56,7 +60,7 @@ def guarded(endpoint: Endpoint, on_error: OnError) -> Endpoint:
         except Exception as error:
             known = expected(error)
             on_error(known)
-            return error_response(known)
+            return error_response(known, content_of(known))
 
     return run
 
@@ -137,9 +141,14 @@ class EventStream(Response):
     """A response of server-sent events that `work` sends. `work` is cancelled when the client disconnects."""
 
     def __init__(
-        self, work: Callable[[EventSender], Awaitable[None]], on_error: OnError, at_end: contextlib.ExitStack
+        self,
+        work: Callable[[EventSender], Awaitable[None]],
+        form: StreamForm,
+        on_error: OnError,
+        at_end: contextlib.ExitStack,
     ) -> None:
-        """`at_end` is closed once there is nothing more to send."""
+        """`form` says how the stream ends. `at_end` is closed once there is nothing more to send."""
+        self._form = form
         self._work = work
         self._on_error = on_error
         self._at_end = at_end
@@ -159,16 +168,15 @@ class EventStream(Response):
         except Exception as failure:
             error = expected(failure)
         else:
-            await send({"type": "http.response.body", "body": DONE})
+            await send({"type": "http.response.body", "body": self._form.ending})
             return
         self._on_error(error)
         try:
             async with asyncio.timeout(LAST_WORD_S):
                 if not sender.started:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, self._form.error_object(error))(scope, receive, send)
                     return
-                last = b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
-                await send({"type": "http.response.body", "body": last})
+                await send({"type": "http.response.body", "body": self._form.failure(error)})
         except TimeoutError:
             logger.info("a client did not read its error: the connection is closed")
 

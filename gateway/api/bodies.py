@@ -18,6 +18,7 @@ from common.errors import ResourceExhausted
 from gateway.api.asgi import read_body
 from gateway.api.openai_parse import max_body_bytes, parse_body
 from gateway.api.openai_request import Body
+from gateway.api.unknown_fields import UnknownFields
 from gateway.intake.limits import PromptLimits
 
 M = TypeVar("M", bound=Body)
@@ -57,20 +58,29 @@ class BodyBudget:
 
 
 class BodyReader:
-    """A reader that turns request bodies into typed bodies. `limits` returns the current limits of the model."""
+    """A reader that turns request bodies into typed bodies. `limits` returns the current limits of the model. Unknown
+    fields are refused if `strict`, else ignored with a warning.
+    """
 
-    def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget) -> None:
+    def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget, *, strict: bool = False) -> None:
         self._limits = limits
         self._budget = budget
+        self._strict = strict
+        self._unknown = UnknownFields()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(self, request: Request, kind: type[M]) -> M:
         """Reads and parses one body. Raises InvalidArgument (413 for a body that is too large), Unimplemented,
         ResourceExhausted or DeadlineExceeded.
         """
-        limits = self._limits()
+        limits, unknown = self._limits(), list[str]()
+        on_unknown = None if self._strict else unknown.append
         with self._budget.share() as take:
             raw = await read_body(request, max_body_bytes(kind, limits), take)
             if len(raw) <= INLINE_BYTES:
-                return parse_body(kind, raw, limits)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, parse_body, kind, raw, limits)
+                body = parse_body(kind, raw, limits, on_unknown)
+            else:
+                loop = asyncio.get_running_loop()
+                body = await loop.run_in_executor(self._thread, parse_body, kind, raw, limits, on_unknown)
+        self._unknown.note(request.scope, unknown)
+        return body

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 from common import convert
 from common.errors import InvalidArgument, LooseleafError
 from common.guard import Check, Context
+from common.request_ids import HEADER, take_request_id
 from common.types import EarlyStopping
 from gateway.admission.admission import Admission
 from gateway.api.credentials import Authenticator
@@ -106,10 +107,12 @@ def key_check(
     """Returns an interceptor that checks the API key, and asks `admission` whether a request may enter now, before a
     message is received.
 
-    gRPC's own services, health and reflection, need no key. `failed` counts refusals by status code.
+    gRPC's own services, health and reflection, need no key. `failed` counts refusals by status code. Every call gets
+    its request id back in its trailing metadata.
     """
 
     def check(method: str, context: Context) -> None:
+        context.set_trailing_metadata(((HEADER, take_request_id(_metadata(context, HEADER))),))
         if not method.startswith("/grpc."):
             tenant = authenticator.tenant(
                 _authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
@@ -131,8 +134,12 @@ def _address(context: Context) -> str:
 
 
 def _authorization(context: Context) -> str | None:
+    return _metadata(context, "authorization")
+
+
+def _metadata(context: Context, name: str) -> str | None:
     for key, value in context.invocation_metadata() or ():
-        if key == "authorization":
+        if key == name:
             return value if isinstance(value, str) else value.decode("latin-1")
     return None
 
@@ -168,7 +175,7 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
     )
     wanted.prompt_field, wanted.prompt = _prompt_of(request, request.WhichOneof("prompt"))
     for message, names in (
-        (request, ("request_id", "model", "priority")),
+        (request, ("request_id", "model", "priority", "skip_special_tokens", "truncate_prompt_tokens")),
         (sampling, _SAMPLING),
         (stopping, _STOPPING),
     ):

@@ -1,15 +1,16 @@
-"""OpenAI's HTTP API for the same requests as gRPC: completions, chat and models; also vLLM's /tokenize, /health and
-/metrics.
+"""OpenAI's HTTP API for the same requests as gRPC: completions, chat, responses and models; also vLLM's /tokenize and
+/metrics, and what the gateway says about itself (`http_about`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,9 +19,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from common.errors import NotFound, Unimplemented
+from common.errors import InvalidArgument, NotFound, Unimplemented
 from gateway.admission.admission import Entry
+from gateway.api.answer import HttpAnswer, renamed
 from gateway.api.asgi import (
+    ContentOf,
     EventSender,
     EventStream,
     error_response,
@@ -30,20 +33,28 @@ from gateway.api.asgi import (
 )
 from gateway.api.bodies import BodyBudget, BodyReader
 from gateway.api.front import Front
-from gateway.api.openai_reply import ChunkWriter, Envelope, dumps
-from gateway.api.openai_request import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.http_about import About
+from gateway.api.http_frame import framed, warn
+from gateway.api.http_options import DEFAULT_OPTIONS, HttpOptions
+from gateway.api.messages_reply import MessagesAnswer, messages_error
+from gateway.api.messages_request import CountTokensBody, MessagesBody
+from gateway.api.openai_reply import Envelope, dumps, error_body
+from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.openai_stream import Answer
+from gateway.api.responses_reply import ResponsesAnswer
+from gateway.api.responses_request import ResponsesBody
 from gateway.intake.validate import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
 from gateway.request.outlet import Outlet
 
+B = TypeVar("B", bound=Body)
 STALLED_CLIENT_S = 5.0
 BODY_BUDGET_BYTES = 32 << 20
 
 
 class HttpApi:
-    """The HTTP endpoints. `ready` says whether requests can be served."""
+    """The HTTP endpoints."""
 
     def __init__(self, front: Front) -> None:
         self._assets = front.assets
@@ -54,7 +65,7 @@ class HttpApi:
         self._metrics = front.metrics
         self._planner = front.planner
         self._texts = TokenTexts(front.assets.tokenizer)
-        self._ready: Callable[[], bool] = lambda: False
+        self._created = int(time.time())
         self._timeout_s = STALLED_CLIENT_S
 
     def app(
@@ -64,80 +75,122 @@ class HttpApi:
         show_metrics: bool,
         timeout_s: float,
         body_budget_bytes: int = BODY_BUDGET_BYTES,
+        options: HttpOptions = DEFAULT_OPTIONS,
     ) -> ASGIApp:
-        """Builds the application. `body_budget_bytes` limits all bodies that are received and not yet parsed."""
-        self._bodies = BodyReader(self._validator.prompt_limits, BodyBudget(body_budget_bytes))
-        self._ready = ready
+        """Builds the application. `ready` says whether requests can be served. `body_budget_bytes` limits all bodies
+        that are received and not yet parsed.
+        """
+        budget = BodyBudget(body_budget_bytes)
+        self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)
         self._timeout_s = timeout_s + STALLED_CLIENT_S
         routes = [
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/responses", self.responses, "POST"),
+            self._route("/v1/messages", self.messages, "POST", errors=messages_error),
+            self._route("/v1/messages/count_tokens", self.count_tokens, "POST", errors=messages_error),
             self._route("/v1/models", self.models, "GET"),
             self._route("/v1/models/{model:path}", self.models, "GET"),
             self._route("/tokenize", self.tokenize, "POST"),
             self._route("/detokenize", self.detokenize, "POST"),
-            self._route("/health", self.health, "GET"),
+            *self._about_routes(ready, show_metrics, options),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        return with_server_send(framed(app, options.origins))
+
+    def _about_routes(self, ready: Callable[[], bool], show_metrics: bool, options: HttpOptions) -> list[Route]:
+        about = About(ready, lambda: self._admission.num_requests, self._validator.checker)
+        routes = [
+            self._route("/health", about.health, "GET"),
+            self._route("/ping", about.ping, "GET", "POST"),
+            self._route("/version", about.version, "GET"),
         ]
         if show_metrics:
-            routes.append(self._route("/metrics", self.show_metrics, "GET"))
-        return with_server_send(Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
+            routes += [self._route("/metrics", self.show_metrics, "GET"), self._route("/load", about.load, "GET")]
+        if options.describe:
+            routes += [self._route(path, about.docs, "GET") for path in ("/docs", "/docs.js", "/docs.css")]
+            routes.append(self._route("/openapi.json", about.openapi, "GET"))
+        return routes
 
-    def _route(self, path: str, endpoint: Callable[[Request], Any], method: str) -> Route:
-        return Route(path, guarded(endpoint, lambda error: self._metrics.failed(error.grpc_code)), methods=[method])
+    def _route(
+        self, path: str, endpoint: Callable[[Request], Any], *methods: str, errors: ContentOf = error_body
+    ) -> Route:
+        return Route(path, guarded(endpoint, self._count_error, errors), methods=methods)
 
     def _tenant(self, request: Request) -> str:
         address = request.client.host if request.client is not None else ""
-        return self._authenticator.tenant(request.headers.get("authorization"), address)
+        authorization = request.headers.get("authorization")
+        if authorization is None and (key := request.headers.get("x-api-key")):  # as Anthropic's clients send it
+            authorization = f"Bearer {key}"
+        return self._authenticator.tenant(authorization, address)
 
     async def completions(self, request: Request) -> Response:
-        tenant = self._tenant(request)
-        with ExitStack() as stack:
-            entry = stack.enter_context(self._admission.enter(tenant))
-            body = await self._bodies.read(request, CompletionBody)
+        def begin(body: CompletionBody) -> HttpAnswer:
             envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._assets.name)
-            return await self._answer(request, Answer(self._assets, body, envelope, self._texts), entry, stack)
+            return Answer(self._assets, body, envelope, self._texts)
+
+        return await self._ask(request, CompletionBody, begin)
 
     async def chat(self, request: Request) -> Response:
+        def begin(body: ChatBody) -> HttpAnswer:
+            envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
+            return Answer(self._assets, body, envelope, self._texts, self._planner)
+
+        return await self._ask(request, ChatBody, begin)
+
+    async def responses(self, request: Request) -> Response:
+        def begin(body: ResponsesBody) -> HttpAnswer:
+            if body.store:
+                warn(request.scope, "store has no effect: nothing is stored")
+            return ResponsesAnswer(body, self._assets.name)
+
+        return await self._ask(request, ResponsesBody, begin)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._ask(request, MessagesBody, lambda body: MessagesAnswer(body, self._assets.name))
+
+    async def _ask(self, request: Request, kind: type[B], begin: Callable[[B], HttpAnswer]) -> Response:
+        """Admits the request, reads its body, and answers it in the form that `begin` returns."""
         tenant = self._tenant(request)
         with ExitStack() as stack:
             entry = stack.enter_context(self._admission.enter(tenant))
-            body = await self._bodies.read(request, ChatBody)
-            envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
-            answer = Answer(self._assets, body, envelope, self._texts, self._planner)
+            answer = begin(await self._bodies.read(request, kind))
             return await self._answer(request, answer, entry, stack)
 
-    async def _answer(self, request: Request, answer: Answer, entry: Entry, stack: ExitStack) -> Response:
+    async def _answer(self, request: Request, answer: HttpAnswer, entry: Entry, stack: ExitStack) -> Response:
         """Returns the answer. `stack` releases the request's admission; for a streamed answer, when the stream ends."""
-        if answer.body.stream:
-            return EventStream(partial(self._stream, answer, entry), self._count_error, stack.pop_all())
+        if answer.asking.stream:
+            return EventStream(partial(self._stream, answer, entry), answer, self._count_error, stack.pop_all())
         content = await while_connected(request.receive, self._whole(answer, entry))
         return Response(content, media_type="application/json")
 
     def _count_error(self, error: Any) -> None:
         self._metrics.failed(error.grpc_code)
 
-    async def _take(self, answer: Answer, entry: Entry) -> None:
+    async def _take(self, answer: HttpAnswer, entry: Entry) -> None:
         """Resolves the request. Raises an error if the request is invalid."""
         requests = []
-        for wanted in answer.all_wanted():
-            requests.append(await self._validator.resolve(wanted, entry.tenant))
+        for wanted in answer.asking.all_wanted():
+            try:
+                requests.append(await self._validator.resolve(wanted, entry.tenant))
+            except InvalidArgument as error:
+                raise renamed(error, answer.field_names) from None
             await asyncio.sleep(0)  # streams go on between one prompt of a batch and the next
         answer.take(requests)
         entry.take(requests)
 
-    async def _whole(self, answer: Answer, entry: Entry) -> bytes:
+    async def _whole(self, answer: HttpAnswer, entry: Entry) -> bytes:
         async with self._admission.answers.within(self._timeout_s):
             await self._take(answer, entry)
             outlets = [Outlet(partial(answer.add, number)) for number in range(len(answer.requests))]
             await self._run(answer.requests, outlets)
             return answer.whole()
 
-    async def _stream(self, answer: Answer, entry: Entry, sender: EventSender) -> None:
-        writer = ChunkWriter(answer.envelope, include_usage=answer.body.include_usage)
+    async def _stream(self, answer: HttpAnswer, entry: Entry, sender: EventSender) -> None:
         async with AsyncExitStack() as opened, self._admission.answers.within(self._timeout_s):
             await self._take(answer, entry)
             send = sender.send if len(answer.requests) == 1 else _in_turn(sender.send)
-            outlets = [Outlet(_Events(answer, number, writer, send).write) for number in range(len(answer.requests))]
+            outlets = [Outlet(_Events(answer, number, send).write) for number in range(len(answer.requests))]
             for outlet in outlets:
                 await opened.enter_async_context(outlet)
             await self._run(answer.requests, outlets)
@@ -159,7 +212,7 @@ class HttpApi:
         entry = {
             "id": self._assets.name,
             "object": "model",
-            "created": 0,
+            "created": self._created,
             "owned_by": "looseleaf",
             "max_model_len": self._validator.checker().max_model_len,
         }
@@ -177,33 +230,35 @@ class HttpApi:
         ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
         return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
 
+    async def count_tokens(self, request: Request) -> Response:
+        self._tenant(request)
+        body = await self._bodies.read(request, CountTokensBody)
+        self._validator.check_model(body.model)
+        ids = await self._validator.tokenize(body.prompt(), "messages", add_special_tokens=None)
+        return _json({"input_tokens": len(ids)})
+
     async def detokenize(self, request: Request) -> Response:
         self._tenant(request)
         body = await self._bodies.read(request, DetokenizeBody)
         self._validator.check_model(body.model)
         return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
 
-    async def health(self, request: Request) -> Response:
-        ready = self._ready()
-        return _json({"status": "ready" if ready else "waiting for workers"}, 200 if ready else 503)
-
     async def show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class _Events:
-    """A writer of one request's deltas as chunks of the HTTP answer."""
+    """A writer of one request's deltas as events of the HTTP answer."""
 
-    __slots__ = ("_answer", "_number", "_send", "_writer")
+    __slots__ = ("_answer", "_number", "_send")
 
-    def __init__(self, answer: Answer, number: int, writer: ChunkWriter, send: Callable[[bytes], Any]) -> None:
+    def __init__(self, answer: HttpAnswer, number: int, send: Callable[[bytes], Any]) -> None:
         self._answer = answer
         self._number = number
-        self._writer = writer
         self._send = send
 
     def write(self, deltas: list[Delta]) -> Any:
-        events = self._answer.chunks(self._writer, self._number, deltas)
+        events = self._answer.events(self._number, deltas)
         return self._send(events) if events else None
 
 
@@ -223,12 +278,16 @@ async def _http_error(request: Request, error: Exception) -> Response:
     asked = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        response = error_response(Unimplemented(f"there is no {asked} here, only {allowed}"))
+        response = error_response(MethodNotAllowed(f"there is no {asked} here, only {allowed}"))
         response.headers["allow"] = allowed
     else:
         response = error_response(NotFound(f"there is no {asked} here"))
     response.status_code = error.status_code
     return response
+
+
+class MethodNotAllowed(Unimplemented):
+    http_status, own_code = 405, "method_not_allowed"
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -14,6 +14,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import DeadlineExceeded, InvalidArgument, LooseleafError, Unavailable
+from common.request_ids import HEADER, new_request_id
 from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
@@ -155,7 +156,8 @@ class BoundedHttp(HttpToolsProtocol):
             retry = "" if error.retry_after_s is None else f"retry-after: {max(1, round(error.retry_after_s))}\r\n"
             head = (
                 f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(content)}\r\n{retry}connection: close\r\n\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(content)}\r\n{retry}connection: close\r\n"
+                f"{HEADER}: {new_request_id()}\r\n\r\n"
             )
             self.transport.write(head.encode() + content)
         self.transport.close()

@@ -2,7 +2,8 @@
 
 There are two passes. The first finds the fields and creates no objects. The second decodes each field with its type,
 after a check of its size. The number of elements of a prompt or a list of messages is estimated from its separators,
-because element objects cost ten times the size of their bytes. Does not depend on connections.
+because element objects cost ten times the size of their bytes. A field that nobody knows is refused, or reported to the
+caller and ignored. A number such as 2.0 is taken as an integer, as in JSON Schema. Does not depend on connections.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from common.errors import InvalidArgument, LooseleafError, Unimplemented
+from gateway.api.body_fields import UNKNOWN, fields_of, unsupported_of
 from gateway.api.chat_messages import MessageBody
+from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.responses_request import InputItem, ResponsesBody
 from gateway.intake.limits import (
     BODY_SLACK_BYTES,
     MAX_BATCH_PROMPTS,
@@ -25,6 +29,7 @@ from gateway.intake.limits import (
     MAX_FIELD_BYTES,
     MAX_MESSAGES,
     MAX_TOOLS_BYTES,
+    TOO_LONG,
     Checker,
     PromptLimits,
 )
@@ -37,10 +42,12 @@ ID_BYTES = 8
 """The bytes that JSON usually needs for a token id and its comma."""
 NOTHING_BYTES = 64
 """The most bytes of an unsupported field's value that asks for nothing."""
+MAX_INTEGRAL_BYTES = 1 << 20
+"""The most bytes of a field in which numbers such as 2.0 are taken as integers."""
 MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
 """The most quotation marks of a message that belong to JSON itself: a part has 8, a message about as many."""
 _PATH = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
+_FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*)`", re.DOTALL)
 _FIRST = re.compile(rb"\[\s*([^\s\]])")
 """Matches the first character of an array's first element."""
@@ -60,14 +67,22 @@ def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
     return min(MAX_BODY_BYTES, BODY_SLACK_BYTES + prompts)
 
 
-def parse_body(kind: type[M], raw: bytes | bytearray, limits: PromptLimits) -> M:
-    """Parses a body. Raises InvalidArgument for the first field that is wrong, Unimplemented for one that is not
-    supported.
+def parse_body(
+    kind: type[M],
+    raw: bytes | bytearray,
+    limits: PromptLimits,
+    on_unknown: Callable[[str], None] | None = None,
+) -> M:
+    """Parses a body. `on_unknown` is called with the name of each field that nobody knows; if it is None, such a field
+    is refused.
+
+    Raises InvalidArgument for the first field that is wrong, Unimplemented for one that is not supported.
     """
     values: dict[str, Any] = {}
-    for name, part in _fields(kind, raw).items():
-        if name in kind.unsupported:
-            _check_nothing(name, part, kind.unsupported[name])
+    unsupported = unsupported_of(kind)
+    for name, part in fields_of(kind, raw, on_unknown).items():
+        if name in unsupported:
+            _check_nothing(name, part, unsupported[name])
         elif (reader := _READERS.get((kind, name))) is not None:
             values[name] = reader(name, bytes(part), limits)
         else:
@@ -78,33 +93,11 @@ def parse_body(kind: type[M], raw: bytes | bytearray, limits: PromptLimits) -> M
     return kind(**values)
 
 
-def _fields(kind: type[Body], raw: bytes | bytearray) -> Mapping[str, msgspec.Raw]:
-    """Returns the raw values of the given fields, without the ignored ones."""
-    try:
-        found = _outline(kind).decode(raw)
-    except msgspec.ValidationError as error:
-        unknown = _UNKNOWN.fullmatch(str(error)[:300])
-        if unknown is None:
-            raise InvalidArgument.of("body", "must be a JSON object") from None
-        raise InvalidArgument.of(unknown["field"][:100], "is not a known field") from None
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of("body", "must be valid JSON in UTF-8") from None
-    parts = {name: getattr(found, name) for name in found.__struct_fields__ if name not in kind.ignored}
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-@cache
-def _outline(kind: type[Body]) -> msgspec.json.Decoder[Any]:
-    """Finds the fields of a kind of body. Stops at an unknown field."""
-    names = [*kind.__struct_fields__, *kind.ignored, *kind.unsupported]
-    fields: list[Any] = [(name, msgspec.Raw, None) for name in names]
-    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=True))
-
-
 def _check_nothing(name: str, part: msgspec.Raw, nothing: Any) -> None:
     small = memoryview(part).nbytes <= NOTHING_BYTES
-    if not small or _decoded(name, part, _ANY) not in (None, nothing):
-        raise Unimplemented(f"{name} is not supported yet")
+    given = _decoded(name, part, _ANY) if small else ...
+    if given is not None and (type(given) is not type(nothing) or given != nothing):  # 0 is not false
+        raise Unimplemented.of(name)
 
 
 def _small_field(kind: type[Body], name: str, part: msgspec.Raw) -> Any:
@@ -125,9 +118,30 @@ def _decoded(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder
     try:
         return decoder.decode(part)
     except msgspec.ValidationError as error:
+        if _FLOAT_FOR_INT.match(str(error)[:200]) and memoryview(part).nbytes <= MAX_INTEGRAL_BYTES:
+            return _decoded_integral(name, part, decoder)
         raise _violation(name, str(error)[:1000]) from None
     except (ValueError, RecursionError):
         raise InvalidArgument.of(name, "must be valid JSON in UTF-8") from None
+
+
+def _decoded_integral(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """Decodes a field with numbers such as 2.0 where integers belong."""
+    try:
+        return decoder.decode(msgspec.json.encode(_integral(_ANY.decode(part))))
+    except msgspec.ValidationError as error:
+        raise _violation(name, str(error)[:1000]) from None
+    except (ValueError, RecursionError):
+        raise InvalidArgument.of(name, "must be valid JSON in UTF-8") from None
+
+
+def _integral(value: Any) -> Any:
+    """Returns the value with every float that is an integer of 64 bits as one."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**63 else value
+    if isinstance(value, list):
+        return [_integral(item) for item in value]
+    return {key: _integral(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _violation(name: str, message: str) -> LooseleafError:
@@ -135,7 +149,7 @@ def _violation(name: str, message: str) -> LooseleafError:
     found = _PATH.fullmatch(message)
     assert found is not None  # the pattern takes anything
     name += (found["path"] or "").replace("[...]", "")
-    if unknown := _UNKNOWN.fullmatch(found["what"]):
+    if unknown := UNKNOWN.fullmatch(found["what"]):
         return InvalidArgument.of(f"{name}.{unknown['field'][:100]}", "is not a known field")
     if missing := _MISSING.fullmatch(found["what"]):
         return InvalidArgument.of(f"{name}.{missing['field']}", "must be given")
@@ -148,7 +162,7 @@ def _violation(name: str, message: str) -> LooseleafError:
 
 def _text(name: str, raw: bytes, limits: PromptLimits) -> str | None:
     if len(raw) > JSON_BYTES * limits.text_bytes + 2:
-        raise InvalidArgument.of(name, f"must be at most {limits.text_bytes} bytes")
+        raise InvalidArgument.of(name, f"must be at most {limits.text_bytes} bytes", TOO_LONG)
     text: str | None = _decoded(name, raw, _TEXT)
     return text
 
@@ -239,6 +253,20 @@ def _tools(name: str, raw: bytes, limits: PromptLimits) -> list[dict[str, Any]] 
     return tools
 
 
+def _input(name: str, raw: bytes, limits: PromptLimits) -> str | list[InputItem] | None:
+    if raw.startswith(b'"'):
+        return _text(name, raw, limits)
+    return _items(name, raw, limits)
+
+
+def _items(name: str, raw: bytes, limits: PromptLimits) -> list[InputItem] | None:
+    if _num_quotes(raw) > MAX_QUOTES:
+        what = f"must hold at most {MAX_MESSAGES} items and {MAX_CONTENT_PARTS} parts of content"
+        raise InvalidArgument.of(name, what)
+    items: list[InputItem] | None = _decoded(name, raw, _ITEMS)
+    return items
+
+
 def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
     if len(prompts) > MAX_BATCH_PROMPTS:
         raise InvalidArgument.of(name, f"must hold at most {MAX_BATCH_PROMPTS} prompts, got {len(prompts)}")
@@ -256,10 +284,14 @@ _STRINGS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
 _TOOLS = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody] | None)
+_ITEMS = msgspec.json.Decoder(list[InputItem] | None)
 _READERS: Mapping[tuple[type[Body], str], Callable[[str, bytes, PromptLimits], Any]] = {
     (CompletionBody, "prompt"): _prompts,
     (ChatBody, "messages"): _messages,
     (ChatBody, "tools"): _tools,
+    (ResponsesBody, "input"): _input,
+    (MessagesBody, "messages"): _items,
+    (CountTokensBody, "messages"): _items,
     (TokenizeBody, "prompt"): _text,
     (TokenizeBody, "messages"): _messages,
     (TokenizeBody, "tools"): _tools,

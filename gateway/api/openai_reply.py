@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 def error_body(error: LooseleafError) -> dict[str, Any]:
     """Returns OpenAI's error object. `param` is the first field that is wrong."""
     param = error.violations[0].field if error.violations else None
-    return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.grpc_code.lower()}}
+    return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.code}}
 
 
 def dumps(content: Any) -> bytes:
@@ -159,8 +159,10 @@ class Choice:
     offset: int = 0
     reader: OutputReader | None = None
     """Reads the text as reasoning, content and tool calls. None: all of it is content."""
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
+        self.token_ids += delta.token_ids
         self.text.append(delta.text)
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
@@ -177,7 +179,7 @@ class Envelope:
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Mapping[str, Any]], summaries: Sequence[Summary]) -> bytes:
+    def whole(self, choices: Sequence[Mapping[str, Any]], summaries: Sequence[Summary], **more: Any) -> bytes:
         return dumps(
             {
                 "id": self.answer_id,
@@ -187,6 +189,7 @@ class Envelope:
                 "choices": choices,
                 "usage": usage_of(summaries),
                 "looseleaf": account_of(summaries),
+                **more,
             }
         )
 
@@ -208,21 +211,34 @@ class ChunkWriter:
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
         """The bytes after the choices' closing bracket."""
 
-    def role(self, index: int) -> bytes:
+    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Sets the usage that the next chunks show (vLLM's continuous_usage_stats)."""
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        self._tail = f',"usage":{json.dumps(usage)}}}\n\n'
+
+    def role(self, index: int, more: str = "") -> bytes:
         """Returns the first chunk of a chat."""
-        choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
+        delta = '"delta":{"role":"assistant","content":""}'
+        choice = f'{{"index":{index},{delta},"logprobs":null,"finish_reason":null{more}}}'
         return f"{self._head}{choice}]{self._tail}".encode()
 
-    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        """Returns a chunk with text. This is the hot path."""
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None, more: str = "") -> bytes:
+        """Returns a chunk with text. This is the hot path. `more` is JSON of further members of the choice."""
         shown = "null" if logprobs is None else json.dumps(logprobs)
         body = f'"delta":{{"content":{quoted(text)}}}' if self._chat else f'"text":{quoted(text)}'
-        return f'{self._head}{{"index":{index},{body},"logprobs":{shown},"finish_reason":null}}]{self._tail}'.encode()
+        choice = f'{{"index":{index},{body},"logprobs":{shown},"finish_reason":null{more}}}'
+        return f"{self._head}{choice}]{self._tail}".encode()
 
-    def delta(self, index: int, fields: Mapping[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
-        """Returns a chunk of a chat with these fields of the message."""
+    def delta(
+        self, index: int, fields: Mapping[str, Any], logprobs: dict[str, Any] | None = None, more: str = ""
+    ) -> bytes:
+        """Returns a chunk of a chat with these fields of the message. `more` is JSON of more members of the choice."""
         shown = "null" if logprobs is None else json.dumps(logprobs)
-        body = f'"delta":{json.dumps(fields)},"logprobs":{shown},"finish_reason":null'
+        body = f'"delta":{json.dumps(fields)},"logprobs":{shown},"finish_reason":null{more}'
         return f'{self._head}{{"index":{index},{body}}}]{self._tail}'.encode()
 
     def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:

@@ -1,6 +1,6 @@
 """The schema of OpenAI's HTTP request bodies, with vLLM's additions. `openai_parse` builds them from bytes.
 
-An unknown field is an error that names the field. Fields that cannot change the answer (`user`, `store`, ...) are
+A field that nobody knows is left to `openai_parse`. Fields that cannot change the answer (`user`, `store`, ...) are
 accepted and ignored. Unsupported fields that would change it are an error, unless their value requests nothing.
 """
 
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from common.errors import InvalidArgument
-from gateway.api import chat_fields
 from gateway.api.chat_fields import chat_prompt
 from gateway.api.chat_messages import MessageBody
 from gateway.api.structured_fields import NOT_GIVEN, STRUCTURED_FIELDS, ResponseFormat, StructuredOutputs, structured_of
+from gateway.api.vllm_fields import UNSUPPORTED
 from gateway.intake.wanted import IdsPrompt, Prompt, TextPrompt, Wanted
 
 
@@ -31,6 +31,8 @@ class Body(msgspec.Struct, kw_only=True):
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with include_usage, every chunk has the usage so far."""
     include_obfuscation: bool | None = None
 
 
@@ -47,6 +49,7 @@ class SamplingBody(Body, kw_only=True):
         "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
         "suffix": "", "modalities": ["text"], "audio": None, "prediction": None,
         "web_search_options": None, "reasoning_effort": None,
+        **UNSUPPORTED,
     }  # fmt: skip
 
     temperature: float | None = None
@@ -83,10 +86,17 @@ class SamplingBody(Body, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted(self) -> Wanted:
         """Converts everything but the prompt."""
@@ -95,9 +105,10 @@ class SamplingBody(Body, kw_only=True):
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:
             setattr(wanted, name, getattr(self, name))
-        wanted.logit_bias = _logit_bias(self.logit_bias or {})
+        wanted.logit_bias = logit_bias_of(self.logit_bias or {})
         wanted.stop_token_ids = self.stop_token_ids or ()
         wanted.use_beam_search = bool(self.use_beam_search)
+        wanted.skip_special_tokens = self.skip_special_tokens is not False
         wanted.ignore_eos = bool(self.ignore_eos)
         wanted.include_stop_str_in_output = bool(self.include_stop_str_in_output)
         if found := structured_of({name: getattr(self, name) for name in STRUCTURED_FIELDS}):
@@ -108,7 +119,7 @@ class SamplingBody(Body, kw_only=True):
 _PLAIN = (
     "model", "request_id", "temperature", "top_p", "n", "best_of", "seed", "max_tokens", "presence_penalty",
     "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "prompt_logprobs", "add_special_tokens",
-    "cache_salt", "priority", "length_penalty", "early_stopping",
+    "cache_salt", "priority", "length_penalty", "early_stopping", "truncate_prompt_tokens",
 )  # fmt: skip
 
 
@@ -141,9 +152,6 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 class ChatBody(SamplingBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
-
-    ignored = SamplingBody.ignored - chat_fields.NAMES
-    unsupported = {k: v for k, v in SamplingBody.unsupported.items() if k not in chat_fields.NAMES}
 
     messages: list[MessageBody]
     tools: list[dict[str, Any]] | None = None
@@ -197,7 +205,7 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: list[int]
 
 
-def _logit_bias(given: dict[str, float]) -> list[tuple[int, float]]:
+def logit_bias_of(given: dict[str, float]) -> list[tuple[int, float]]:
     bias = []
     for key, value in given.items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:

@@ -5,15 +5,27 @@ Each prompt has one choice per sample (`n`) or per returned beam.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from common.errors import LooseleafError
 from common.types import FinishReason
 from gateway.api.chat_fields import tool_choice
 from gateway.api.chat_plan import ChatPlan, ChatPlanner
 from gateway.api.chat_reply import deltas_of, message_of
-from gateway.api.openai_reply import Choice, ChunkWriter, Envelope, LogprobFormat, finish_name, stop_reason
+from gateway.api.openai_reply import (
+    DONE,
+    Choice,
+    ChunkWriter,
+    Envelope,
+    LogprobFormat,
+    dumps,
+    error_body,
+    finish_name,
+    stop_reason,
+)
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import ResolvedRequest
@@ -27,6 +39,9 @@ from protos.v1 import types_pb2 as pb
 
 class Answer:
     """The answer to one completion or chat body."""
+
+    ending = DONE
+    field_names: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -44,9 +59,14 @@ class Answer:
         self._echo = isinstance(body, CompletionBody) and bool(body.echo)
         self._scores_only = isinstance(body, CompletionBody) and body.scores_only
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._with_ids = bool(body.return_token_ids)
+        self._continuous = body.continuous_usage
         self._summaries: list[Summary] = []
-        self.body = body
+        self._num_tokens = 0
+        """Tokens of all choices so far."""
+        self.asking = self.body = body
         self.envelope = envelope
+        self._writer = ChunkWriter(envelope, include_usage=body.include_usage)
         self.requests: list[ResolvedRequest] = []
         self.choices: list[Choice] = []
         self._samples = 1
@@ -95,7 +115,8 @@ class Answer:
         summaries = [
             self._summary(c.last.summary) for c in self.choices if c.last is not None and c.last.summary is not None
         ]
-        return self.envelope.whole([self._choice(choice) for choice in self.choices], summaries)
+        more = {"prompt_token_ids": self.requests[0].prompt_ids} if self._with_ids and self._chat else {}
+        return self.envelope.whole([self._choice(choice) for choice in self.choices], summaries, **more)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         last = choice.last or Delta()
@@ -107,6 +128,9 @@ class Answer:
             answer["text"] = self._prompt_text(choice) + text
         answer["logprobs"] = self._logprobs(choice)
         answer.update(self._ending(last, choice))
+        if self._with_ids:
+            ids: list[int] = [] if self._scores_only else choice.token_ids
+            answer |= {"token_ids": ids, "prompt_token_ids": choice.request.prompt_ids}
         if self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs)
         return answer
@@ -124,11 +148,22 @@ class Answer:
 
     # --- in chunks
 
+    def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
+        return self.chunks(self._writer, number, deltas)
+
+    def error_object(self, error: LooseleafError) -> dict[str, Any]:
+        return error_body(error)
+
+    def failure(self, error: LooseleafError) -> bytes:
+        return b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
+
     def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
         """Returns the chunks for deltas of request `number`. The stream's last delta adds usage and account."""
         first, events = number * self._samples, b""
         for delta in deltas:
-            if not delta.is_plain or self._plan is not None:
+            if self._continuous:
+                self._count(writer, delta)
+            if not delta.is_plain or self._with_ids or self._plan is not None:
                 events += b"".join(self._chunks(writer, self._choice_of(number, delta), delta))
             elif delta.text:
                 events += writer.text(first + delta.index, delta.text)
@@ -140,8 +175,8 @@ class Answer:
         choice.logprobs += delta.logprobs
         if choice.reader is not None:
             yield from self._read(writer, choice, choice.reader, delta)
-        elif not self._scores_only and (delta.text or (choice.logprobs and self._with_logprobs)):
-            yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice))
+        else:
+            yield from self._text(writer, choice, delta)
         if delta.finish_reason is None:
             return
         self._summaries += [] if delta.summary is None else [self._summary(delta.summary)]
@@ -151,23 +186,40 @@ class Answer:
         if done and self.body.include_usage:
             yield writer.usage(self._summaries)
 
+    def _text(self, writer: ChunkWriter, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        """Yields a chunk for a delta's text, token ids and log-probabilities, if it has any."""
+        if self._scores_only:
+            return
+        ids = f',"token_ids":{json.dumps(delta.token_ids)}' if self._with_ids else ""
+        if delta.text or ids or (choice.logprobs and self._with_logprobs):
+            yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice), ids)
+
     def _read(self, writer: ChunkWriter, choice: Choice, reader: OutputReader, delta: Delta) -> Iterator[bytes]:
-        """Yields chunks for what a delta's text turns out to be. The log-probabilities go with the first."""
+        """Yields chunks for what a delta's text turns out to be. The log-probabilities and token ids go with the first."""
         pieces = reader.feed(delta.text) + ([] if delta.finish_reason is None else reader.finish())
         fields = list(deltas_of(pieces, self._ids))
-        if not fields and choice.logprobs and self._with_logprobs:
+        ids = f',"token_ids":{json.dumps(delta.token_ids)}' if self._with_ids else ""
+        if not fields and ((choice.logprobs and self._with_logprobs) or ids):
             fields = [{"content": ""}]
         for part in fields:
-            yield writer.delta(choice.index, part, self._chunk_logprobs(choice) if choice.logprobs else None)
+            yield writer.delta(choice.index, part, self._chunk_logprobs(choice) if choice.logprobs else None, ids)
+            ids = ""
+
+    def _count(self, writer: ChunkWriter, delta: Delta) -> None:
+        self._num_tokens += 0 if self._scores_only else len(delta.token_ids)
+        writer.count(sum(len(request.prompt_ids) for request in self.requests), self._num_tokens)
 
     def _opening(self, writer: ChunkWriter, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        ids = f',"prompt_token_ids":{json.dumps(choice.request.prompt_ids)}' if self._with_ids else ""
         if self._chat:
-            yield writer.role(choice.index)
+            yield writer.role(choice.index, ids)
         elif self._echo:
             text = self._prompt_text(choice)
             choice.offset = len(text)
             logprobs = self._format.echoed(choice.request, choice.prompt_logprobs) if self._with_logprobs else None
-            yield writer.text(choice.index, text, logprobs)
+            yield writer.text(choice.index, text, logprobs, ids)
+        elif ids:
+            yield writer.text(choice.index, "", None, ids)
 
     def _chunk_logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not self._with_logprobs:

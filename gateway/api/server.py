@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from common.certificates import CertificateFiles, front_context_watch
 from common.errors import StartupError
-from common.rpc import PUBLIC, Bounds, RpcServer, open_channel
+from common.rpc import PUBLIC, Bounds, RpcServer, open_channel, wait_for_signal
 from common.telemetry import fallback_counts
 from common.trust import NO_TRUST, Trust
 from gateway.admission.open_answers import OpenAnswers
@@ -98,6 +98,16 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(self._task, return_exceptions=True)
 
 
+async def say_goodbye(server: RpcServer, seconds: float) -> None:
+    """Lets load balancers see for `seconds` that the gateway is about to go, while it still serves. A second signal
+    ends the wait.
+    """
+    await server.set_ready(False)
+    if seconds:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(wait_for_signal(asyncio.Event()), seconds)
+
+
 async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
     """Refuses new requests, gives running answers `seconds` to finish, ends the others with an error, and closes."""
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
@@ -161,14 +171,19 @@ def grpc_bounds(settings: GatewaySettings, max_files: int) -> Bounds:
 
 
 async def watch_readiness(
-    workers: Workers, server: RpcServer, wake: Callable[[], None], on_ready: Callable[[], None]
+    workers: Workers,
+    server: RpcServer,
+    wake: Callable[[], None],
+    on_ready: Callable[[], None],
+    is_leaving: asyncio.Event,
 ) -> None:
     """Keeps the gRPC health service up to date. Calls `on_ready` once, and `wake` whenever there may be more room."""
     was_ready = told = False
     while True:
-        ready = workers.ready
+        ready = workers.ready and not is_leaving.is_set()
         if ready != was_ready:
-            logger.info("ready" if ready else "no pair of prefill and decode workers is ready")
+            if not is_leaving.is_set():
+                logger.info("ready" if ready else "no pair of prefill and decode workers is ready")
             await server.set_ready(ready)
             was_ready = ready
         if ready and not told:

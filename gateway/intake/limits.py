@@ -45,6 +45,8 @@ MAX_CHOICE_BYTES = 256
 MAX_SALT_BYTES = 256
 MAX_NAME_BYTES = 256
 MAX_TEMPLATE_CPU_S = 0.1
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt, or a prompt and its output, beyond max_model_len."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,9 @@ class Checker:
     max_model_len: int
     violations: list[FieldViolation] = field(default_factory=list)
 
-    def refuse(self, name: str, description: str) -> None:
+    def refuse(self, name: str, description: str, reason: str | None = None) -> None:
         if len(self.violations) < MAX_VIOLATIONS:
-            self.violations.append(FieldViolation(name, description))
+            self.violations.append(FieldViolation(name, description, reason))
 
     def finish(self) -> None:
         """Raises InvalidArgument if there are violations. Its message is the first one."""
@@ -130,6 +132,10 @@ class Checker:
 
     def min_tokens(self, value: int | None, max_tokens: int | None) -> None:
         self.number("min_tokens", value, Range(0, self.max_model_len if max_tokens is None else max_tokens))
+
+    def truncate_prompt_tokens(self, value: int | None) -> None:
+        if value != -1:
+            self.number("truncate_prompt_tokens", value, Range(1, self.max_model_len))
 
     def stop(self, strings: Sequence[str]) -> None:
         self._count("stop", strings, MAX_STOP_STRINGS, "strings")
@@ -161,20 +167,19 @@ class Checker:
                 self.refuse("logit_bias", f"must name ids below the vocabulary size {self.vocab_size}, got {token}")
             self.number(f"logit_bias[{token}]", value, RANGES["logit_bias"])
 
-    def text(self, name: str, text: str, limit: int = MAX_PROMPT_BYTES) -> None:
+    def text(self, name: str, text: str, limit: int = MAX_PROMPT_BYTES, reason: str | None = None) -> None:
         """Checks a text before it is tokenized: it must be Unicode and within the size limit."""
         if not self.encodable(name, text):
             return
-        self._bytes(name, text, limit)
+        self._bytes(name, text, limit, reason)
 
     def prompt_len(self, name: str, num_tokens: int) -> None:
         if num_tokens == 0:
             self.refuse(name, "must hold at least one token")
         elif num_tokens >= self.max_model_len:
             limit = self.max_model_len - 1
-            self.refuse(
-                name, f"is {num_tokens} tokens long, the limit is {limit} (max_model_len {self.max_model_len} less one)"
-            )
+            what = f"is {num_tokens} tokens long, the limit is {limit} (max_model_len {self.max_model_len} less one)"
+            self.refuse(name, what, TOO_LONG)
 
     def encodable(self, name: str, text: str) -> bool:
         """Returns whether the text is Unicode. A lone surrogate, which JSON can spell, is not."""
@@ -191,10 +196,10 @@ class Checker:
         if len(items) > limit:
             self.refuse(name, f"must hold at most {limit} {unit}, got {len(items)}")
 
-    def _bytes(self, name: str, text: str, limit: int) -> None:
+    def _bytes(self, name: str, text: str, limit: int, reason: str | None = None) -> None:
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if num_bytes > limit:
-            self.refuse(name, f"must be at most {limit} bytes, got {num_bytes}")
+            self.refuse(name, f"must be at most {limit} bytes, got {num_bytes}", reason)
 
 
 def _shown(value: Number) -> str:

@@ -9,8 +9,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import InvalidArgument, NotFound
+from common.errors import FieldViolation, InvalidArgument, ModelNotFound
 from common.group_need import GroupRoom
+from common.request_ids import REQUEST_ID, new_request_id
 from common.types import CacheQuota, SamplingParams, StoppingParams, StructuredOutput
 from gateway.intake.assets import GenerationDefaults, ModelAssets
 from gateway.intake.group_limits import (
@@ -26,6 +27,7 @@ from gateway.intake.limits import (
     MAX_PROMPT_BYTES,
     MAX_SALT_BYTES,
     MIN_PROMPT_BYTES,
+    TOO_LONG,
     Checker,
     PromptLimits,
 )
@@ -55,6 +57,8 @@ class ResolvedRequest:
     """The prompt as given, if it was text."""
     shown_special: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that are part of the output's text, each with its own text."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the output's text."""
     tenant: str = ""
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""
@@ -125,17 +129,27 @@ class Validator:
         if wanted.structured_after is not None:
             wanted.structured = wanted.structured_after(text or "")
             await self._try_grammar(wanted.structured_field, wanted.structured)
+        if (kept := self._kept_tokens(wanted)) is not None and kept < len(ids):
+            text, ids = None, ids[-kept:]
         checker.prompt_len(wanted.prompt_field, len(ids))
         checker.token_ids(wanted.prompt_field, ids)
         checker.finish()
         return self._resolved(wanted, tenant, text, ids)
+
+    def _kept_tokens(self, wanted: Wanted) -> int | None:
+        """Returns how many tokens at the prompt's end are kept, or None for all."""
+        if wanted.truncate_prompt_tokens != -1:
+            return wanted.truncate_prompt_tokens
+        default = 1 if isinstance(wanted.prompt, ChatPrompt) else DEFAULT_MAX_TOKENS
+        return max(1, self._max_model_len() - (default if wanted.max_tokens is None else wanted.max_tokens))
 
     def check_model(self, name: str | None) -> None:
         """Checks the model name. Raises NotFound for a name other than the served one. A request without a
         name passes.
         """
         if name and name != self._assets.name:
-            raise NotFound(f"model {name[:100]!r} is not served here; served is {self._assets.name!r}")
+            what = f"{name[:100]!r} is not served here; served is {self._assets.name!r}"
+            raise ModelNotFound(f"model {what}", violations=(FieldViolation("model", what),))
 
     def prompt_limits(self) -> PromptLimits:
         fitting = self._max_model_len() * self._assets.longest_token
@@ -167,9 +181,10 @@ class Validator:
         if prompt is None:
             checker.refuse(name, "must be given")
         elif isinstance(prompt, TextPrompt):
-            checker.text(name, prompt.text, self._max_text_bytes())
+            checker.text(name, prompt.text, self._max_text_bytes(), TOO_LONG)
         elif isinstance(prompt, IdsPrompt):
-            checker.prompt_len(name, len(prompt.ids))
+            if wanted.truncate_prompt_tokens is None or not prompt.ids:
+                checker.prompt_len(name, len(prompt.ids))
         elif not 1 <= len(prompt.messages) <= MAX_MESSAGES:
             checker.refuse(
                 name, f"must hold at least 1 and at most {MAX_MESSAGES} messages, got {len(prompt.messages)}"
@@ -177,7 +192,7 @@ class Validator:
         else:
             for index, message in enumerate(prompt.messages):
                 checker.text(f"{name}[{index}].role", message["role"], MAX_NAME_BYTES)
-                checker.text(f"{name}[{index}].content", message["content"] or "", self._max_text_bytes())
+                checker.text(f"{name}[{index}].content", message["content"] or "", self._max_text_bytes(), TOO_LONG)
                 if not message["role"]:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
 
@@ -199,7 +214,7 @@ class Validator:
     def _resolved(self, wanted: Wanted, tenant: str, text: str | None, ids: list[int]) -> ResolvedRequest:
         timeout_s = self._timeout_s if wanted.timeout_s is None else min(wanted.timeout_s, self._timeout_s)
         return ResolvedRequest(
-            request_id=wanted.request_id or "gen-" + secrets.token_hex(12),
+            request_id=wanted.request_id or REQUEST_ID.get() or new_request_id(),
             prompt_ids=ids,
             sampling=self._sampling(wanted),
             stopping=self._stopping(wanted, len(ids)),
@@ -210,6 +225,7 @@ class Validator:
             priority=wanted.priority or 0,
             prompt_text=text,
             shown_special=wanted.shown_special,
+            skip_special_tokens=wanted.skip_special_tokens,
             tenant=tenant,
             public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
             cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),
@@ -251,9 +267,8 @@ class Validator:
             max_tokens = room if chat else min(DEFAULT_MAX_TOKENS, room)
         elif wanted.max_tokens > room:
             whole = self._max_model_len()
-            raise InvalidArgument.of(
-                "max_tokens", f"of {wanted.max_tokens} and a prompt of {prompt_len} tokens exceed max_model_len {whole}"
-            )
+            what = f"of {wanted.max_tokens} and a prompt of {prompt_len} tokens exceed max_model_len {whole}"
+            raise InvalidArgument.of("max_tokens", what, TOO_LONG)
         else:
             max_tokens = wanted.max_tokens
         max_tokens = max_tokens_within(
@@ -282,6 +297,7 @@ def _check_numbers(checker: Checker, wanted: Wanted) -> None:
     checker.top_k(wanted.top_k)
     checker.max_tokens(wanted.max_tokens)
     checker.min_tokens(wanted.min_tokens, wanted.max_tokens)
+    checker.truncate_prompt_tokens(wanted.truncate_prompt_tokens)
 
 
 def _check_rest(checker: Checker, wanted: Wanted) -> None:

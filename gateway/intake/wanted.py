@@ -75,6 +75,10 @@ class Wanted:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     add_special_tokens: bool | None = None
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    truncate_prompt_tokens: int | None = None
+    """How many tokens at the prompt's end are kept; -1: as many as leave room for the output."""
     cache_salt: str | None = None
     priority: int | None = None
     timeout_s: float | None = None

@@ -43,29 +43,38 @@ class Detokenizers:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
+        self._bytes: dict[bool, TokenBytes] = {}
+        if isinstance(tokenizer.decoder, decoders.ByteLevel):
+            self._bytes = {skip: TokenBytes(tokenizer, skip_special=skip) for skip in (True, False)}
 
-    def begin(self, prompt_ids: Sequence[int] = (), shown_special: Mapping[int, str] | None = None) -> Detokenizing:
-        """Returns a detokenizer for one sample, after its prompt. `shown_special` are the special tokens that are part
-        of the text, each with its own text.
+    def begin(
+        self,
+        prompt_ids: Sequence[int] = (),
+        shown_special: Mapping[int, str] | None = None,
+        *,
+        skip_special: bool = True,
+    ) -> Detokenizing:
+        """Returns a detokenizer for one sample, after its prompt. `skip_special` leaves special tokens out, except
+        those in `shown_special`, which maps them to their texts.
         """
         plain: Detokenizing
-        if self._bytes is None:
-            plain = Detokenizer(self._tokenizer, prompt_ids)
+        if not self._bytes:
+            plain = Detokenizer(self._tokenizer, prompt_ids, skip_special=skip_special)
         else:
-            plain = ByteDetokenizer(self._bytes, prompt_ids)
-        return ShowingDetokenizer(plain, shown_special) if shown_special else plain
+            plain = ByteDetokenizer(self._bytes[skip_special], prompt_ids)
+        return ShowingDetokenizer(plain, shown_special) if shown_special and skip_special else plain
 
 
 class TokenBytes:
-    """The bytes that each token stands for under a byte-level decoder, each computed once. Special tokens stand for
-    nothing.
+    """The bytes that each token stands for under a byte-level decoder, each computed once. With `skip_special`, special
+    tokens stand for nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._table = _byte_level_table()
-        self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        added = tokenizer.get_added_tokens_decoder().values() if skip_special else ()
+        self._special = {token.content for token in added if token.special}
         self.known: dict[int, tuple[bytes, str | None]] = {}
         """Maps a token id to its bytes, and to their text if they are whole characters."""
 
@@ -117,10 +126,11 @@ class ByteDetokenizer:
 class Detokenizer:
     """Detokenizes one sample with any decoder."""
 
-    __slots__ = ("_emitted", "_ids", "_pending", "_tokenizer")
+    __slots__ = ("_emitted", "_ids", "_pending", "_skip_special", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._ids = list(prompt_ids[-MAX_CONTEXT_IDS:])
         self._ids, text = self._context()
         self._emitted = len(text.rstrip(REPLACEMENT))
@@ -162,7 +172,7 @@ class Detokenizer:
         return self._ids[-MAX_CONTEXT_IDS:], text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
 
 
 class ShowingDetokenizer:

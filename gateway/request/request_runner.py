@@ -23,6 +23,7 @@ from collections.abc import Callable
 from tokenizers import Tokenizer
 
 from common.errors import LooseleafError, Unavailable
+from common.request_ids import REQUEST_ID
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.worker_lost import WorkerLost, too_late
 from gateway.fleet.workers import Workers
@@ -67,6 +68,7 @@ class RequestRunner:
 
         Cancelling this cancels the work. Raises any LooseleafError; deltas accepted before it are still pending.
         """
+        REQUEST_ID.set(request.request_id)
         digest = digest_of(request.prompt_ids, request.salt)
         state = RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics)
         outlet.open(self._interval_s, state.leaves)

@@ -25,7 +25,9 @@ class Sample:
         self._stopping = request.stopping
         self._stop_ids = frozenset(request.stopping.stop_token_ids)
         self._include_stop = request.include_stop
-        self._detokenizer = detokenizers.begin(request.prompt_ids, request.shown_special)
+        self._detokenizer = detokenizers.begin(
+            request.prompt_ids, request.shown_special, skip_special=request.skip_special_tokens
+        )
         self._matcher = StopMatcher(request.stop, include_in_output=request.include_stop)
         self._has_stops = bool(request.stop)
         self._cumulative_logprob = 0.0

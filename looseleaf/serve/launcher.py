@@ -260,7 +260,8 @@ class Launcher:
         """Ends the services, from the gateway down to Redis. A second call does nothing. Services that have not ended
         after `most_s` (default: the grace period plus a margin) are killed.
         """
-        most_s = self._settings.grace_s + _ENDING_S if most_s is None else most_s
+        if most_s is None:
+            most_s = self._settings.drain_delay + self._settings.grace_s + _ENDING_S
         store, workers, gateway = self._children[:1], self._children[1:-1], self._children[1:][-1:]
         for layer in (self._spare, gateway, workers, store):
             end(layer, most_s)

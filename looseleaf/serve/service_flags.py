@@ -83,6 +83,9 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "reasoning_parser",
         "ssl_certfile",
         "ssl_keyfile",
+        "strict_fields",
+        "allowed_origins",
+        "drain_delay",
         "log_level",
     )
     return flags_of(

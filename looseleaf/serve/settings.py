@@ -102,7 +102,16 @@ class ServeSettings(Settings):
     tls_cert: str | None = Field(None, description="certificate of all services for internal calls (PEM)")
     tls_key: str | None = Field(None, description="its private key")
     tls_ca: str | None = Field(None, description="the CA of all services: they speak TLS and check each other")
-    reflection: bool = Field(True, description="tell callers which gRPC methods there are")
+    reflection: bool = Field(True, description="tell callers which gRPC methods and HTTP paths there are")
+    strict_fields: bool = Field(
+        False, description="refuse fields of request bodies that nobody knows; else they are ignored with a warning"
+    )
+    allowed_origins: str | None = Field(
+        None, description="origins whose pages may call the HTTP API, with commas; *: any; default: none"
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     startup_timeout_s: float = Field(600.0, gt=0, description="most seconds until all services are ready")
+    drain_delay: float = Field(
+        0.0, ge=0, le=3600, description="seconds at the end in which health says no and new requests are still taken"
+    )
     grace_s: float = Field(10.0, ge=0, description="seconds that requests in flight get at the end")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import types_pb2 as protos_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/v1/inference.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.looseleaf.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"6\n\x0c\x43\x61\x63heOptions\x12\x17\n\ncache_salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_cache_salt\"\xf1\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.looseleaf.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x12.looseleaf.v1.ChatH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.looseleaf.v1.SamplingParams\x12.\n\x08stopping\x18\x07 \x01(\x0b\x32\x1c.looseleaf.v1.StoppingParams\x12)\n\x05\x63\x61\x63he\x18\x08 \x01(\x0b\x32\x1a.looseleaf.v1.CacheOptions\x12\x15\n\x08priority\x18\t \x01(\x05H\x03\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priority\"\x83\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12,\n\x07sources\x18\x03 \x01(\x0b\x32\x1b.looseleaf.v1.PromptSources\x12\x1a\n\x12handed_over_tokens\x18\x04 \x01(\r\"\xa5\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\ntext_delta\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1a.looseleaf.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\t \x01(\tH\x00\x12\"\n\x05usage\x18\n \x01(\x0b\x32\x13.looseleaf.v1.Usage\x12&\n\x07timings\x18\x0b \x01(\x0b\x32\x15.looseleaf.v1.Timings\x12\x17\n\nbeam_score\x18\x0c \x01(\x02H\x01\x88\x01\x01\x42\r\n\x0bstop_reasonB\r\n\x0b_beam_score\"\xa4\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.looseleaf.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"D\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\rB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"U\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.looseleaf.v1.Model2\xcc\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.looseleaf.v1.GenerateRequest\x1a\x1e.looseleaf.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.looseleaf.v1.TokenizeRequest\x1a\x1e.looseleaf.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.looseleaf.v1.DetokenizeRequest\x1a .looseleaf.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.looseleaf.v1.ListModelsRequest\x1a .looseleaf.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/v1/inference.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.looseleaf.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"6\n\x0c\x43\x61\x63heOptions\x12\x17\n\ncache_salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_cache_salt\"\xeb\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.looseleaf.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x12.looseleaf.v1.ChatH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.looseleaf.v1.SamplingParams\x12.\n\x08stopping\x18\x07 \x01(\x0b\x32\x1c.looseleaf.v1.StoppingParams\x12)\n\x05\x63\x61\x63he\x18\x08 \x01(\x0b\x32\x1a.looseleaf.v1.CacheOptions\x12\x15\n\x08priority\x18\t \x01(\x05H\x03\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x04\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x0b \x01(\x05H\x05\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokens\"\x83\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12,\n\x07sources\x18\x03 \x01(\x0b\x32\x1b.looseleaf.v1.PromptSources\x12\x1a\n\x12handed_over_tokens\x18\x04 \x01(\r\"\xa5\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\ntext_delta\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1a.looseleaf.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\t \x01(\tH\x00\x12\"\n\x05usage\x18\n \x01(\x0b\x32\x13.looseleaf.v1.Usage\x12&\n\x07timings\x18\x0b \x01(\x0b\x32\x15.looseleaf.v1.Timings\x12\x17\n\nbeam_score\x18\x0c \x01(\x02H\x01\x88\x01\x01\x42\r\n\x0bstop_reasonB\r\n\x0b_beam_score\"\xa4\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.looseleaf.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"D\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\rB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"U\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.looseleaf.v1.Model2\xcc\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.looseleaf.v1.GenerateRequest\x1a\x1e.looseleaf.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.looseleaf.v1.TokenizeRequest\x1a\x1e.looseleaf.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.looseleaf.v1.DetokenizeRequest\x1a .looseleaf.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.looseleaf.v1.ListModelsRequest\x1a .looseleaf.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHEOPTIONS']._serialized_start=190
   _globals['_CACHEOPTIONS']._serialized_end=244
   _globals['_GENERATEREQUEST']._serialized_start=247
-  _globals['_GENERATEREQUEST']._serialized_end=616
-  _globals['_USAGE']._serialized_start=619
-  _globals['_USAGE']._serialized_end=750
-  _globals['_GENERATERESPONSE']._serialized_start=753
-  _globals['_GENERATERESPONSE']._serialized_end=1174
-  _globals['_TOKENIZEREQUEST']._serialized_start=1177
-  _globals['_TOKENIZEREQUEST']._serialized_end=1341
-  _globals['_TOKENIZERESPONSE']._serialized_start=1343
-  _globals['_TOKENIZERESPONSE']._serialized_end=1403
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1405
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1473
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1475
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1509
-  _globals['_LISTMODELSREQUEST']._serialized_start=1511
-  _globals['_LISTMODELSREQUEST']._serialized_end=1530
-  _globals['_MODEL']._serialized_start=1532
-  _globals['_MODEL']._serialized_end=1617
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1619
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1676
-  _globals['_INFERENCESERVICE']._serialized_start=1679
-  _globals['_INFERENCESERVICE']._serialized_end=2011
+  _globals['_GENERATEREQUEST']._serialized_end=738
+  _globals['_USAGE']._serialized_start=741
+  _globals['_USAGE']._serialized_end=872
+  _globals['_GENERATERESPONSE']._serialized_start=875
+  _globals['_GENERATERESPONSE']._serialized_end=1296
+  _globals['_TOKENIZEREQUEST']._serialized_start=1299
+  _globals['_TOKENIZEREQUEST']._serialized_end=1463
+  _globals['_TOKENIZERESPONSE']._serialized_start=1465
+  _globals['_TOKENIZERESPONSE']._serialized_end=1525
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1527
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1595
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1597
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1631
+  _globals['_LISTMODELSREQUEST']._serialized_start=1633
+  _globals['_LISTMODELSREQUEST']._serialized_end=1652
+  _globals['_MODEL']._serialized_start=1654
+  _globals['_MODEL']._serialized_end=1739
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1741
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1798
+  _globals['_INFERENCESERVICE']._serialized_start=1801
+  _globals['_INFERENCESERVICE']._serialized_end=2133
 # @@protoc_insertion_point(module_scope)

@@ -28,10 +28,13 @@ _KEYS = (
     "model", "prompt", "messages", "max_tokens", "n", "temperature", "top_p", "top_k", "stop", "stream", "seed",
     "logprobs", "top_logprobs", "echo", "best_of", "logit_bias", "user", "stream_options", "tools", "response_format",
     "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "use_beam_search", "cache_salt", "input",
+    "instructions", "max_output_tokens", "previous_response_id", "store", "text", "include", "metadata", "tool_choice",
+    "skip_special_tokens", "truncate_prompt_tokens", "return_token_ids", "bad_words", "system", "stop_sequences",
 )  # fmt: skip
 _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/tokenize", "/detokenize", "/",
-    "/v1/models/x", "/v1/embeddings", "/%00", "/v1/completions/../models", "/" + "a" * 9000,
+    "/v1/models/x", "/v1/embeddings", "/%00", "/v1/completions/../models", "/" + "a" * 9000, "/v1/responses",
+    "/v1/messages", "/v1/messages/count_tokens", "/version", "/ping", "/load", "/openapi.json", "/docs", "/docs.js",
 )  # fmt: skip
 
 
@@ -170,7 +173,8 @@ def body(draw: random.Random) -> bytes:
         return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
     right: dict[str, Any] = {
         "model": "tiny", "max_tokens": draw.randrange(1, 4), "prompt": draw.choice((_TEXTS[3], [5, 6, 7], ["a", "b"])),
-        "messages": [{"role": "user", "content": "Hi"}],
+        "messages": [{"role": "user", "content": "Hi"}], "max_output_tokens": draw.randrange(1, 4),
+        "input": draw.choice(("Hi", [{"role": "user", "content": draw.choice(("Hi", [{"type": "input_text"}]))}])),
     }  # fmt: skip
     for _ in range(draw.choice((0, 1, 1, 2, 5))):
         right[draw.choice(_KEYS)] = json_value(draw)
@@ -182,13 +186,14 @@ def http(draw: random.Random) -> bytes:
     """Returns a complete request in wire format, or bytes that are not a request."""
     content = body(draw)
     method = draw.choice(("POST",) * 6 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW", "\xff"))
-    path = draw.choice(_PATHS[:2] * 4 + _PATHS)
+    path = draw.choice((*_PATHS[:2], "/v1/responses", "/v1/messages") * 6 + _PATHS)
     length = draw.choice((len(content),) * 8 + (0, 1, -1, 10**12, len(content) + 3))
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", f"Content-Length: {length}"]
     if draw.random() < 0.3:
         lines.append(draw.choice((
             "Content-Type: text/plain", "Transfer-Encoding: chunked", "Authorization: x", "Expect: 100-continue",
             "X: " + "y" * 9000, "no colon", "Content-Encoding: gzip", "Upgrade: websocket", "Range: bytes=0-",
+            "X-Request-Id: " + "\xff" * 300, "Origin: https://x\r\nAccess-Control-Request-Method: POST", "X-API-Key: x",
         )))  # fmt: skip
     whole = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + content
     return almost(draw, whole) if draw.random() < 0.1 else whole

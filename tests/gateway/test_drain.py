@@ -12,12 +12,13 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.rpc import RpcServer
 from common.status import error_of
 from gateway.api.grpc_service import InferenceServicer
 from gateway.api.http_app import HttpApi
-from gateway.api.server import HttpServer, bind_http, drain
+from gateway.api.server import HttpServer, bind_http, drain, say_goodbye, watch_readiness
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from protos.v1 import types_pb2 as types_pb
@@ -127,3 +128,28 @@ async def test_what_finishes_in_time_is_whole_and_ends_the_drain(serve: Any) -> 
     *chunks, done = await streamed
     assert done == "[DONE]" and json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
     assert await called == (20, None)
+
+
+async def test_before_the_ports_close_health_says_no_and_requests_are_served(serve: Any) -> None:
+    gateway = await serve(Script(step_s=STEP_S))
+    server, leaving = gateway.grpc_server, asyncio.Event()
+    watched = asyncio.create_task(watch_readiness(gateway.rig.workers, server, lambda: None, lambda: None, leaving))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        health, whole = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        watch = health.Watch(whole)
+        while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+            pass
+        streamed = asyncio.create_task(stream(gateway, max_tokens=60))
+        await until(lambda: len(gateway.rig.script.submitted) == 1)
+        leaving.set()
+        goodbye = asyncio.create_task(say_goodbye(server, 1.0))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await health.Check(whole)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await generate(gateway, 5) == (5, None), "new requests are served"
+        await asyncio.sleep(0.3)  # the watcher of the workers must not take it back
+        assert (await health.Check(whole)).status == health_pb2.HealthCheckResponse.NOT_SERVING and not goodbye.done()
+        await goodbye
+    watched.cancel()
+    assert await gateway.drain(10.0) < 5.0
+    *chunks, _ = await streamed
+    assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"

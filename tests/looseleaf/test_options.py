@@ -34,6 +34,8 @@ EVERYTHING: dict[str, Any] = {
     "stop_token_ids": [5],
     "ignore_eos": True,
     "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "truncate_prompt_tokens": 8,
     "model": "m",
     "request_id": "r",
     "cache_salt": "s",

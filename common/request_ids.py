@@ -1,0 +1,28 @@
+"""Ids of requests: taken from clients within bounds, shown in the log lines of a request, independent of protocols."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextvars import ContextVar
+
+HEADER = "x-request-id"
+"""The HTTP header and the gRPC metadata key."""
+MAX_ID_CHARS = 128
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the request that the current task works on; "" if there is none."""
+_FOREIGN = re.compile(r"[^A-Za-z0-9._:/+=@-]")
+
+
+def take_request_id(given: str | None) -> str:
+    """Returns a client's id, or a new one if the client gave none, and makes it the current task's.
+
+    Of a client's id only letters, digits and ._:/+=@- are kept, and at most 128 characters.
+    """
+    request_id = _FOREIGN.sub("", (given or "")[:MAX_ID_CHARS]) or new_request_id()
+    REQUEST_ID.set(request_id)
+    return request_id
+
+
+def new_request_id() -> str:
+    return "gen-" + secrets.token_hex(12)

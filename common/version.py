@@ -1,0 +1,3 @@
+"""The version of all services."""
+
+VERSION = "0.1.0"

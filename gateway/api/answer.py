@@ -1,0 +1,72 @@
+"""What the HTTP API needs of the answer to one request, whichever API's shape it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from common.errors import InvalidArgument, LooseleafError
+from gateway.intake.validate import ResolvedRequest
+from gateway.intake.wanted import Wanted
+from gateway.request.delta import Delta
+
+
+class AskingBody(Protocol):
+    """A parsed request body."""
+
+    stream: bool | None
+
+    def all_wanted(self) -> list[Wanted]:
+        """Returns one request for each prompt. Raises InvalidArgument, Unimplemented."""
+
+
+class StreamForm(Protocol):
+    """How a stream of events ends."""
+
+    ending: bytes
+    """What follows the last event of a stream that did not fail."""
+
+    def failure(self, error: LooseleafError) -> bytes:
+        """Returns the events that end a stream that failed after it had begun."""
+
+    def error_object(self, error: LooseleafError) -> dict[str, Any]:
+        """Returns the body of an answer that failed before its stream began."""
+
+
+class HttpAnswer(StreamForm, Protocol):
+    """The answer to one body, whole or as events."""
+
+    requests: list[ResolvedRequest]
+    field_names: Mapping[str, str]
+    """The body's own names of fields that `Wanted` names otherwise."""
+
+    @property
+    def asking(self) -> AskingBody: ...
+
+    def take(self, requests: list[ResolvedRequest]) -> None:
+        """Takes the resolved requests, before anything else."""
+
+    def add(self, number: int, deltas: Sequence[Delta]) -> None:
+        """Adds deltas of request `number` to the whole answer."""
+
+    def whole(self) -> bytes:
+        """Returns the whole answer as JSON, once every delta was added."""
+
+    def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
+        """Returns the events for deltas of request `number`."""
+
+
+def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
+    """Returns the error with the client's own names of the fields that are wrong."""
+    if not names or not error.violations:
+        return error
+    found = tuple(replace(violation, field=_renamed(violation.field, names)) for violation in error.violations)
+    return type(error)(f"{found[0].field} {found[0].description}", violations=found)
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    """Returns a path such as stop[0] with the first name replaced."""
+    first = re.split(r"[.\[]", field, maxsplit=1)[0]
+    return names.get(first, first) + field[len(first) :]

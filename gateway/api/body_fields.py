@@ -1,0 +1,67 @@
+"""Finds the fields of a request body without creating objects: the first pass of `openai_parse`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidArgument
+from gateway.api.openai_request import Body
+from gateway.intake.limits import MAX_FIELD_BYTES
+
+UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
+"""Matches msgspec's message about a field that nobody knows."""
+_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def unsupported_of(kind: type[Body]) -> Mapping[str, Any]:
+    """Returns the unsupported fields of a kind of body, each with the value that asks for nothing."""
+    return {name: value for name, value in kind.unsupported.items() if name not in kind.__struct_fields__}
+
+
+def fields_of(
+    kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None] | None
+) -> Mapping[str, msgspec.Raw]:
+    """Returns the raw values of the given fields, without the ignored ones."""
+    try:
+        try:
+            found = _outline(kind).decode(raw)
+        except msgspec.ValidationError as error:
+            unknown = UNKNOWN.fullmatch(str(error)[:300])
+            if unknown is None:
+                raise InvalidArgument.of("body", "must be a JSON object") from None
+            if on_unknown is None:
+                raise InvalidArgument.of(unknown["field"][:100], "is not a known field") from None
+            found = _without_unknown(kind, raw, on_unknown)
+    except (ValueError, RecursionError):
+        raise InvalidArgument.of("body", "must be valid JSON in UTF-8") from None
+    ignored = kind.ignored.difference(kind.__struct_fields__)
+    parts = {name: getattr(found, name) for name in found.__struct_fields__ if name not in ignored}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None]) -> Any:
+    """Returns the outline of a body that has fields that nobody knows. All of these together are limited in size, so
+    that there are not many to name.
+    """
+    found = _outline(kind, strict=False).decode(raw)
+    parts = [getattr(found, name) for name in found.__struct_fields__]
+    known = sum(memoryview(part).nbytes for part in parts if part is not None)
+    if len(raw) - known > MAX_FIELD_BYTES:
+        raise InvalidArgument.of("body", f"has fields that are not known, of more than {MAX_FIELD_BYTES} bytes")
+    for name in _NAMES.decode(raw):
+        if name not in found.__struct_fields__:
+            on_unknown(name)
+    return found
+
+
+@cache
+def _outline(kind: type[Body], *, strict: bool = True) -> msgspec.json.Decoder[Any]:
+    """Finds the fields of a kind of body. Stops at an unknown field if `strict`."""
+    names = dict.fromkeys((*kind.__struct_fields__, *kind.ignored, *kind.unsupported))
+    fields: list[Any] = [(name, msgspec.Raw, None) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=strict))

@@ -1,0 +1,20 @@
+"""What an operator may choose about the HTTP API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """The choices of one gateway."""
+
+    strict_fields: bool = False
+    """Whether fields that nobody knows are refused."""
+    origins: tuple[str, ...] = ()
+    """The origins whose pages may call the API."""
+    describe: bool = True
+    """Whether /openapi.json and /docs are served."""
+
+
+DEFAULT_OPTIONS = HttpOptions()

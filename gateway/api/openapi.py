@@ -1,0 +1,239 @@
+"""The OpenAPI description of the HTTP API, generated from the types that parse the bodies and the table of limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
+
+from common.version import VERSION
+from gateway.api.body_fields import unsupported_of
+from gateway.api.messages_request import CountTokensBody, MessagesBody
+from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.responses_request import ResponsesBody
+from gateway.intake.limits import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RANGES, Range
+
+_PREFIX = "#/components/schemas/"
+_WIRE = {(CompletionBody, "prompt")}
+"""Fields whose form in JSON differs from the type that they are parsed into."""
+_STOP = f"At most {MAX_STOP_STRINGS} strings, not empty."
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    path: str
+    name: str
+    what: str
+    body: type[Body] | None = None
+    example: Mapping[str, Any] | None = None
+    streams: bool = False
+    media_type: str = "application/json"
+    with_key: bool = True
+    methods: tuple[str, ...] = ("get",)
+    parameter: str | None = None
+
+
+_EITHER = ("prompt", "messages")
+"""The fields of which a body to tokenize has one."""
+_MESSAGES = [{"role": "user", "content": "Tell me a story"}]
+_OPERATIONS = (
+    _Operation(
+        "/v1/completions", "createCompletion", "Continues prompts, as OpenAI's API and vLLM do.", CompletionBody,
+        {"prompt": "Once upon a time", "max_tokens": 32}, streams=True,
+    ),
+    _Operation(
+        "/v1/chat/completions", "createChatCompletion", "Answers a conversation.", ChatBody,
+        {"messages": _MESSAGES, "max_tokens": 32}, streams=True,
+    ),
+    _Operation(
+        "/v1/responses", "createResponse", "Answers an input by OpenAI's Responses API. Nothing is stored.",
+        ResponsesBody, {"input": "Tell me a story", "max_output_tokens": 32}, streams=True,
+    ),
+    _Operation(
+        "/v1/messages", "createMessage", "Answers a conversation by Anthropic's API.", MessagesBody,
+        {"messages": _MESSAGES, "max_tokens": 32}, streams=True,
+    ),
+    _Operation("/v1/messages/count_tokens", "countTokens", "Returns the length of a conversation in tokens.",
+               CountTokensBody, {"messages": _MESSAGES}),
+    _Operation("/v1/models", "listModels", "Lists the model that is served."),
+    _Operation("/v1/models/{model}", "getModel", "Returns one model.", parameter="model"),
+    _Operation("/tokenize", "tokenize", "Returns the token ids of a text or a conversation.", TokenizeBody,
+               {"prompt": "Once upon a time"}),
+    _Operation("/detokenize", "detokenize", "Returns the text of token ids.", DetokenizeBody, {"tokens": [11, 12]}),
+    _Operation("/health", "health", "Says whether requests can be served: 200 or 503.", with_key=False),
+    _Operation("/ping", "ping", "Says the same with an empty body.", with_key=False, media_type="",
+               methods=("get", "post")),
+    _Operation("/load", "load", "Returns how many requests run or wait.", with_key=False),
+    _Operation("/version", "version", "Returns the server's version.", with_key=False),
+)  # fmt: skip
+
+
+@cache
+def description(vocab_size: int, max_model_len: int) -> dict[str, Any]:
+    """Returns the OpenAPI document for a model of these sizes."""
+    bodies = [operation.body for operation in _OPERATIONS if operation.body is not None]
+    _, components = msgspec.json.schema_components(
+        [_wire_type(body) for body in bodies], ref_template=_PREFIX + "{name}"
+    )
+    for body in bodies:
+        _complete(components[_name(body)], body, _Sizes(vocab_size, max_model_len))
+    for component in components.values():
+        for option in _options(component["properties"].get("role", {}), "string"):
+            option["minLength"] = 1
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Looseleaf",
+            "version": VERSION,
+            "description": "OpenAI's HTTP API with vLLM's additions, served by Looseleaf.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": {operation.path: _path(operation) for operation in _OPERATIONS},
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _name(body: type[Body]) -> str:
+    return body.__name__.removesuffix("Body") + "Request"
+
+
+def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
+    """Returns a type with a body's fields, as msgspec describes them."""
+    hints = get_type_hints(body, include_extras=True)
+    required = {field.name for field in msgspec.structs.fields(body) if field.required}
+    fields: list[Any] = []
+    for name in body.__struct_fields__:
+        kind = Any if (body, name) in _WIRE else hints[name]
+        fields.append((name, kind) if name in required else (name, kind, None))
+    return msgspec.defstruct(_name(body), fields, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The sizes of a model, on which some limits depend."""
+
+    vocab_size: int
+    max_model_len: int
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        token = {"type": "integer", "minimum": 0, "maximum": self.vocab_size - 1}
+        return {"type": "array", "items": token, "minItems": 1, "maxItems": self.max_model_len - 1}
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        text = {"type": "string", "minLength": 1}
+        lists = [{"type": "array", "items": items, "minItems": 1} for items in (text, self.ids)]
+        return {"anyOf": [text, self.ids, *lists], "description": "A text, texts, token ids or lists of token ids."}
+
+    @property
+    def ranges(self) -> Mapping[str, Range]:
+        output, prompt = Range(1, self.max_model_len - 1), Range(-1, self.max_model_len)
+        return {
+            **RANGES, "max_tokens": output, "max_completion_tokens": output, "max_output_tokens": output,
+            "min_tokens": Range(0, self.max_model_len - 1), "truncate_prompt_tokens": prompt,
+            "top_k": Range(-1, self.vocab_size), "top_logprobs": RANGES["logprobs"], "best_of": RANGES["n"],
+        }  # fmt: skip
+
+
+def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
+    """Adds to a body's schema the limits, and the fields that are only tolerated."""
+    properties = schema["properties"]
+    for name, limit in sizes.ranges.items():
+        for option in _options(properties.get(name, {}), "integer", "number"):
+            option |= {"exclusiveMinimum" if limit.above_low else "minimum": limit.low, "maximum": limit.high}
+    if "truncate_prompt_tokens" in properties:
+        properties["truncate_prompt_tokens"]["not"] = {"const": 0}
+    if body is CompletionBody:
+        properties["prompt"] = sizes.prompt
+    if body is DetokenizeBody:
+        properties["tokens"] = {**sizes.ids, "minItems": 0}
+    if body is TokenizeBody:
+        schema["anyOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _EITHER]
+    for option in _options(properties.get("stop_token_ids", {}), "array"):
+        option |= {**sizes.ids, "minItems": 0, "maxItems": MAX_STOP_TOKEN_IDS}
+    for name in ("messages", "input"):
+        for option in _options(properties.get(name, {}), "array", "string"):
+            option["minItems" if option["type"] == "array" else "minLength"] = 1
+    if "stop" in properties:
+        properties["stop"]["description"] = _STOP
+    for name in sorted(body.ignored.difference(properties)):
+        properties[name] = {"description": "Accepted and ignored."}
+    for name, nothing in unsupported_of(body).items():
+        what = "Not supported: only the value that asks for nothing is taken."
+        properties[name] = {"enum": [None] if nothing is None else [None, nothing], "description": what}
+    schema.pop("title", None)
+
+
+def _options(schema: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
+    """Returns the parts of a field's schema that are of these types."""
+    return [option for option in (schema, *schema.get("anyOf", ())) if option.get("type") in kinds]
+
+
+def _path(operation: _Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": operation.name,
+        "summary": operation.what,
+        "responses": _answers(operation),
+        "security": [{"key": []}, {}] if operation.with_key else [],
+    }
+    if operation.parameter is not None:
+        described["parameters"] = [
+            {"name": operation.parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if operation.body is None:
+        names = {method: method.capitalize() if method != "get" else "" for method in operation.methods}
+        return {method: {**described, "operationId": operation.name + suffix} for method, suffix in names.items()}
+    content = {"schema": {"$ref": _PREFIX + _name(operation.body)}, "example": operation.example}
+    described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    return {"post": described}
+
+
+def _answers(operation: _Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {operation.media_type: {"schema": {"type": "object"}}}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {}}
+    body = {"content": content} if operation.media_type else {}
+    answers: dict[str, Any] = {"200": {"description": "The answer.", **body}}
+    if not operation.with_key:
+        if operation.path in ("/health", "/ping"):
+            answers["503"] = {"description": "Requests cannot be served now.", **body}
+        return answers
+    statuses = _ERRORS if operation.body is not None else {name: _ERRORS[name] for name in ("401", "404", "429")}
+    error = {"application/json": {"schema": {"$ref": _PREFIX + "Error"}}}
+    return answers | {status: {"description": what, "content": error} for status, what in statuses.items()}
+
+
+_ERRORS = {
+    "400": "A field is wrong or not supported; `param` names it.",
+    "401": "The key is missing or wrong.",
+    "404": "The model is not served here.",
+    "408": "The request's headers did not arrive in time.",
+    "413": "The body is too large.",
+    "429": "The queue is full or a quota is used up; see Retry-After.",
+    "500": "The service failed.",
+    "503": "No worker is ready, or the gateway shuts down; see Retry-After.",
+    "504": "The time was over.",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The first field that is wrong."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}

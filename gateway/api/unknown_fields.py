@@ -1,0 +1,36 @@
+"""Fields of request bodies that nobody knows: each is logged once, and the client is warned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from starlette.types import Scope
+
+from gateway.api.http_frame import warn
+
+logger = logging.getLogger("http")
+MAX_LOGGED = 256
+"""The most names that are logged."""
+MAX_SHOWN = 8
+"""The most names in a warning."""
+MAX_NAME_CHARS = 40
+
+
+class UnknownFields:
+    """Notes the fields that nobody knows."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, scope: Scope, names: Sequence[str]) -> None:
+        """Warns the client of the ignored fields `names`, and logs those that have not been logged."""
+        if not names:
+            return
+        shown = [name[:MAX_NAME_CHARS] for name in names[:MAX_SHOWN]]
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+        warn(scope, f"fields that are not known were ignored: {', '.join(shown)}{more}")
+        for name in shown:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(name)
+                logger.warning("field %r is not known and was ignored (--strict-fields refuses it)", name)

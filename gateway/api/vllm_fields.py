@@ -1,0 +1,43 @@
+"""vLLM's request fields that this server knows and does not support, each with the value that asks for nothing.
+
+A field of these tables is refused unless it asks for nothing. So it is never ignored like a field that nobody knows,
+although the answer would be another with it. A field that a body supports takes precedence over its entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+UNSUPPORTED: Mapping[str, Any] = {
+    # what may be drawn
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "logits_processors": [],
+    "repetition_detection": None,
+    "structured_outputs": None,
+    "structural_tag": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "guided_choice": None,
+    "guided_grammar": None,
+    "guided_decoding_backend": None,
+    "guided_whitespace_pattern": None,
+    # prompts
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "documents": None,
+    "prompt_embeds": None,
+    "mm_processor_kwargs": None,
+    "media_io_kwargs": None,
+    # answers
+    "spaces_between_special_tokens": True,
+    "return_tokens_as_token_ids": False,
+    "include_reasoning": True,
+    "thinking_token_budget": None,
+    # between servers
+    "kv_transfer_params": None,
+    "vllm_xargs": {},
+}

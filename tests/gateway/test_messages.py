@@ -1,0 +1,113 @@
+"""POST /v1/messages: Anthropic's shapes, whole and as events, its errors, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from protos.v1 import decode_pb2
+from testing.gateway.parts import Fault, Script
+from tests.gateway.http_served import serve as serve  # a fixture
+from tests.gateway.test_http import Served
+from tests.gateway.test_responses import text_of
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def events_of(served: Served, **body: Any) -> list[dict[str, Any]]:
+    found = []
+    reply = await served.post("/v1/messages", stream=True, **{"messages": HI, "max_tokens": 8, **body})
+    for event in reply.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+async def test_a_message_has_anthropics_shape(serve: Any) -> None:
+    served = await serve()
+    system = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
+    body = {"model": "tiny", "messages": HI, "max_tokens": 8, "system": system, "metadata": {"user_id": "me"}}
+    reply = (await served.post("/v1/messages", **body)).json()
+    text = text_of(served, "<system>be brief\n<user>hi\n<assistant>", 8)
+    assert reply["content"] == [{"type": "text", "text": text}]
+    assert (reply["type"], reply["role"], reply["model"]) == ("message", "assistant", "tiny")
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("max_tokens", None) and reply["id"].startswith("msg_")
+    usage = reply["usage"]
+    assert usage["output_tokens"] == 8 and usage["cache_read_input_tokens"] == 0
+    counted = (await served.post("/v1/messages/count_tokens", messages=HI, system=system)).json()
+    assert counted == {"input_tokens": usage["input_tokens"]}
+
+
+async def test_a_stream_has_anthropics_events_and_the_same_text(serve: Any) -> None:
+    served = await serve()
+    whole = (await served.post("/v1/messages", messages=HI, max_tokens=30)).json()
+    events = await events_of(served, max_tokens=30)
+    kinds = [event["type"] for event in events]
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds[2:-3] == ["content_block_delta"] * len(deltas) and len(deltas) > 3
+    assert "".join(deltas) == whole["content"][0]["text"]
+    assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-2]["usage"] == whole["usage"] and events[0]["message"]["content"] == []
+
+
+async def test_stop_sequences_and_end_of_turn(serve: Any) -> None:
+    served = await serve()
+    text = (await served.post("/v1/messages", messages=HI, max_tokens=30)).json()["content"][0]["text"]
+    stop = text[10:13]
+    reply = (await served.post("/v1/messages", messages=HI, max_tokens=30, stop_sequences=[stop])).json()
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", stop)
+    assert reply["content"][0]["text"] == text[: text.index(stop)]
+
+
+async def test_the_anthropic_client_reads_both(serve: Any) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    served = await serve(api_key="s3cret")
+    client = anthropic.AsyncAnthropic(base_url=served.url, api_key="s3cret", max_retries=0)
+    whole = await client.messages.create(model="tiny", max_tokens=20, messages=HI)
+    async with client.messages.stream(model="tiny", max_tokens=20, messages=HI) as stream:
+        text = "".join([part async for part in stream.text_stream])
+        final = await stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text and final.usage.output_tokens == 20
+    assert (await client.messages.count_tokens(model="tiny", messages=HI)).input_tokens == whole.usage.input_tokens
+    wrong = anthropic.AsyncAnthropic(base_url=served.url, api_key="wrong", max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError):
+        await wrong.messages.create(model="tiny", max_tokens=20, messages=HI)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is wrong"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"messages": []}, "messages must hold at least one message"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role must be one of user, assistant"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].type"),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"stop_sequences": [""]}, "stop_sequences[0] must not be empty"),
+    ({"tools": [{"name": "f", "input_schema": {}}]}, "tools is not supported"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+    ({"temperature": "hot"}, "temperature is wrong"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED, ids=[message for _, message in REFUSED])
+async def test_errors_have_anthropics_shape_and_name_the_field(serve: Any, body: dict[str, Any], message: str) -> None:
+    served = await serve()
+    for stream in (False, True):
+        reply = await served.post("/v1/messages", **{"messages": HI, "max_tokens": 4, "stream": stream, **body})
+        content = reply.json()
+        assert reply.status_code == 400 and content["error"]["message"].startswith(message), content
+        assert content["type"] == "error" and content["error"]["type"] == "invalid_request_error"
+        assert content["request_id"] == reply.headers["x-request-id"]
+
+
+async def test_a_model_that_is_not_served_and_a_stream_that_fails(serve: Any) -> None:
+    served = await serve(Script(submits=[Fault("reject", 2, decode_pb2.REJECTION_TOO_LARGE)]))
+    last = (await events_of(served, max_tokens=20))[-1]
+    assert last["type"] == "error" and last["error"]["message"]
+    reply = await served.post("/v1/messages", messages=HI, max_tokens=4, model="claude")
+    assert reply.status_code == 404 and reply.json()["error"]["type"] == "not_found_error"
