@@ -30,6 +30,7 @@ _KEYS = (
     "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "use_beam_search", "cache_salt", "input",
     "instructions", "max_output_tokens", "previous_response_id", "store", "text", "include", "metadata", "tool_choice",
     "skip_special_tokens", "truncate_prompt_tokens", "return_token_ids", "bad_words", "system", "stop_sequences",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/tokenize", "/detokenize", "/",
