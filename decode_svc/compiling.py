@@ -27,7 +27,7 @@ class Compiling:
         """Calls `post` once the group's sequences have their grammars, at once for free text; `refuse` if the grammar
         cannot be used.
         """
-        if group.sequences[0].sampling.structured is None:
+        if self._grammars.attach_known(group.sequences):
             return post()
         self._later[group.handle] = []
         task = asyncio.create_task(self._prepare(group, post, refuse))

@@ -165,6 +165,11 @@ def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> li
 
 # --- what changes logits before the draw
 
+_BANS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
+    np.float32
+)
+"""[256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
+
 
 def _may_adjust(row: SampleRow) -> bool:
     """Returns whether `_adjust` may change a row, at this or a later position."""
@@ -183,7 +188,7 @@ def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Ten
     masked = [(i, row) for i, row in rows if row.grammar is not None]
     if not (biases or short or penalised or masked):
         return logits
-    logits = logits.clone(memory_format=torch.contiguous_format)
+    logits = _copy(logits)
     flat = logits.view(-1)
     if biases:
         places = _places([(i, [token for token, _ in row.params.logit_bias]) for i, row in biases], logits.shape[1])
@@ -199,19 +204,28 @@ def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Ten
     return logits
 
 
+def _copy(logits: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in memory order. On a CPU numpy makes it: torch's threads would cost more than they save."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.array(logits.numpy(), order="C"))
+    return logits.clone(memory_format=torch.contiguous_format)
+
+
 def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
     """Bans the tokens that a row's grammar does not allow next, in place. Other rows keep their bits.
 
     Raises GrammarError, unless the mask of this position was computed before.
     """
     masks = np.stack([row.grammar.mask(row.output_ids) for _, row in rows if row.grammar is not None])
+    if logits.device.type == "cpu":
+        values, bans = logits.numpy(), _BANS.take(masks, axis=0).reshape(len(rows), -1)
+        for (i, _), ban in zip(rows, bans, strict=True):
+            values[i] += ban[: values.shape[1]]
+        return
     allowed = np.unpackbits(masks, axis=1, count=logits.shape[1], bitorder="little")
     banned = torch.from_numpy(allowed).to(logits.device) == 0
-    if len(rows) == len(logits):
-        logits.masked_fill_(banned, -torch.inf)
-    else:
-        at = torch.tensor([i for i, _ in rows], device=logits.device)
-        logits[at] = logits[at].masked_fill_(banned, -torch.inf)
+    at = torch.tensor([i for i, _ in rows], device=logits.device)
+    logits[at] = logits[at].masked_fill_(banned, -torch.inf)
 
 
 def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 32
 """Number of grammars that are kept, the last used ones. One takes some KB, at the limit of its states 20 MB."""
+INLINE_TOKENS = 64
+"""Number of tokens that are replayed in the event loop; each takes about 5 us."""
 STACK_BYTES = 16 << 20
 """Stack of the thread that compiles: more than where the gateway tries a grammar, because the compiler recurses."""
 
@@ -51,9 +53,21 @@ class Grammars:
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:
-        """Does what `attach` does, in the thread."""
-        if sequences[0].sampling.structured is not None:
+        """Does what `attach` does, in the thread if it takes long."""
+        if not self.attach_known(sequences):
             await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
+
+    def attach_known(self, sequences: Seq[Sequence]) -> bool:
+        """Does what `attach` does if that takes microseconds, because the grammar is compiled and there is little to
+        replay. Returns whether it did.
+        """
+        wanted = sequences[0].sampling.structured
+        if wanted is None:
+            return True
+        if wanted.digest not in self._compiled or sum(len(s.output_ids) for s in sequences) > INLINE_TOKENS:
+            return False
+        self.attach(sequences)
+        return True
 
     def attach(self, sequences: Seq[Sequence]) -> None:
         """Gives each sequence of a group its state, after the tokens that it has. Does nothing for free text.
@@ -64,23 +78,26 @@ class Grammars:
         if wanted is None:
             return
         try:
-            with self._lock:
-                matcher, tokenizer = self._compile(wanted)
-                states = [GrammarState(matcher.deep_copy(), tokenizer, s.stopping) for s in sequences]
+            matcher, tokenizer = self._compile(wanted), self._load()
         except GrammarError as error:
             raise InvalidArgument.of("structured_output", str(error)) from None
-        for sequence, state in zip(sequences, states, strict=True):
-            state.follow(sequence.output_ids)
-            sequence.grammar = state
+        for sequence in sequences:
+            sequence.grammar = GrammarState(matcher.deep_copy(), tokenizer, sequence.stopping)
+            sequence.grammar.follow(sequence.output_ids)
 
-    def _compile(self, wanted: StructuredOutput) -> tuple[LLMatcher, LLTokenizer]:
-        tokenizer = self._load()
-        if (matcher := self._compiled.get(wanted.digest)) is None:
-            matcher = self._compiled[wanted.digest] = compile_grammar(tokenizer, wanted)
+    def _compile(self, wanted: StructuredOutput) -> LLMatcher:
+        """Returns the grammar at its start. Nobody moves it, so several threads may copy it."""
+        digest = wanted.digest
+        with self._lock:
+            if (known := self._compiled.get(digest)) is not None:
+                self._compiled.move_to_end(digest)
+                return known
+        compiled = compile_grammar(self._load(), wanted)
+        with self._lock:
+            self._compiled[digest] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(wanted.digest)
-        return matcher, tokenizer
+        return compiled
 
     def _load(self) -> LLTokenizer:
         if self._tokenizer is None:
