@@ -210,7 +210,7 @@ def test_at_most_so_many_calls_are_passed_on() -> None:
         '<tool_call>{"name":"f","arguments":{',
         " ",
         "<",
-    ],  # fmt: skip
+    ],
     ids=repr,
 )
 def test_the_cost_is_linear_whatever_is_written(kind: type[CallParser], evil: str) -> None:
