@@ -27,6 +27,8 @@ class ChatPlan:
     planner: ChatPlanner
     tools: ToolChoice
     reasoning: ReasoningFormatName | None
+    continued: str | None
+    """The message that the answer continues, if any."""
 
     @property
     def reads(self) -> bool:
@@ -37,7 +39,7 @@ class ChatPlan:
         """Returns a reader for one sample after this prompt."""
         splitter = parser = None
         if self.reasoning is not None:
-            splitter = ReasoningSplitter(inside=begins_inside(self.reasoning, prompt[-64:]))
+            splitter = ReasoningSplitter(inside=begins_inside(self.reasoning, prompt, self.continued))
         form = self.planner.formats.calls
         if self.tools.choice != "none" and form is not None:
             known = frozenset(function.name for function in self.tools.functions)
@@ -72,13 +74,14 @@ class ChatPlanner:
         self.check(wanted.prompt)
         if offered:
             self._check_tools(wanted)
+        continued = _continued(wanted.prompt)
         reasoning = self.formats.reasoning if wanted.structured is None else None
         marks = (self._call_marks if offered else {}) | (self._thinking_marks if reasoning is not None else {})
         wanted.shown_special = {token_id: mark for mark, token_id in marks.items()}
         if tools.choice == "required":
             wanted.structured_field = "tools"
-            wanted.structured_after = partial(self._grammar, tools)
-        return ChatPlan(self, tools, reasoning)
+            wanted.structured_after = partial(self._grammar, tools, continued)
+        return ChatPlan(self, tools, reasoning, continued)
 
     def call_ids(self) -> CallIds:
         calls = self.formats.calls
@@ -109,8 +112,15 @@ class ChatPlanner:
             what = "cannot be combined with tools, unless tool_choice is none"
             raise InvalidArgument.of(wanted.structured_field.split(".")[0], what)
 
-    def _grammar(self, tools: ToolChoice, prompt: str) -> StructuredOutput:
+    def _grammar(self, tools: ToolChoice, continued: str | None, prompt: str) -> StructuredOutput:
         assert self.formats.calls is not None
         marks = self._call_marks | self._thinking_marks
-        thinking = thinking_before(self.formats.reasoning, prompt)
+        thinking = thinking_before(self.formats.reasoning, prompt, continued)
         return calls_grammar(self.formats.calls, tools.functions, marks, many=tools.many, thinking=thinking)
+
+
+def _continued(prompt: Prompt | None) -> str | None:
+    """Returns the text of the message that the output continues, if there is one."""
+    if not isinstance(prompt, ChatPrompt) or not prompt.continue_final_message:
+        return None
+    return str(prompt.messages[-1]["content"])

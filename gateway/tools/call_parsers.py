@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 
-from gateway.tools.call_object import END, SPACE, CallObject, NotACall, Scan, container, skip_space
+from gateway.tools.call_object import END, CallObject, NotACall, Scan, container, skip_space
 from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, merged
 
 Marked = Generator[None, str, tuple[bool, str]]
@@ -19,8 +19,8 @@ Marked = Generator[None, str, tuple[bool, str]]
 class CallParser(ABC):
     """A parser of one sample's text. The same text gives the same pieces (after `merged`), however it is cut."""
 
-    trigger: str | None = None
-    """The character that may begin a call within content; None if only the beginning of the text may be one."""
+    triggers: frozenset[str]
+    """The characters that may begin a call."""
 
     def __init__(self, known: frozenset[str], max_calls: int | None = None) -> None:
         """`known` are the names of the tools. Calls beyond `max_calls` are dropped."""
@@ -36,12 +36,12 @@ class CallParser(ABC):
         """The text of what may become a call."""
         self._last = END
         self._idle = False
-        """Whether the next character is content unless it is the trigger."""
+        """Whether the next character is content unless it is a trigger."""
         self._scan = self._read()
         next(self._scan)
 
     def feed(self, text: str) -> list[Piece]:
-        if self._idle and (self.trigger is None or self.trigger not in text):
+        if self._idle and self.triggers.isdisjoint(text):
             self._content(text)
         else:
             for ch in text:
@@ -99,9 +99,9 @@ class CallParser(ABC):
 
     def _read(self) -> Generator[None, str, None]:
         """Reads the whole text."""
-        ch = yield from self._opening((yield))
+        ch = yield
         while ch != END:
-            if ch == self.trigger:
+            if ch in self.triggers:
                 ch = yield from self._marked(ch)
                 continue
             self._idle = True
@@ -109,14 +109,9 @@ class CallParser(ABC):
             ch = yield
             self._idle = False
 
-    def _opening(self, ch: str) -> Scan:
-        """Reads what only the beginning of the text may be."""
-        return ch
-        yield
-
     @abstractmethod
     def _marked(self, ch: str) -> Scan:
-        """Reads from a character that is the trigger."""
+        """Reads from a character that is a trigger."""
 
     def _begun(self, marker: str, ch: str, read: Callable[[str], Scan]) -> Scan:
         """Reads what follows a marker with `read`. If that is not a call, it and the marker become content."""
@@ -166,7 +161,7 @@ class CallParser(ABC):
 class HermesParser(CallParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
 
-    trigger = "<"
+    triggers = frozenset("<")
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def _marked(self, ch: str) -> Scan:
@@ -183,24 +178,18 @@ class HermesParser(CallParser):
 
 
 class Llama3Parser(CallParser):
-    """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`: Llama 3.1 to 3.3.
+    """`{"name": ..., "parameters": {...}}`, also after `<|python_tag|>`: Llama 3.1 to 3.3.
 
     Without the tag an object is a call only if it has the name of a tool.
     """
 
-    trigger = "<"
+    triggers = frozenset("<{")
     TAG = "<|python_tag|>"
     SEPARATORS = ";,"
 
-    def _opening(self, ch: str) -> Scan:
-        while ch in SPACE:
-            self._content(ch)
-            ch = yield
-        if ch == "{":
-            ch = yield from self._begun("", ch, lambda ch: self._objects(ch, self.SEPARATORS, self._known))
-        return ch
-
     def _marked(self, ch: str) -> Scan:
+        if ch == "{":
+            return (yield from self._begun("", ch, lambda ch: self._objects(ch, self.SEPARATORS, self._known)))
         found, ch = yield from self._matches(ch, self.TAG)
         if found:
             ch = yield from self._begun(self.TAG, ch, self._tagged)
@@ -214,7 +203,7 @@ class Llama3Parser(CallParser):
 class MistralParser(CallParser):
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` since the tokenizer v11."""
 
-    trigger = "["
+    triggers = frozenset("[")
     MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
     def _marked(self, ch: str) -> Scan:
@@ -265,20 +254,14 @@ class MistralParser(CallParser):
 
 
 class JsonParser(CallParser):
-    """`{"name": ..., "arguments": {...}}`, or a list of these, as the whole answer.
+    """`{"name": ..., "arguments": {...}}`, or a list of these.
 
     There is no marker, so an object is a call only if it has the name of a tool.
     """
 
-    def _opening(self, ch: str) -> Scan:
-        while ch in SPACE:
-            self._content(ch)
-            ch = yield
-        if ch == "{":
-            ch = yield from self._begun("", ch, lambda ch: self._objects(ch, ";,", self._known))
-        elif ch == "[":
-            ch = yield from self._begun("", ch, lambda ch: self._list(ch, self._known))
-        return ch
+    triggers = frozenset("{[")
 
     def _marked(self, ch: str) -> Scan:
-        raise AssertionError("there is no marker")
+        if ch == "{":
+            return (yield from self._begun("", ch, lambda ch: self._objects(ch, ";,", self._known)))
+        return (yield from self._begun("", ch, lambda ch: self._list(ch, self._known)))

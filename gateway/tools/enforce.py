@@ -39,13 +39,15 @@ def calls_grammar(
     return StructuredOutput("lark", "\n".join(_Lark(form, functions, special).lines(many, thinking)) + "\n")
 
 
-def thinking_before(reasoning: ReasoningFormatName | None, prompt: str) -> str:
+def thinking_before(reasoning: ReasoningFormatName | None, prompt: str, continued: str | None = None) -> str:
     """Returns what may precede the calls: "" (nothing), "optional" (reasoning with its tags), or "open" (the rest of a
-    reasoning that has begun with the prompt).
+    reasoning that has begun with the prompt). `continued` is the message that the output continues, if any.
     """
-    if reasoning is None or prompt.rstrip().endswith(CLOSE):
+    if reasoning is None:
         return ""
-    return "open" if begins_inside(reasoning, prompt[-64:]) else "optional"
+    if begins_inside(reasoning, prompt, continued):
+        return "open"
+    return "" if continued is not None or prompt[-64:].rstrip().endswith(CLOSE) else "optional"
 
 
 class _Lark:

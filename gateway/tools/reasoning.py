@@ -58,13 +58,15 @@ def overlap(text: str, marker: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
-def begins_inside(parser: str, prompt_end: str) -> bool:
-    """Returns whether the output begins within the reasoning, given the end of the prompt.
+def begins_inside(parser: str, prompt: str, continued: str | None = None) -> bool:
+    """Returns whether the output begins within the reasoning. `continued` is the message that it continues, if any.
 
     A template may open (`<think>`) or skip (`<think></think>`) the reasoning itself. Otherwise DeepSeek R1 always
-    reasons, and Qwen 3 writes the tag.
+    reasons, and Qwen 3 writes the tag. A message that is continued may have opened it.
     """
-    end = prompt_end.rstrip()
+    if continued is not None:
+        return continued.rfind(OPEN) > continued.rfind(CLOSE)
+    end = prompt[-64:].rstrip()
     if end.endswith(OPEN):
         return True
     return parser == "deepseek_r1" and not end.endswith(CLOSE)

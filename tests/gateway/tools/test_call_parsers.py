@@ -78,7 +78,10 @@ LLAMA3: list[tuple[str, Expected]] = [
     ('{"name": "add", "arguments": {"a": 1}}', ("", [("add", '{"a": 1}')])),
     ('{"parameters": {"a": 1}, "name": "add"}', ("", [("add", '{"a": 1}')])),
     ('{"name": "add", "parameters": {"a": "', ("", [("add", '{"a": "')])),
-    ("Sure: " + llama("add", "{}"), ("Sure: " + llama("add", "{}"), [])),
+    ("Here is it: " + llama("add", "{}") + " Would you like more?",
+     ("Here is it: Would you like more?", [("add", "{}")])),
+    ("if (a) {b = 1; {" + llama("add", ROME), ("if (a) {b = 1; {", [("add", ROME)])),
+    ("In JSON: " + llama("Alice", "{}") + " {", ("In JSON: " + llama("Alice", "{}") + " {", [])),
     (llama("Alice", "{}"), (llama("Alice", "{}"), [])),
     ('{"name": "add"}', ('{"name": "add"}', [])),
     ('{"name": "add", "age": 5}', ('{"name": "add", "age": 5}', [])),
@@ -89,6 +92,8 @@ LLAMA3: list[tuple[str, Expected]] = [
     ("{", ("{", [])),
     (llama("add", "{}") + "; and", ("; and", [("add", "{}")])),
     (llama("add", "{}") + ' {"x": 1}', ('{"x": 1}', [("add", "{}")])),
+    ('{"name": "Bob", "parameters": ' + llama("add", "{}") + "}",
+     ('{"name": "Bob", "parameters": }', [("add", "{}")])),
 ]  # fmt: skip
 MISTRAL: list[tuple[str, Expected]] = [
     (f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]', ("", [("get_weather", PARIS)])),
@@ -123,7 +128,9 @@ JSON: list[tuple[str, Expected]] = [
     ("[]", ("[]", [])),
     ("[", ("[", [])),
     ("It is 5.", ("It is 5.", [])),
-    ('The call is {"name": "add", "arguments": {}}', ('The call is {"name": "add", "arguments": {}}', [])),
+    ('The call is {"name": "add", "arguments": {}}', ("The call is ", [("add", "{}")])),
+    ('See [1]: [{"name": "add", "arguments": {}}], [2]', ("See [1]: , [2]", [("add", "{}")])),
+    ("[[{", ("[[{", [])),
 ]  # fmt: skip
 FAMILIES: list[tuple[type[CallParser], list[tuple[str, Expected]]]] = [
     (HermesParser, HERMES), (Llama3Parser, LLAMA3), (MistralParser, MISTRAL), (JsonParser, JSON),
@@ -189,16 +196,28 @@ def test_at_most_so_many_calls_are_passed_on() -> None:
     assert read(HermesParser, list(text), 1) == read(HermesParser, [text], 1)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, _ in FAMILIES])
 @pytest.mark.parametrize(
     "evil",
-    ['<tool_call>{"a":"', '<tool_call>{"a":[', "<tool_call>", '<tool_call>{"name":"f","arguments":{', " ", "<"],
+    [
+        '{"name":"',
+        '{"arguments":[',
+        '[{"id":{',
+        "[TOOL_CALLS]f[CALL_ID]",
+        '<tool_call>{"a":"',
+        '<tool_call>{"a":[',
+        "<tool_call>",
+        '<tool_call>{"name":"f","arguments":{',
+        " ",
+        "<",
+    ],
     ids=repr,
 )
-def test_the_cost_is_linear_whatever_is_written(evil: str) -> None:
+def test_the_cost_is_linear_whatever_is_written(kind: type[CallParser], evil: str) -> None:
     def took(size: int) -> float:
         text = (evil * size)[:size]
         began = time.process_time()
-        parser = HermesParser(KNOWN)
+        parser = kind(KNOWN)
         for at in range(0, size, 4):
             parser.feed(text[at : at + 4])
         parser.finish()

@@ -94,6 +94,10 @@ def test_where_the_output_begins_depends_on_the_prompt() -> None:
     assert begins_inside("qwen3", "<|im_start|>assistant\n<think>\n")
     assert not begins_inside("qwen3", "<|im_start|>assistant\n") and begins_inside("deepseek_r1", "<|Assistant|>")
     assert not begins_inside("deepseek_r1", "<think>\n\n</think>\n\n")
+    for parser in ("qwen3", "deepseek_r1"):
+        assert begins_inside(parser, "", "<think>Hm") and not begins_inside(parser, "<think>", "The answer")
+        assert not begins_inside(parser, "", "<think>a</think>b")
+    assert thinking_before("deepseek_r1", "", "The answer") == "" and thinking_before("qwen3", "", "<think>") == "open"
     assert thinking_before(None, "") == "" and thinking_before("qwen3", "x</think>\n\n") == ""
     assert thinking_before("qwen3", "x") == "optional" and thinking_before("deepseek_r1", "x") == "open"
 

@@ -236,6 +236,10 @@ async def test_deepseek_reasons_without_the_first_tag(make_served: Any) -> None:
     assert (message["reasoning_content"], message["content"]) == ("Hm.\n", "It is 5.")
     said = (await streamed(served))[0][0]
     assert (said["reasoning_content"], said["content"]) == ("Hm.\n", "It is 5.")
+    served.will_say(" is 5.")
+    begun = [*ASK, {"role": "assistant", "content": "The answer"}]
+    message = (await served.chat(messages=begun, continue_final_message=True))["choices"][0]["message"]
+    assert message["content"] == " is 5." and "reasoning_content" not in message
 
 
 async def test_reasoning_tags_stay_without_the_parser(make_served: Any, assets: ModelAssets) -> None:
