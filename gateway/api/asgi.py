@@ -31,6 +31,10 @@ class BodyTooLarge(InvalidArgument):
     http_status = 413
 
 
+class BodyTooSlow(DeadlineExceeded):
+    http_status = 408
+
+
 def error_response(error: LooseleafError, content: Mapping[str, Any] | None = None) -> Response:
     """Returns the answer for an error. `content` is its body, by default OpenAI's."""
     headers = {}
@@ -79,7 +83,7 @@ async def read_body(request: Request, limit: int, take: Callable[[int], None]) -
                 take(len(part))
                 body += part
     except TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
     return body

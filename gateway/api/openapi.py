@@ -214,7 +214,7 @@ _ERRORS = {
     "400": "A field is wrong or not supported; `param` names it.",
     "401": "The key is missing or wrong.",
     "404": "The model is not served here.",
-    "408": "The request's headers did not arrive in time.",
+    "408": "The request did not arrive in time.",
     "413": "The body is too large.",
     "429": "The queue is full or a quota is used up; see Retry-After.",
     "500": "The service failed.",

@@ -53,7 +53,8 @@ class Outcome:
 class Fuzzer:
     """One run against one system."""
 
-    def __init__(self, llm: LLM, seed: int) -> None:
+    def __init__(self, llm: LLM, seed: int, only: str = "") -> None:
+        """`only` is the beginning of the names of the targets."""
         self._llm, self._seed, self._grpc = llm, seed, GrpcSender()
         secret = trust_at(llm.addresses.block_store).metadata
         self._targets: list[tuple[str, Method | None]] = [("http", None)] * 4
@@ -64,6 +65,7 @@ class Fuzzer:
                     label = "" if name == "gateway" else ", with the secret" if metadata else ", without"
                     found = methods_of(address, service, metadata)
                     self._targets += [(f"{service.name}.{m.descriptor.name}{label}", m) for m in found]
+        self._targets = [target for target in self._targets if target[0].startswith(only)]
         self.outcome = Outcome()
         self._began = time.monotonic()
 
@@ -120,13 +122,13 @@ def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def fuzz(num_inputs: int, seed: int, num_at_once: int = 64) -> Outcome:
+def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "") -> Outcome:
     """Runs against a system with a tiny model and one worker of each role."""
     with tempfile.TemporaryDirectory(prefix="ll-fuzz-") as directory:
         model = make_checkpoint(Path(directory) / "tiny", "llama", seed=1)
         settings: dict[str, Any] = {"num_blocks": 512, "max_model_len": 128, "roles": "split"}
         with LLM(str(model), **settings) as llm:
-            fuzzer = Fuzzer(llm, seed)
+            fuzzer = Fuzzer(llm, seed, only)
             asyncio.run(fuzzer.run(num_inputs, num_at_once))
             return fuzzer.outcome
 
@@ -148,9 +150,10 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=64)
+    parser.add_argument("--only", default="", help="only targets whose names begin so, such as http")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    outcome = fuzz(args.inputs, args.seed, args.at_once)
+    outcome = fuzz(args.inputs, args.seed, args.at_once, args.only)
     print("\n".join(lines_of(outcome)))
     if args.json:
         outcome.statuses = {name: dict(counts) for name, counts in outcome.statuses.items()}  # type: ignore[misc]

@@ -261,3 +261,16 @@ async def test_reflection_is_served_under_its_final_name_too() -> None:
             assert name.rpartition(".")[0].encode() in raw and not file.HasField("error_response")
     assert answers["v1"] == answers["v1alpha"] >= {f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha")}
     await server.stop(0)
+
+
+# --- the client's own slowness
+
+
+async def test_a_body_that_does_not_arrive_is_the_clients_fault(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.api.asgi.BODY_TIMEOUT_S", 0.2)
+    served = await serve()
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
