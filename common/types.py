@@ -160,7 +160,7 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one chosen token and of the most likely ones at its position."""
+    """The log-probabilities of one chosen token and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float

@@ -63,10 +63,10 @@ class BeamSearch:
     """One beam search, fed with each running beam's candidates.
 
     Args:
-        sampling: width, length penalty, early stopping, how many beams are returned, log-probabilities.
-        stopping: stop tokens and the most tokens.
+        sampling: width, length penalty, early stopping, number of returned beams, log-probabilities.
+        stopping: stop tokens and the maximum number of tokens.
         prompt_len: tokens of the prompt, less than `max_model_len`.
-        max_model_len: the most tokens of prompt and output together.
+        max_model_len: the maximum number of tokens of prompt and output together.
     """
 
     def __init__(self, sampling: SamplingParams, stopping: StoppingParams, prompt_len: int, max_model_len: int) -> None:
@@ -140,7 +140,7 @@ class BeamSearch:
         return float(np.float32(cumulative_logprob) / np.float32(num_tokens**self._sampling.length_penalty))
 
     def _goes_on(self, going: Sequence[_Continuation]) -> bool:
-        """Returns whether these beams may still change the result, by the rule that was asked for."""
+        """Returns whether these beams may still change the result under the requested early-stopping rule."""
         if not going or len(self._ended) < self._sampling.width:
             return bool(going)
         early_stopping, length_penalty = self._sampling.early_stopping, self._sampling.length_penalty

@@ -17,7 +17,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class Prefault:
-    """A thread that takes memory until it has `most_bytes`, until there is no more, or until `stop`."""
+    """A thread that allocates memory until it has `most_bytes`, until there is no more, or until `stop`."""
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
         """Starts the thread, which allocates an unnamed file. Raises OSError if the file system of `directory` does not

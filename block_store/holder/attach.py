@@ -119,10 +119,10 @@ class Attached:
                 logger.warning("cannot register yet: %s", error)
 
     def _register_with_some_floor(self) -> HeldBlocks:
-        """Registers with the granted floor or, if that does not fit, with the floor that the worker asked for.
+        """Registers with the granted floor or, if that does not fit, with the floor that the worker requested.
 
-        The granted floor does not fit if there are more workers than the store expected, or if a dead predecessor's
-        floor still counts in a small arena (`sizing.granted_floor`).
+        The granted floor does not fit if there are more workers than the store expected, or if a dead predecessor still
+        has one.
         """
         try:
             return self._register()

@@ -44,7 +44,7 @@ def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
 
 
 def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None = None) -> list[str]:
-    """Checks a moment that the caller has just read."""
+    """Returns the broken invariants in a reading of the ledger that the caller has just made."""
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
     return found if before is None else [*found, *changes(before, now)]
 

@@ -87,7 +87,7 @@ def register() -> None:
 
 
 class Recorder:
-    """Records what every layer asks for, and answers with zeros."""
+    """Records the requirements of every layer, and answers with zeros."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerFacts] = {}

@@ -227,7 +227,7 @@ class Validator:
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
         """Returns the stopping parameters. A default max_tokens is clipped to the context and to the blocks that a
-        group may hold. One that was asked for and does not fit is refused.
+        group may hold. A requested max_tokens that does not fit is refused.
         """
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:

@@ -1,14 +1,14 @@
-"""Token ids to text as they come, never part of a character; and the text of single tokens for log-probabilities.
+"""Converts token ids to text as they come, without splitting characters. Also gives the text of single tokens.
 
-The offset method of TGI and vLLM: decode a short window of tokens whose head has been put out already (a decoder may
-treat the first token of a text otherwise), and put out what is new. An unfinished character shows as U+FFFD at the end
-and is held back, for at most three tokens: no character has more than four bytes. So bytes that are no UTF-8 at all do
-not hold up the text. The pieces put together equal the full decode; the one exception is a byte-fallback decoder (which
-turns a whole run of bytes into U+FFFD if any is wrong) when a wrong byte, or a literal U+FFFD spelled in bytes, is in
-the run of a character that is out already.
+This is the offset method of TGI and vLLM: decode a short window of tokens whose beginning has already been output (a
+decoder may treat the first token of a text differently), and output the new part. An unfinished character appears as
+U+FFFD at the end and is held back, for at most three tokens, because no character has more than four bytes. Bytes that
+are not valid UTF-8 therefore do not block the text. The pieces together equal the full decode. There is one exception: a
+byte-fallback decoder turns a whole run of bytes into U+FFFD if any is wrong. The pieces can differ if a wrong byte, or a
+literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
 
-Where a token always stands for the same bytes (byte-level BPE) there is a fast path: only an unfinished character is
-looked at again, and the pieces are exactly the full decode.
+There is a fast path for decoders in which a token always stands for the same bytes (byte-level BPE). It decodes only an
+unfinished character again, and its pieces are exactly the full decode.
 """
 
 from __future__ import annotations

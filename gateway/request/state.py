@@ -252,8 +252,8 @@ def tokens_of(ticket: types_pb.Ticket, block_size: int) -> int:
 
 
 def _sampling(params: SamplingParams, *, with_prompt: bool) -> types_pb.SamplingParams:
-    """Returns the sampling parameters for a worker. Prompt log-probabilities are asked for once, because they keep a
-    prompt from using its cached prefix.
+    """Returns the sampling parameters for a worker. Prompt log-probabilities are requested only once, because they keep
+    a prompt from using its cached prefix.
     """
     message = convert.sampling_to_pb(params)
     if not with_prompt:

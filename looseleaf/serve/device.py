@@ -19,9 +19,8 @@ Device = Literal["cpu", "cuda"]
 
 
 def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Resolves `auto` to cuda if torch was built for it and the driver sees a GPU, as a worker does.
-
-    Raises StartupError if cuda was asked for and is unavailable.
+    """Resolves `auto` like a worker: to cuda if torch was built for it and the driver sees a GPU. Raises StartupError
+    if cuda was requested and is unavailable.
     """
     if asked == "cpu":
         return "cpu"
