@@ -121,8 +121,8 @@ class Attached:
     def _register_with_some_floor(self) -> HeldBlocks:
         """Registers with the granted floor or, if that does not fit, with the floor that the worker requested.
 
-        The granted floor does not fit if there are more workers than the store expected, or if a dead predecessor still
-        has one.
+        The granted floor does not fit if there are more workers than the store expected, or if a dead predecessor's
+        floor still counts in a small arena (`sizing.granted_floor`).
         """
         try:
             return self._register()

@@ -20,7 +20,9 @@ SETTLE_S = 0.3
 
 
 def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
-    """Returns every invariant that is broken now; with an earlier moment `before`, also those on changes since then."""
+    """Returns every invariant that is broken now. With an earlier moment `before`, also checks the changes
+    since then.
+    """
     return findings(ledger, inspect(ledger, with_blocks=True), before)
 
 

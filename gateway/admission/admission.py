@@ -127,7 +127,9 @@ class Admission:
     # --- inside
 
     def _check_room(self, tenant: str, count: int) -> None:
-        """Enforces a tenant's share while the queue is full: an even part among all tenants with something in it."""
+        """Enforces a tenant's share while the queue is full: an even part among all tenants that have
+        sequences in it.
+        """
         present = len(self._sequences) + (tenant not in self._sequences)
         share = min(self._limit, max(1, self._limit // present))
         own = self._sequences.get(tenant, 0) + count

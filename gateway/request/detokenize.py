@@ -3,9 +3,9 @@
 This is the offset method of TGI and vLLM: decode a short window of tokens whose beginning has already been output (a
 decoder may treat the first token of a text differently), and output the new part. An unfinished character appears as
 U+FFFD at the end and is held back, for at most three tokens, because no character has more than four bytes. Bytes that
-are not valid UTF-8 therefore do not block the text. The pieces together equal the full decode. There is one exception: a
-byte-fallback decoder turns a whole run of bytes into U+FFFD if any is wrong. The pieces can differ if a wrong byte, or a
-literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
+are not valid UTF-8 therefore do not block the text. The pieces together equal the full decode. There is one exception:
+a byte-fallback decoder turns a whole run of bytes into U+FFFD if any is wrong. The pieces can differ if a wrong byte,
+or a literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
 
 There is a fast path for decoders in which a token always stands for the same bytes (byte-level BPE). It decodes only an
 unfinished character again, and its pieces are exactly the full decode.
