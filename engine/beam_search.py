@@ -93,8 +93,8 @@ class BeamSearch:
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
         """Takes one step. `candidates[i]` belongs to `running[i]`.
 
-        Returns for every new running beam the index of the old one that it continues. An index that occurs twice is a
-        fork, one that does not occur is a dropped beam.
+        Returns, for every new running beam, the index of the old one that it continues. An index that occurs twice is a
+        fork; an index that does not occur is a dropped beam.
         """
         self._num_tokens += 1
         going: list[_Continuation] = []
@@ -111,7 +111,7 @@ class BeamSearch:
         return [continuation.parent for continuation in going]
 
     def best(self) -> list[Hypothesis]:
-        """Returns the best ended beams, as many as are to be returned, best first. Call it when `done`."""
+        """Returns the best ended beams, best first, in the requested number. Call it when `done`."""
         return self._ended[: self._sampling.num_sequences]
 
     def _most_likely(self, candidates: Sequence[Candidates]) -> list[_Continuation]:

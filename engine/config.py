@@ -71,8 +71,8 @@ class ModelConfig:
     def from_directory(cls, path: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
         """Reads `config.json` (and end-of-sequence ids from `generation_config.json`).
 
-        Raises ModelError for a missing directory or file, invalid JSON or an invalid field; UnsupportedModel names what
-        is not supported.
+        Raises ModelError for a missing directory or file, invalid JSON or an invalid field. Raises UnsupportedModel,
+        which names the unsupported feature.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -106,7 +106,7 @@ class ModelConfig:
         return _with_eos(replace(config, weight_format=_weight_format(raw)), raw, directory)
 
     def kv_spec(self, dtype: DType) -> KvSpec:
-        """Returns what one token position stores. All layers form one KV group."""
+        """Returns the KV of one token position. All layers form one KV group."""
         kind = KvKind.FULL if self.window is None else KvKind.SLIDING
         return KvSpec(self.num_layers, self.num_kv_heads, self.head_dim, dtype, kind, self.window)
 
@@ -245,7 +245,7 @@ def _opt(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _window(raw: dict[str, Any], family: Family) -> int | None:
-    """Returns the one window of all layers. Models that mix windowed and full layers are refused."""
+    """Returns the one window of all layers. Raises UnsupportedModel for models that mix windowed and full layers."""
     window = raw.get("sliding_window")
     if family == "llama" or not window:
         return None

@@ -10,8 +10,8 @@ from common.settings import ServerSettings, settings_config
 
 
 class GatewaySettings(ServerSettings):
-    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. Names are vLLM's where they mean the
-    same.
+    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has uses
+    vLLM's name.
     """
 
     model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")

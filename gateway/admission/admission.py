@@ -91,8 +91,8 @@ class Admission:
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Notes that a request has ended or was given back, and how many of its tokens were computed or found in the
-        cache.
+        """Notes that a request has ended or was given back, and the number of its tokens that were computed or found in
+        the cache.
         """
         self._take(self._tenants.tokens(tenant), num_tokens)
 
@@ -172,7 +172,7 @@ class Admission:
             del self._sequences[tenant]
 
     def _has_come(self, entry: Entry) -> None:
-        """Notes that the request goes to the gate now, or never will."""
+        """Notes that the request goes to the gate now, or that it never will."""
         if entry.is_coming:
             entry.is_coming = False
             self._coming[entry.tenant] -= 1

@@ -59,9 +59,7 @@ def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
 
 
 def parse_body(kind: type[M], raw: bytes | bytearray, limits: PromptLimits) -> M:
-    """Parses a body. Raises InvalidArgument for the first field that is wrong, Unimplemented for one that is not
-    supported.
-    """
+    """Parses a body. Raises InvalidArgument for the first invalid field, and Unimplemented for an unsupported one."""
     values: dict[str, Any] = {}
     for name, part in _fields(kind, raw).items():
         if name in kind.unsupported:
@@ -129,7 +127,7 @@ def _decoded(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder
 
 
 def _violation(name: str, message: str) -> LooseleafError:
-    """Converts msgspec's message to ours: the path within the field becomes part of the field's name."""
+    """Converts msgspec's message to one of ours: the path within the field becomes part of the field's name."""
     found = _PATH.fullmatch(message)
     assert found is not None  # the pattern takes anything
     name += (found["path"] or "").replace("[...]", "")
@@ -176,7 +174,7 @@ def _strings(name: str, raw: bytes) -> list[str]:
 
 
 def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[list[int]]:
-    """Splits lists of ids. The first list starts at `begin`. As there are no strings between them, a list ends at the
+    """Splits lists of ids. The first list starts at `begin`. There are no strings between them, so a list ends at the
     next bracket.
     """
     num_lists = raw.count(b"[") - 1

@@ -39,7 +39,7 @@ class Answer:
         self._samples = 1
 
     def take(self, requests: list[ResolvedRequest]) -> None:
-        """Creates one choice per sample of each request. All requests have equally many."""
+        """Creates one choice per sample of each request. All requests have the same number of samples."""
         self.requests = requests
         self._samples = requests[0].sampling.num_sequences
         self.choices = [

@@ -22,7 +22,7 @@ from gateway.intake.limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_CPU_S
 
 
 class _Refused(TemplateError):
-    """Raised by a template's `raise_exception`: a sentence of its author for the client."""
+    """Raised by a template's `raise_exception`. The message is the template author's text for the client."""
 
 
 class ChatTemplate:

@@ -201,8 +201,8 @@ class Validator:
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:
-        """Returns the sampling parameters. A beam search draws nothing, so the model's defaults for drawing do not
-        apply to it.
+        """Returns the sampling parameters. A beam search does not draw tokens, so the model's defaults for drawing do
+        not apply.
         """
         defaults, beams = self._assets.defaults, is_beam_search(wanted)
         shape = GenerationDefaults() if beams else defaults
