@@ -52,7 +52,7 @@ def load_model(settings: WorkerSettings) -> ModelRunner:
 
 
 def longest_group(model: Model) -> int:
-    """Returns the number of blocks of one sequence of full length, over all KV groups."""
+    """Returns the number of blocks of one full-length sequence, over all KV groups."""
     layout = model.layout
     return sum(group.max_blocks(model.max_model_len, layout.block_size) for group in layout.groups)
 

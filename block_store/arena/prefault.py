@@ -51,7 +51,7 @@ class Prefault:
         self._thread.join()
 
     def become(self, path: Path, head: bytes, size: int) -> None:
-        """Turns the memory into the file `path` of `size` bytes, zeros after `head`, all of it allocated.
+        """Turns the memory into the file `path` of `size` bytes. All of it is allocated, and zero after `head`.
 
         Call `stop` first. Raises FileExistsError, or OSError if there is no memory.
         """

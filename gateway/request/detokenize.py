@@ -32,10 +32,10 @@ class Detokenizing(Protocol):
     """Incremental detokenization of one sample."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token; often empty inside a character."""
+        """Returns the text that became certain with this token. It is often empty inside a character."""
 
     def flush(self) -> str:
-        """Returns the text still held back, when no token will follow."""
+        """Returns the text that is still held back, at the end of the tokens."""
 
 
 class Detokenizers:
@@ -53,8 +53,8 @@ class Detokenizers:
 
 
 class TokenBytes:
-    """The bytes that each token stands for under a byte-level decoder, each computed once. Special tokens stand for
-    nothing.
+    """The bytes that each token stands for under a byte-level decoder, each computed once. Special tokens have no
+    bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -124,7 +124,7 @@ class Detokenizer:
         """Number of tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token; often empty inside a character."""
+        """Returns the text that became certain with this token. It is often empty inside a character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         whole = len(text.rstrip(REPLACEMENT))
@@ -137,7 +137,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Returns the text still held back, when no token will follow."""
+        """Returns the text that is still held back, at the end of the tokens."""
         text = self._decode(self._ids)
         delta = text[self._emitted :]
         self._emitted = len(text)

@@ -46,7 +46,7 @@ def why_no_gpu() -> str | None:
 
 
 def driver_obstacle() -> str | None:
-    """Returns why the driver provides no GPU, or None if it does."""
+    """Returns the reason why the driver provides no GPU, or None if it provides one."""
     try:
         return None if Cuda().num_devices else "the CUDA driver sees no GPU"
     except CudaUnavailable as error:
