@@ -18,7 +18,7 @@ class Fenced(LedgerError):
 
 
 class Stale(LedgerError):
-    """A block is not in the state or generation that the caller believes."""
+    """A block is not in the state or generation that the caller expects."""
 
 
 class NotHolder(LedgerError):
@@ -38,7 +38,7 @@ class LedgerDamaged(LedgerError):
 
 
 class OutOfOrder(LedgerError):
-    """A call's running number is below the holder's last one: the ledger was changed, or two lanes drive one holder."""
+    """A call's running number is below the holder's last one. The ledger was changed, or two lanes drive one holder."""
 
 
 class Exhausted(LedgerError):
@@ -60,7 +60,7 @@ class FloorsExceedArena(LedgerError):
 
 
 class LedgerUnavailable(LedgerError):
-    """Redis gave no answer; whether the operation happened is known only when it is repeated."""
+    """Redis gave no answer. Only a repetition of the call can tell whether the operation happened."""
 
 
 class RedisUnusable(BlockStoreError):
@@ -80,7 +80,9 @@ class ArenaBusy(ArenaError):
 
 
 class ArenaLost(ArenaError):
-    """The arena's memory is gone, or its store has removed it. End the process: its successor attaches to a new one."""
+    """The arena's memory is lost, or its store has removed it. End the process; its successor attaches to
+    a new arena.
+    """
 
 
 class LayoutMismatch(ArenaError):
@@ -100,9 +102,9 @@ class NotEnoughSharedMemory(ArenaError):
 
 
 class HeaderAheadError(ArenaError):
-    """A block's header generation is not below the one to be written, so the ledger is older than the arena.
+    """A block's header generation is not below the new one, so the ledger is older than the arena.
 
-    Write nothing.
+    Do not write into the block.
     """
 
     def __init__(self, ref: BlockRef, found: int) -> None:

@@ -45,7 +45,7 @@ def remove(directory: Path) -> None:
 
 
 def read(directory: Path) -> OperatorFile | None:
-    """Returns the content, or None if no store runs there or it is another user's."""
+    """Returns the content, or None if no store runs there or it belongs to another user."""
     try:
         return _ADAPTER.validate_json((directory / _NAME).read_bytes())
     except (OSError, ValidationError):

@@ -50,7 +50,7 @@ class CertificateFiles:
         return tuple(path.stat().st_mtime_ns for path in (self.cert, self.key, self.ca) if path is not None)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns server credentials that show each new connection the certificate of that moment."""
+        """Returns server credentials that present the current certificate to each new connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
             cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: no news, as documented
@@ -89,7 +89,7 @@ class _Fetch:
 
 
 class Changed:
-    """Detects whether the files have changed since the last call, to something that can be used."""
+    """Detects whether the files have changed since the last call and can be used."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -120,7 +120,7 @@ class Changed:
 
 
 def front_context_watch(files: CertificateFiles, context: ssl.SSLContext) -> Callable[[], None]:
-    """Returns a function to call from time to time: it loads changed files into a context that serves HTTP."""
+    """Returns a function to call from time to time. It loads changed files into a context that serves HTTP."""
     changed = Changed(files)
 
     def look() -> None:

@@ -1,7 +1,7 @@
 """Removes secrets from a process's command line, which every user of the machine can read (`ps`).
 
-The operating system shows the original until this has run, a moment after the start. A value that must never be seen is
-given as a variable or in a file.
+The operating system shows the original until this has run, a moment after the start. To hide a value completely, pass
+it as a variable or in a file.
 """
 
 from __future__ import annotations

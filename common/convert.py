@@ -91,7 +91,7 @@ def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch shares more than the first one has."""
+    """Converts a ticket. Raises ValueError if a branch claims to share more blocks than the first one has."""
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:
         own = [table_from_pb(group) for group in branch.groups]

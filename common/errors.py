@@ -100,7 +100,7 @@ class FailedPrecondition(LooseleafError):
 
 
 class Unimplemented(LooseleafError):
-    """Known and valid, but not supported by this version. HTTP answers 400, as OpenAI clients expect for a bad
+    """A valid parameter that this version does not support. HTTP answers 400, as OpenAI clients expect for a bad
     parameter.
     """
 
@@ -146,4 +146,4 @@ BY_GRPC_CODE: dict[str, type[LooseleafError]] = {error.grpc_code: error for erro
 
 
 class StartupError(Exception):
-    """A service cannot start; the message is one sentence that names the setting or file and what to do."""
+    """A service cannot start. The message is one sentence that names the setting or file and the remedy."""

@@ -180,7 +180,7 @@ def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel
 
 
 async def wait_for_signal(failed: asyncio.Event) -> bool:
-    """Returns at SIGTERM or SIGINT (False), or when `failed` is set (True)."""
+    """Returns on SIGTERM or SIGINT (False), or when `failed` is set (True)."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -204,12 +204,14 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 2.
 
 
 def reachable_address(host: str, port: int) -> str:
-    """Returns where others reach a server bound to `host`: at the host's own name if it listens on every interface."""
+    """Returns the address at which others reach a server bound to `host`. If it listens on every interface, this is the
+    host's name.
+    """
     return f"{socket.gethostname() if host in ('', '0.0.0.0', '::', '[::]') else host}:{port}"
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:
-    """Tells the parent of this process, atomically, that it is ready, and its addresses."""
+    """Writes a file, atomically, that tells the parent of this process that it is ready, and its addresses."""
     if path is None:
         return
     temporary = f"{path}.{os.getpid()}"

@@ -50,12 +50,12 @@ class Role(Protocol):
         """Refuses new work, lets running work finish for at most `timeout_s`, and sends the rest back."""
 
     def close(self, timeout_s: float) -> None:
-        """Ends the step thread, waiting at most `timeout_s` for a running step, and gives all blocks back."""
+        """Ends the step thread, waiting at most `timeout_s` for a running step, and gives up all blocks."""
 
 
 def internal_server(settings: ServerSettings) -> RpcServer:
-    """Returns a server for calls of the same launch. Raises StartupError if other machines could reach it and it asks
-    for no secret.
+    """Returns a server for calls of the same launch. Raises StartupError if other machines could reach it and it
+    requires no secret.
     """
     trust = trust_of(settings)
     door = None if trust.secret is None else Door(trust.secret)
@@ -70,7 +70,7 @@ def internal_server(settings: ServerSettings) -> RpcServer:
 
 
 async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequence[Role]) -> None:
-    """Serves `roles` until a signal, or until one of them fails: then the process ends with status 1."""
+    """Serves `roles` until a signal, or until one of them fails. In the second case the process ends with status 1."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for role in roles:
         role.add_to(server)
@@ -127,7 +127,7 @@ def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable
 
 
 def worker_name(role: str, given: str | None) -> str:
-    """Returns a worker's name: as given, else a new one. Host and process id alone would be the same after a
-    container's restart.
+    """Returns the given worker's name, or a new one. Host and process id alone would be the same after a container's
+    restart.
     """
     return given or f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -1,8 +1,8 @@
-"""The base of every service's settings: variables and flags from one definition, with mistakes refused.
+"""The base of every service's settings: variables and flags from one definition, which rejects mistakes.
 
 A field `max_num_seqs` of a service with prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
-LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags win over variables, variables over defaults. pydantic-settings ignores a mistyped
-variable even with extra="forbid"; this base does not.
+LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags override variables, and variables override defaults. pydantic-settings ignores a
+mistyped variable even with extra="forbid"; this base does not.
 """
 
 from __future__ import annotations

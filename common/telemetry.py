@@ -84,8 +84,8 @@ class Fallbacks:
 
 
 class Burst(Generic[T]):
-    """Reports items that arrive in bursts as one log event per burst: a moment after the first `note`, with all that
-    were noted since. Nothing waits for it.
+    """Collects items that arrive in bursts and logs one event per burst, shortly after the first `note`. The event
+    contains all items noted until then. Callers do not wait for it.
     """
 
     def __init__(self, tell: Callable[[list[T]], object], wait_s: float = 1.0) -> None:
@@ -120,6 +120,6 @@ def fallback_counts() -> dict[str, int]:
 
 
 def count_fallbacks_of(source: Callable[[], Mapping[str, int]]) -> None:
-    """Adds the counts of a layer that does not know this module. A source is added once."""
+    """Adds the counts of a layer that may not import this module. A source is added once."""
     if source not in _SOURCES:
         _SOURCES.append(source)

@@ -12,7 +12,7 @@ from common.types import BlockRef, Epoch
 
 @dataclass(frozen=True, slots=True)
 class TicketId:
-    """The name of a ticket for the ledger, and the proof that it was issued to the caller."""
+    """The id of a ticket in the ledger, and the secret that proves that it was issued to the caller."""
 
     epoch: Epoch
     """The ticket's holder epoch."""

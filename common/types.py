@@ -44,7 +44,7 @@ class KvKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """A KV group of a model: what one token position stores, for all layers of the group."""
+    """A KV group of a model: the data of one token position, for all layers of the group."""
 
     num_layers: int
     num_kv_heads: int
@@ -107,8 +107,8 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the size of one arena block: that of the largest group, because all groups draw on one arena of equal
-        blocks.
+        """Returns the size of one arena block. It is the size of the largest group's block, because all groups share
+        one arena of equal blocks.
         """
         return max(g.block_bytes(self.block_size) for g in self.groups)
 
@@ -192,7 +192,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """When a sequence ends. Stop strings are handled by the gateway; workers see only token ids."""
+    """The conditions that end a sequence. The gateway handles stop strings; workers see only token ids."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -204,7 +204,7 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one chosen token and of the most likely ones at its position."""
+    """The log-probabilities of one chosen token and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float

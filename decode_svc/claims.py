@@ -1,4 +1,4 @@
-"""Tickets that arrive: checks that a ticket fits its group, and claims it as soon as the ledger answers.
+"""Incoming tickets: checks that a ticket fits its group, and claims it as soon as the ledger answers.
 
 A ticket's lease is short, so it is claimed before its group waits for its turn.
 """
@@ -80,7 +80,7 @@ def adopt(group: Group, claim: Claim, block_size: int) -> None:
 
 
 class Claims:
-    """Groups whose tickets are not claimed yet because the ledger does not answer, in order of arrival."""
+    """Groups, in order of arrival, whose tickets are not claimed yet because the ledger does not answer."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached

@@ -150,7 +150,9 @@ class Outbox:
         self._touched.add(session)
 
     def flush(self, load: WorkerLoad) -> None:
-        """Sends one message to each session. Sessions without outputs get the load once a second, as a sign of life."""
+        """Sends one message to each session. Sessions without outputs get the load once a second, which shows that the
+        worker is alive.
+        """
         now = time.monotonic()
         if now - self._told_at >= TELL_S:
             self._told_at = now

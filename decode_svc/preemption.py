@@ -70,10 +70,9 @@ class Preemption:
         return group in self._since
 
     def preempt(self, group: Group) -> Rejection | None:
-        """Takes a group's blocks away. Returns None if the group is swapped; the scheduler then has it among the
-        preempted ones.
+        """Takes a group's blocks away. If the group is swapped, returns None, and the scheduler counts it as preempted.
 
-        Otherwise returns why it must leave the worker; it holds its blocks until then.
+        Otherwise returns the reason why it must leave the worker; it holds its blocks until then.
         """
         num_blocks = self._swap.need(group)
         if not self._swaps(group, num_blocks):

@@ -77,7 +77,7 @@ class DecodeScheduler:
     def in_the_way(self) -> Group | None:
         """Returns a running group to preempt so that the next group, of a higher priority, has room in a step.
 
-        Returns None if there is room, or if preempting would not make enough.
+        Returns None if there is room, or if preemption would not make enough room.
         """
         group = self._next()
         if group is None or self._has_room(group) or not (lower := self._outranked(group)):
@@ -142,7 +142,8 @@ class DecodeScheduler:
         """Returns the group to run next, by rank alone, so that within a priority running groups come before all
         others.
 
-        Otherwise the last running group could wait for the blocks of an earlier one, and that one for its blocks.
+        Otherwise the last running group could wait for the blocks of an earlier one, and the earlier one for its
+        blocks.
         """
         return min([*self._preempted[:1], *self._waiting[:1]], key=_rank, default=None)
 

@@ -33,7 +33,7 @@ MAX_LENGTH_PENALTY = 10.0
 
 
 def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
-    """Reads a message. Raises ValueError, one sentence on what does not fit together."""
+    """Reads a message. Raises ValueError, whose message is one sentence on the inconsistent part."""
     sampling = convert.sampling_from_pb(submit.sampling)
     stopping = convert.stopping_from_pb(submit.stopping)
     ticket = convert.ticket_from_pb(submit.ticket)

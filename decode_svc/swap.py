@@ -42,7 +42,9 @@ Tables = dict[Sequence, list[SwappedTable]]
 
 
 class SwapSpace:
-    """Blocks in host memory: as many as `max_bytes` hold, but not more than the arena has. Used in the step thread."""
+    """Blocks in host memory: as many as fit into `max_bytes`, and at most as many as the arena has. Used in the step
+    thread.
+    """
 
     def __init__(self, runner: ModelRunner, attached: Attached, max_bytes: int) -> None:
         """The runner must be bound to the attached arena. Raises StartupError if the memory is not available."""
@@ -71,9 +73,9 @@ class SwapSpace:
         return num_blocks <= len(self._free)
 
     def swap_out(self, group: Group) -> bool:
-        """Copies a group's blocks to host memory and releases those of the arena; there must be room for them.
+        """Copies a group's blocks to host memory and releases those of the arena. There must be room for them.
 
-        Returns False, and changes nothing, if a block was reallocated (reader rule): then the group is lost.
+        If a block was reallocated (reader rule), returns False and changes nothing. The group is then lost.
         """
         refs = self._distinct(group.live)
         arena, num = self._attached.arena, len(refs)
@@ -96,10 +98,10 @@ class SwapSpace:
         return True
 
     def swap_in(self, group: Group, spare: int) -> int | None:
-        """Gives a swapped group blocks of the arena again, all or none. Returns how many blocks were copied.
+        """Gives a swapped group arena blocks again, all or none. Returns the number of copied blocks.
 
-        `spare` more blocks must be available and are left over. Returns None if they were not. Raises LedgerUnavailable
-        (nothing has changed, try again), and others as `held.seal`.
+        There must be `spare` more blocks, which are left over; returns None if there are not. Raises LedgerUnavailable
+        (nothing has changed, try again), and the errors of `held.seal`.
         """
         tables = {s: self._swapped[group][s] for s in group.live}
         refs = self._find_cached(tables)
@@ -129,9 +131,7 @@ class SwapSpace:
     # --- inside
 
     def _kept(self, sequence: Sequence) -> list[list[BlockRef]]:
-        """Returns the blocks that hold the sequence's KV, per KV group. A copy that was only planned counts as its
-        source.
-        """
+        """Returns the blocks with the sequence's KV, per KV group. If a copy was only planned, its source is returned."""
         end = blocks_of(sequence.num_computed, self.block_size)
         kept = [table[table.first : end] for table in sequence.tables]
         for refs, source in zip(kept, sequence.copy_from, strict=False):  # which is empty if nothing is copied

@@ -183,8 +183,8 @@ class DecodeWorker:
         )
 
     def _blocks_a_sequence(self) -> int:
-        """Returns the blocks that one sequence takes in SURVIVED_S at the pace of recent steps, at most those of full
-        length.
+        """Returns the blocks that one sequence takes in SURVIVED_S at the pace of recent steps, at most those of a
+        full-length sequence.
         """
         step_s = self._preemption.costs.step_s
         num_tokens = min(SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
@@ -322,7 +322,7 @@ class DecodeWorker:
         self._draining = True
 
     def reject_all(self, rejection: Rejection) -> None:
-        """Rejects every group; the gateways have them prefilled again elsewhere."""
+        """Rejects every group. The gateways send them to be prefilled again on other workers."""
         for group in self._groups():
             self._reject(group, rejection)
         self._outbox.flush(self.load)

@@ -63,10 +63,10 @@ class BeamSearch:
     """One beam search, fed with each running beam's candidates.
 
     Args:
-        sampling: width, length penalty, early stopping, how many beams are returned, log-probabilities.
-        stopping: stop tokens and the most tokens.
+        sampling: width, length penalty, early stopping, number of returned beams, log-probabilities.
+        stopping: stop tokens and the maximum number of tokens.
         prompt_len: tokens of the prompt, less than `max_model_len`.
-        max_model_len: the most tokens of prompt and output together.
+        max_model_len: the maximum number of tokens of prompt and output together.
     """
 
     def __init__(self, sampling: SamplingParams, stopping: StoppingParams, prompt_len: int, max_model_len: int) -> None:
@@ -93,8 +93,8 @@ class BeamSearch:
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
         """Takes one step. `candidates[i]` belongs to `running[i]`.
 
-        Returns for every new running beam the index of the old one that it continues. An index that occurs twice is a
-        fork, one that does not occur is a dropped beam.
+        Returns, for every new running beam, the index of the old one that it continues. An index that occurs twice is a
+        fork; an index that does not occur is a dropped beam.
         """
         self._num_tokens += 1
         going: list[_Continuation] = []
@@ -111,7 +111,7 @@ class BeamSearch:
         return [continuation.parent for continuation in going]
 
     def best(self) -> list[Hypothesis]:
-        """Returns the best ended beams, as many as are to be returned, best first. Call it when `done`."""
+        """Returns the best ended beams, best first, in the requested number. Call it when `done`."""
         return self._ended[: self._sampling.num_sequences]
 
     def _most_likely(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
@@ -140,7 +140,7 @@ class BeamSearch:
         return float(np.float32(cumulative_logprob) / np.float32(num_tokens**self._sampling.length_penalty))
 
     def _goes_on(self, going: Sequence[_Continuation]) -> bool:
-        """Returns whether these beams may still change the result, by the rule that was asked for."""
+        """Returns whether these beams may still change the result under the requested early-stopping rule."""
         if not going or len(self._ended) < self._sampling.width:
             return bool(going)
         early_stopping, length_penalty = self._sampling.early_stopping, self._sampling.length_penalty

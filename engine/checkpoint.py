@@ -68,7 +68,7 @@ def convert(directory: Path) -> str:
 
 
 def fingerprint(directory: str | Path, dtype: str, load_format: str, seed: int = 0) -> str:
-    """Returns the hex SHA-256 of everything that decides the weights: config.json, and the header and sampled content
+    """Returns the hex SHA-256 of all data that determines the weights: config.json, and the header and sampled content
     of every weight file (for dummy weights the seed). It depends on content only, so copies of a model on two hosts are
     equal.
     """

@@ -74,8 +74,8 @@ class ModelConfig:
     def from_directory(cls, path: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
         """Reads `config.json` (and end-of-sequence ids from `generation_config.json`).
 
-        Raises ModelError for a missing directory or file, invalid JSON or an invalid field; UnsupportedModel names what
-        is not supported.
+        Raises ModelError for a missing directory or file, invalid JSON or an invalid field. Raises UnsupportedModel,
+        which names the unsupported feature.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -254,7 +254,7 @@ def _opt(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _window(raw: dict[str, Any], family: Family) -> int | None:
-    """Returns the one window of all layers. Models that mix windowed and full layers are refused."""
+    """Returns the one window of all layers. Raises UnsupportedModel for models that mix windowed and full layers."""
     window = raw.get("sliding_window")
     if family == "llama" or not window:
         return None

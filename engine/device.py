@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 
 class CpuDevice:
-    """The cores of this machine: `num_threads` of them, or with 0 all that the process may use."""
+    """The cores of this machine: `num_threads` of them, or all that the process may use if it is 0."""
 
     compute_capability: tuple[int, int] | None = None
     name = "cpu"
@@ -54,7 +54,7 @@ class CpuDevice:
         return [torch.from_numpy(array) for array in arrays]
 
     def wait(self) -> None:
-        """Returns when everything that was started is done. On a CPU it always is."""
+        """Returns when all started work is done. On a CPU it always is."""
 
     def record(self, work: Work) -> Work:
         """Returns `work` unchanged: there is nothing to capture."""
@@ -75,14 +75,14 @@ class CpuDevice:
             ctypes.CDLL(None).malloc_trim(0)
 
     def used_bytes(self) -> int:
-        """Returns the device memory that this and other processes use; 0, because a CPU is not asked."""
+        """Returns the device memory that this and other processes use. It is 0, because it is not measured on a CPU."""
         return 0
 
 
 class CudaDevice:
     """The first GPU that the process sees (CUDA_VISIBLE_DEVICES chooses), with a stream and memory for graphs.
 
-    Two runners of one process have one each, so that their steps overlap. Nothing here has run on a GPU yet.
+    Two runners of one process have separate streams, so that their steps overlap. This class has not run on a GPU yet.
     """
 
     def __init__(self, num_threads: int, urgent: bool = False) -> None:
@@ -103,7 +103,7 @@ class CudaDevice:
         self._newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
 
     def enter(self) -> None:
-        """Directs everything that the calling thread launches from now on to the runner's stream, sampling too."""
+        """Directs all later launches of the calling thread, sampling included, to the runner's stream."""
         torch.cuda.set_stream(self._stream)
 
     def use_threads(self, num_threads: int) -> None:
@@ -190,9 +190,9 @@ Device = CpuDevice | CudaDevice
 
 
 def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent: bool = False) -> Device:
-    """Opens the device that settings ask for. auto: a GPU if torch sees one. urgent: see `CudaDevice`.
+    """Opens the device that settings request. auto: a GPU if torch sees one. urgent: see `CudaDevice`.
 
-    Raises ModelError.
+    Raises ModelError if there is no such device.
     """
     if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()):
         return CudaDevice(num_threads, urgent)

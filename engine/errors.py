@@ -12,7 +12,7 @@ class ModelError(StartupError):
 
 
 class UnsupportedModel(ModelError):
-    """A readable checkpoint whose architecture, or one of whose features, this version does not run."""
+    """A readable checkpoint with an architecture or a feature that this version does not support."""
 
 
 def refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:

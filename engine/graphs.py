@@ -1,8 +1,8 @@
 """Decode steps in fixed shapes, which a GPU can replay: one CUDA graph per batch bucket, with padding rows.
 
 A launch from Python costs 5 to 20 us and a layer needs 8 to 10 of them, more than the step itself; a replay costs one.
-A padding row has context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written). Nothing here
-has run on a GPU yet. On a CPU the same padded shapes are computed eagerly, and tests compare their bits with those of
+A padding row has context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written). The graphs have
+not run on a GPU yet. On a CPU the same padded shapes are computed eagerly, and tests compare their bits with those of
 steps without padding.
 """
 

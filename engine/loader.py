@@ -158,7 +158,7 @@ class Weights:
         return self._source.has(name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns a parameter in our own memory (a mapped file may change or vanish)."""
+        """Returns a parameter in private memory, because a mapped file may change or vanish."""
         dtype = self._target.dtype
         found = self._source.take(name, shape, dtype)
         return self._count(torch.empty(shape, dtype=dtype, device=self.device).copy_(found))
@@ -190,7 +190,7 @@ class Weights:
         return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self._target.dtype)
 
     def _weight(self, parts: Sequence[Matrix]) -> torch.Tensor | list[QuantizedWeight]:
-        """Returns matrices one below the other, in our own memory."""
+        """Returns matrices one below the other, in private memory."""
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
         if len(quantized) == len(found):
@@ -211,11 +211,11 @@ class Weights:
         return stored if self.device.type == "cpu" else stored.to(self.device)
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor | list[QuantizedWeight]:
-        """Rounds a matrix to the target's bits, if it is to be rounded at all."""
+        """Rounds a matrix to the target's bits, if the target has any."""
         return weight if self._target.bits is None else [quantize(weight, self._target.bits)]
 
     def finish(self, allowed: Sequence[str] = ()) -> None:
-        """Refuses a checkpoint with unused tensors: it is another model than the config says."""
+        """Raises an error for a checkpoint with unused tensors, because the checkpoint and its config disagree."""
         extra = [name for name in self._source.unused() if name not in allowed]
         if extra:
             raise ModelError(f"the checkpoint has unexpected tensor {extra[0]} ({len(extra)} in all)")

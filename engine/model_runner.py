@@ -183,11 +183,11 @@ class ModelRunner:
         return logits
 
     def settle(self, error: Exception) -> None:
-        """Call this after a step, a copy or a draw failed with `error`. It returns when nothing that was launched runs
-        any more, so that the blocks which it writes to may be released.
+        """Call this after a step, a copy or a draw failed with `error`. It returns when no launched work runs any more,
+        so that the caller may release the blocks which that work writes to.
 
         Raises if the device is no longer usable: `error` if it is a CUDA error, because each later call would fail with
-        it too, or the device's error while it is waited for. Then blocks must be kept, and the process should end.
+        it too, or the device's error during the wait. The blocks must then be kept, and the process should end.
         """
         if isinstance(error, torch.AcceleratorError):
             raise error

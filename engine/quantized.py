@@ -71,7 +71,7 @@ def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -> None:
-    """Refuses fields with another value than these. The first is the default."""
+    """Raises UnsupportedModel for fields with another value than these. The first value is the default."""
     for field, values in allowed.items():
         if (found := config.get(field, values[0])) not in values:
             supported = ", ".join(map(str, values))

@@ -54,7 +54,7 @@ class SampleRow:
 
 
 class Sampled(NamedTuple):
-    """The token drawn for one row. `logprob` is set if the row asked for it."""
+    """The token drawn for one row. `logprob` is set if the row requested it."""
 
     token_id: int
     logprob: TokenLogprob | None

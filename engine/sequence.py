@@ -170,7 +170,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The `num_tokens` next positions of a sequence, to be computed in a step."""
+    """The next `num_tokens` positions of a sequence, to be computed in a step."""
 
     sequence: Sequence
     num_tokens: int

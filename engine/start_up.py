@@ -33,8 +33,8 @@ begins with what the first leaves, as all later ones do.
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Runs what requests may need on scratch memory, so that none of them waits for set-up: a prefill and a decode step
-    and, if kernels are compiled at their first launch, every other variant of one.
+    """Runs the variants of steps that requests may need on scratch memory, so that no request waits for set-up. These
+    are a prefill and a decode step and, if kernels are compiled at their first launch, every other variant of one.
     """
     _scratch_step(runner, min(16, runner.max_model_len), 1, min(16, runner.max_model_len))
     logits = _scratch_step(runner, 1, 1, 1)
@@ -79,8 +79,8 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
 @torch.inference_mode()
 def capture(runner: ModelRunner, max_num_seqs: int) -> None:
     """Captures decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, which are replayed from
-    now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot be captured. The first bucket
-    that fails is the last that is tried: it is logged and counted, and its steps are computed eagerly.
+    now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot be captured. If a bucket fails,
+    no further bucket is tried. The failure is logged and counted, and its steps are computed eagerly.
     """
     if not _can_capture(runner):
         return

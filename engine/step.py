@@ -1,4 +1,4 @@
-"""The arrays of one forward pass, as a runner takes them. No torch, no sequences."""
+"""The arrays of one forward pass, in a runner's format. No torch, no sequences."""
 
 from __future__ import annotations
 

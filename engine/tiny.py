@@ -1,6 +1,6 @@
 """Tiny random checkpoints in Hugging Face's format, made in a second without transformers.
 
-They are for tests, and for `looseleaf serve` without a model: the text is gibberish, everything else is real.
+They are for tests, and for `looseleaf serve` without a model. Only the text is gibberish; all other parts are real.
 """
 
 from __future__ import annotations

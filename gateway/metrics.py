@@ -1,4 +1,4 @@
-"""Prometheus metrics: each under its own looseleaf_ name and, if vLLM has it, under vLLM's too.
+"""Prometheus metrics. Each has a looseleaf_ name and, if vLLM also has it, vLLM's name too.
 
 Every value is counted once; the second name is added when /metrics is read. Tokens are the hot path (`token_tally`).
 Definitions: time to first token is from arrival here to the moment the first token's text leaves; inter-token latency
@@ -154,7 +154,7 @@ class Metrics:
         self._tally.num_tokens += 1
 
     def tokens(self, count: int) -> None:
-        """Counts `count` tokens that follow none: those of another sample's first message, or of a beam search."""
+        """Counts `count` tokens without a predecessor: those of another sample's first message, or of a beam search."""
         self._tally.num_tokens += count
 
     def dispatched(self, role: str, worker: str) -> None:
@@ -198,7 +198,7 @@ class Metrics:
     def watch_queues(
         self, running: Callable[[], float], waiting: Callable[[], float], wait_s: Callable[[], float]
     ) -> None:
-        """Sets where the queue lengths and the predicted wait are read at every scrape."""
+        """Sets the functions that return the queue lengths and the predicted wait at every scrape."""
         self._wait.set_function(wait_s)
         self._running.set_function(running)
         self._waiting.set_function(waiting)
@@ -211,7 +211,7 @@ class Metrics:
         self._kv_usage.set(used / max(1, sum(counts.values())))
 
     def set_workers(self, loads: Iterable[tuple[str, str, int, int]]) -> None:
-        """Sets (worker, role, running, waiting) of all workers. Series of others are removed."""
+        """Sets (worker, role, running, waiting) of all workers. Removes the series of other workers."""
         self._batch.clear()
         self._queued.clear()
         for worker, role, running, waiting in loads:
@@ -219,7 +219,7 @@ class Metrics:
             self._queued.labels(self._model, worker, role).set(waiting)
 
     def set_fallbacks(self, by_service: Mapping[str, Mapping[str, int]]) -> None:
-        """Sets counts by name, of the gateway and of all worker processes. Series of others are removed."""
+        """Sets counts by name, of the gateway and of all worker processes. Removes all other series."""
         self._fallbacks.clear()
         for service, counts in by_service.items():
             for name, count in counts.items():

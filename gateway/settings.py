@@ -11,8 +11,8 @@ from gateway.tools.formats import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(ServerSettings):
-    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. Names are vLLM's where they mean the
-    same.
+    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has uses
+    vLLM's name.
     """
 
     model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")

@@ -1,6 +1,6 @@
 """Counts streamed tokens and the times between them, for /metrics.
 
-This costs a small part of prometheus_client's own counters and histograms, which take locks. These are written and read
+It costs much less than prometheus_client's counters and histograms, which take locks. These counts are written and read
 only in the event loop.
 """
 
@@ -29,8 +29,8 @@ class TokenTally(Collector):
         self._sum_s = 0.0
 
     def add(self, count: int, since_s: float) -> None:
-        """Adds `count` tokens that leave in one message, `since_s` after the sample's last one. Each counts as an equal
-        part of it.
+        """Adds `count` tokens that leave in one message, `since_s` after the sample's last one. The time is divided
+        equally among them.
         """
         if count:
             self.num_tokens += count

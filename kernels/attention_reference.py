@@ -48,7 +48,7 @@ def paged_prefill_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Has the contract of `paged_prefill`. Works on one sequence at a time: gather, mask, softmax in fp32."""
+    """Reference for `paged_prefill`. Works on one sequence at a time: gather, mask, softmax in fp32."""
     out = torch.zeros_like(q)
     block_size = key_cache.shape[2]
     starts = cu_seqlens_q.tolist()
@@ -84,7 +84,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Has the contract of `paged_attention`. Works on one sequence at a time and accumulates in fp32."""
+    """Reference for `paged_attention`. Works on one sequence at a time and accumulates in fp32."""
     cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return paged_prefill_reference(
         q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q,

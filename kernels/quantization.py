@@ -52,7 +52,7 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values, scales and offsets as kernels store them."""
+        """The bytes of values, scales and offsets in the kernels' format."""
         factors = self.scales.numel() * self.scales.element_size() * (1 + (self.offsets is not None))
         return self.values.numel() * self.bits // 8 + factors
 
@@ -87,7 +87,7 @@ class QuantizedWeight:
 
 
 def merged(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Returns matrices that are one below the other, with neighbours of the same form as one."""
+    """Returns matrices that are one below the other. Neighbours of the same form become one matrix."""
     found = [parts[0]]
     for part in parts[1:]:
         found[-1:] = [found[-1].above(part)] if found[-1].form == part.form else [found[-1], part]
@@ -97,8 +97,8 @@ def merged(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     """Rounds a matrix [out, in] to `bits`, with a bf16 scale for every GROUPS[bits] inputs of an output and no offsets.
 
-    Of 8 bits, the scale makes the largest weight of a group 127. Of 4 bits, the weight of largest magnitude becomes -8
-    or a little more: of several scales, each group takes the one with the least squared error.
+    With 8 bits, the scale makes the largest weight of a group 127. With 4 bits, the weight of largest magnitude becomes
+    -8 or a little more: of several scales, each group takes the one with the least squared error.
     """
     n_out, n_in = weight.shape
     group = GROUPS[bits]

@@ -14,7 +14,7 @@ from kernels.cpu.selection import count_fallback
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Has the contract of `rms_norm`."""
+    """Implements the contract of `rms_norm`."""
     summed = x if residual is None else x + residual
     wide = summed.float()
     out = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight

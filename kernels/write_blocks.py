@@ -32,7 +32,7 @@ def write_blocks_reference(
     value_cache: Tensor,
     cos_sin: Tensor | None,
 ) -> None:
-    """Has the contract of `write_blocks`."""
+    """Implements the contract of `write_blocks`."""
     if cos_sin is not None:
         q.copy_(_rotate(q, positions, cos_sin))
         k = _rotate(k, positions, cos_sin)

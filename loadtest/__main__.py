@@ -44,7 +44,7 @@ def is_ready(address: str) -> bool:
 
 @contextlib.contextmanager
 def server(settings: LoadSettings) -> Iterator[None]:
-    """A server for the run: the one that already answers, else our own."""
+    """Yields a server for the run: the one that already answers, or our own."""
     if is_ready(settings.grpc):
         print(f"loadtest: using the server at {settings.grpc}", flush=True)
         yield

@@ -93,9 +93,7 @@ class Client(_Base):
     def generate(
         self, prompt: Prompt, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Completion | Iterator[Delta]:
-        """Continues a prompt (text, token ids, or turns of a chat). Returns a Completion, or with `stream` its
-        deltas.
-        """
+        """Continues a prompt (text, token ids, or chat turns). Returns a Completion, or with `stream` its deltas."""
         deltas = self._deltas(build_request(prompt, options), options)
         return deltas if stream else join(deltas)
 
@@ -110,12 +108,12 @@ class Client(_Base):
     def chat(
         self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Completion | Iterator[Delta]:
-        """Returns the assistant's next turn after `messages`. A string is one turn of the user."""
+        """Returns the assistant's next turn after `messages`. A string counts as one user turn."""
         deltas = self._deltas(build_request(turns_of(messages), options), options)
         return deltas if stream else join(deltas)
 
     def tokenize(self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """Returns the token ids of a text, or of turns put through the chat template."""
+        """Returns the token ids of a text, or of chat turns in the chat template."""
         reply = self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
         return tuple(reply.token_ids)
 
@@ -175,11 +173,11 @@ class AsyncClient(_Base):
         self._stub = cast(Any, pb_grpc.InferenceServiceStub)(self._channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """Continues a prompt (text, token ids, or turns of a chat)."""
+        """Continues a prompt (text, token ids, or chat turns)."""
         return join([delta async for delta in self.stream(prompt, **options)])
 
     async def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
-        """Returns the assistant's next turn after `messages`. A string is one turn of the user."""
+        """Returns the assistant's next turn after `messages`. A string counts as one user turn."""
         return await self.generate(turns_of(messages), **options)
 
     async def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncIterator[Delta]:
@@ -196,7 +194,7 @@ class AsyncClient(_Base):
     async def tokenize(
         self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None
     ) -> tuple[int, ...]:
-        """Returns the token ids of a text, or of turns put through the chat template."""
+        """Returns the token ids of a text, or of chat turns in the chat template."""
         reply = await self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
         return tuple(reply.token_ids)
 
@@ -229,7 +227,7 @@ class AsyncClient(_Base):
 
 
 def turns_of(messages: str | Sequence[Message]) -> Sequence[Message]:
-    """Returns turns of a chat. A string is one turn of the user."""
+    """Returns chat turns. A string counts as one user turn."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 

@@ -32,8 +32,8 @@ _PATIENCE_S = 600.0
 
 
 class LLM:
-    """A served model. Its services start with the constructor and end with `close`, the `with` block, or the
-    interpreter.
+    """A served model. Its services start with the constructor and end with `close`, the `with` block, or the Python
+    process.
     """
 
     def __init__(self, model: str | None = None, *, verbose: bool = False, **settings: Any) -> None:
@@ -77,7 +77,9 @@ class LLM:
             return list(pool.map(lambda prompt: self._patiently(prompt, options), prompts))
 
     def _patiently(self, prompt: Prompt, options: GenerateOptions) -> Completion:
-        """Runs one prompt of a batch. It can wait, so it retries for as long as the gateway asks it to come again."""
+        """Runs one prompt of a batch. A prompt in a batch can wait, so it retries as long as the gateway
+        tells it to.
+        """
         until = time.monotonic() + options.get("timeout", _PATIENCE_S)
         while True:
             try:

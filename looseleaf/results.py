@@ -29,8 +29,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One message of a stream, about one sample. A sample's last delta has its `finish_reason`, the request's last one
-    `usage` and `timings`.
+    """One message of a stream, about one sample. A sample's last delta has its `finish_reason`; the request's last
+    delta also has `usage` and `timings`.
     """
 
     text: str
@@ -153,8 +153,8 @@ def _usage(message: pb.Usage) -> Usage:
 
 
 def join(deltas: Iterable[Delta]) -> Completion:
-    """Returns the completion that a whole stream adds up to. Raises Internal if the stream ended before every sample
-    had.
+    """Returns the completion that a whole stream makes up. Raises Internal if the stream ended before every
+    sample did.
     """
     everything = tuple(deltas)
     parts: dict[int, list[Delta]] = {}

@@ -1,4 +1,4 @@
-"""A sequence group in prefill: the token sequences it consists of, and which branch continues which of them.
+"""A sequence group in prefill: its token sequences, and the branches that continue each of them.
 
 Plain Python: no torch, no I/O, no clock.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. Each of its different token sequences is computed once, however many branches continue it.
+    """One request. Each of its different token sequences is computed only once, even if several branches continue it.
 
     The first sequence is the trunk. The others reuse its blocks as far as their tokens are the same.
     """
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def num_uncomputed(self) -> int:
-        """Most positions that have yet to be computed; cached ones become known only at admission."""
+        """The most positions that have yet to be computed. The cached ones become known only at admission."""
         trunk = self.sequences[0]
         if len(self.sequences) == 1:
             return trunk.num_tokens - trunk.num_computed

@@ -1,8 +1,8 @@
 """Decides which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
 
-Prompts are served in order of arrival within a priority, in chunks under a token budget, several prompts a step. A
+Prompts are served in order of arrival within a priority, in chunks under a token budget, several prompts per step. A
 prompt is admitted, with all branches of its group, only if blocks for all of it are available. While the first prompt
-of the queue waits for blocks, no other overtakes it.
+of the queue waits for blocks, no other prompt overtakes it.
 """
 
 from __future__ import annotations

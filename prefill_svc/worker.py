@@ -179,7 +179,7 @@ class PrefillWorker:
         return False
 
     def _finish(self, job: Job) -> None:
-        """Gives each branch its token. Branches that go on become the job's sequences and are handed over."""
+        """Gives each branch its token. Branches that continue become the job's sequences and are handed over."""
         self._scheduler.remove(job)
         timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)
         trunk = job.trunk
@@ -206,7 +206,9 @@ class PrefillWorker:
         return FirstToken(sequence.sample_index, sampled.token_id, sampled.logprob, reason)
 
     def _conclude(self, job: Job, done: Done) -> None:
-        """Sends the job's result, with a ticket if a branch goes on; later if the ledger does not answer."""
+        """Sends the job's result, with a ticket if a branch continues. If the ledger does not answer,
+        sends it later.
+        """
         self._parked.pop(job, None)
         ticket: Ticket | None = None
         if job.sequences:

@@ -1,4 +1,4 @@
-"""Fair locks for threads and processes that share the cores by turns: one steps at a time."""
+"""Fair locks for threads and processes that take turns on the same cores."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class FairLock:
 
 
 class FairFileLock:
-    """A fair lock between processes on the same cores, for one thread of each: locks on two bytes of a file.
+    """A fair lock between processes on the same cores, for one thread of each. It locks two bytes of a file.
 
-    Waiters precede the process that has just stepped. The kernel takes the lock from a dead process. A frozen one, or
-    one whose step is long, is waited for `patience_s` and then ignored until a turn is given back: only speed depends
-    on turns.
+    Waiting processes precede the one that has just stepped. The kernel takes the lock from a dead process. If a process
+    is frozen or its step is long, the others wait for `patience_s` and then ignore it until a turn is given back. This
+    is safe, because only speed depends on turns.
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:
@@ -92,8 +92,8 @@ class FairFileLock:
             self._unlock(_TURN)
 
     def _num_given_back(self) -> int:
-        """Returns the number of turns that any process has given back: the content of the file, which only the process
-        with the turn writes.
+        """Returns the number of turns that all processes have given back. It is the content of the file, which only the
+        process with the turn writes.
         """
         return int.from_bytes(os.pread(self._fd, _COUNT_BYTES, 0), "little")
 

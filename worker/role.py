@@ -40,8 +40,8 @@ class Model(Protocol):
 def load_model(settings: WorkerSettings) -> ModelRunner:
     """Loads the model of a worker's process. Fallbacks of its kernels are counted for /metrics.
 
-    A worker without a GPU that is asked for triton's attention under TRITON_INTERPRET=1 rehearses: it computes with all
-    of the GPU's kernels.
+    A worker without a GPU that gets triton's attention under TRITON_INTERPRET=1 rehearses: it computes with all of the
+    GPU's kernels.
     """
     count_fallbacks_of(fallbacks)
     if settings.attention_backend == "triton" and settings.device != "cuda" and interprets_triton():
@@ -52,7 +52,7 @@ def load_model(settings: WorkerSettings) -> ModelRunner:
 
 
 def longest_group(model: Model) -> int:
-    """Returns the number of blocks of one sequence of full length, over all KV groups."""
+    """Returns the number of blocks of one full-length sequence, over all KV groups."""
     layout = model.layout
     return sum(group.max_blocks(model.max_model_len, layout.block_size) for group in layout.groups)
 

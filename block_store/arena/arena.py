@@ -86,8 +86,8 @@ class Arena:
     ) -> Arena:  # fmt: skip
         """Makes the file with all blocks empty and all memory allocated (no SIGBUS later), from `ahead` if it is given.
 
-        `run_id` and `dataset` are usually filled in by `enter_ledger`, `placement` comes from `create_on_device`.
-        Raises ArenaError if `num_blocks` is below 1, ArenaExists, NotEnoughSharedMemory.
+        `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.
+        Raises ArenaError if `num_blocks` is below 1, ArenaExists, or NotEnoughSharedMemory.
         """
         if num_blocks < 1:
             raise ArenaError(f"an arena of {num_blocks} blocks cannot hold anything")
@@ -107,9 +107,9 @@ class Arena:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], layout_fingerprint: bytes | None = None) -> Arena:
-        """Maps the arena found there; `placement.open_blocks` opens blocks in device memory.
+        """Maps the arena in the directory; `placement.open_blocks` opens blocks in device memory.
 
-        Raises ArenaError if there is none or it is damaged, LayoutMismatch.
+        Raises ArenaError if there is none or it is damaged, and LayoutMismatch if its layout differs.
         """
         path = Path(directory) / FILE_NAME
         try:
@@ -145,7 +145,7 @@ class Arena:
 
     @property
     def fixed(self) -> FixedHeader:
-        """The fixed page as of now: another process may have entered a new ledger since this one mapped it."""
+        """The current fixed page. Another process may have entered a new ledger since this one mapped the arena."""
         return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
 
     @property
@@ -163,7 +163,7 @@ class Arena:
 
     @property
     def placement(self) -> Placement:
-        """The placement of the blocks, as of now."""
+        """The current placement of the blocks."""
         return self.fixed.placement
 
     @property
@@ -175,14 +175,15 @@ class Arena:
         self._data = blocks
 
     def place(self, placement: Placement) -> None:
-        """Enters in the header where the blocks are; inside `exclusively` if another process might do so too."""
+        """Enters the placement of the blocks in the header. Call it inside `exclusively` if another process might do so
+        too.
+        """
         self._rewrite(placement=placement)
 
     def declare_lost(self) -> None:
         """Marks the arena as lost in the header. Only the store calls it.
 
-        From then on no block table matches (reader rule), no generation can be raised (writer rule), and workers end
-        themselves.
+        After that, no block table matches (reader rule), no generation can be raised (writer rule), and workers exit.
         """
         with self.exclusively():
             self._rewrite(is_lost=True)
@@ -190,19 +191,23 @@ class Arena:
 
     @property
     def rebuild_count(self) -> int:
-        """The ledger's rebuild count as of now, read after all earlier stores of this thread (a full fence)."""
+        """The current rebuild count of the ledger, read after all earlier stores of this thread (a full fence)."""
         atomics.fence()
         return int(self._rebuild_count[0])
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
-        """Writes which ledger the blocks belong to, visible to others before this thread's next read. For `rebuild`."""
+        """Writes the identity of the blocks' ledger, visible to other processes before this thread's next read. For
+        `rebuild`.
+        """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
         atomics.fence()
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Locks the fixed page for a change that another process might make too. Raises ArenaLost if it is gone."""
+        """Locks the fixed page for a change that another process might make too. Raises ArenaLost if the
+        arena is lost.
+        """
         try:
             fd = os.open(self.directory / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -280,12 +285,12 @@ class Arena:
         return self.hashes[ids].tobytes() == b"".join(hashes[: len(refs)])
 
     def read(self, block: int) -> bytes:
-        """Returns a copy of the block's bytes as they are now, from the host or a device."""
+        """Returns a copy of the block's current bytes, from the host or a device."""
         blocks = self._blocks
         return blocks[block].tobytes() if isinstance(blocks, np.ndarray) else blocks.read(block)
 
     def digest(self, block: int) -> int:
-        """Returns the XXH3 (64 bits) of the block's bytes as they are now."""
+        """Returns the XXH3 (64 bits) of the block's current bytes."""
         return xxhash.xxh3_64_intdigest(
             self.data[block].data if isinstance(self.data, np.ndarray) else self.read(block)
         )
@@ -293,8 +298,9 @@ class Arena:
     def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
         """Returns the digests that `mark_sealed` enters.
 
-        On a device they are 0, "none taken": a digest would cost a copy of the block to the host, in the step thread.
-        It is taken when a block is sent to another host (`service.read_block`); `digest` takes it at any time.
+        On a device they are 0, which means that there is none: a digest would cost a copy of the block to the host, in
+        the step thread. The digest is computed when a block is sent to another host (`service.read_block`); `digest`
+        computes it at any time.
         """
         return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]
 

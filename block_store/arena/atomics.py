@@ -59,7 +59,9 @@ def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.ND
 
 
 def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None:
-    """Sets `base[ids] = state`, visible to others only after all earlier stores. Raises IndexError for ids outside."""
+    """Sets `base[ids] = state`, visible to other threads only after all earlier stores. Raises IndexError for ids
+    outside `base`.
+    """
     blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64)
     if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < base.size:
         raise IndexError(f"blocks {blocks.min()} to {blocks.max()}, there are {base.size}")

@@ -70,7 +70,9 @@ class MemoryInfo(NamedTuple):
 
 
 class Cuda:
-    """The driver. Methods raise CudaUnavailable (no library, an old one, no device) and CudaError."""
+    """The driver. Methods raise CudaError, and CudaUnavailable (no library, a library that is too old, or
+    no device).
+    """
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -109,7 +111,7 @@ class Cuda:
         raise CudaUnavailable(f"GPU {uuid.hex()} is not among the {self.num_devices} that this process sees")
 
     def uuid(self, ordinal: int) -> bytes:
-        """Returns the device's UUID, 16 bytes; a MIG instance has its own."""
+        """Returns the device's UUID, 16 bytes. A MIG instance has a separate one."""
         handle, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
         self.call("cuDeviceGet", ctypes.byref(handle), ordinal)
         self.call("cuDeviceGetUuid_v2", uuid, handle)
@@ -151,12 +153,16 @@ class CudaDevice:
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Frees memory. Free exported memory only when no process has it open; otherwise its use there is undefined."""
+        """Frees memory. Do not free exported memory while a process has it open, because its use there would be
+        undefined.
+        """
         with self._current() as call:
             call("cuMemFree_v2", pointer)
 
     def export(self, pointer: int) -> bytes:
-        """Returns the 64-byte handle by which another process opens allocated memory; void when this process ends."""
+        """Returns the 64-byte handle by which another process opens allocated memory. It is invalid after this process
+        ends.
+        """
         handle = _IpcHandle()
         with self._current() as call:
             call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)

@@ -1,8 +1,8 @@
 """Decides which process owns the device memory of an arena's blocks on a GPU.
 
-It is the block store, whose memory workers open through CUDA IPC. Without IPC it is the only compute process, and all
-KV is lost when that ends (promise 4 of docs/design.md does not hold). The owner holds a writer slot, so that every
-process can see whether it is alive.
+With CUDA IPC the owner is the block store, and workers open its memory. Without IPC it is the only compute process, and
+all KV is lost when that process ends (promise 4 of docs/design.md does not hold). The owner holds a writer slot, so
+that every process can see whether it is alive.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ MemoryOwner = Literal["auto", "store", "worker"]
 
 
 class NoDeviceMemory(ArenaError):
-    """Device memory is not available or cannot be opened; the text says why and what helps."""
+    """Device memory is not available or cannot be opened. The message gives the reason and a remedy."""
 
 
 def create_on_device(
     directory: Path, layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> Arena:
-    """Creates an arena, for the store. This process allocates its blocks (all zeros), or the first worker will.
+    """Creates an arena, for the store. This process allocates its blocks (all zeros), or leaves that to the first
+    worker.
 
-    `owner` "auto": the worker only if this process cannot export memory, which is logged. Raises NoDeviceMemory,
-    ArenaExists or NotEnoughSharedMemory.
+    If `owner` is "auto", the worker owns the memory only if this process cannot export memory; this is logged. Raises
+    NoDeviceMemory, ArenaExists or NotEnoughSharedMemory.
     """
     exported = None if owner == "worker" else _export(layout, num_blocks, device, owner)
     if exported is None:
@@ -69,7 +70,7 @@ def open_blocks(arena: Arena, cuda: Cuda) -> None:
 
 
 def has_live_memory(arena: Arena) -> bool:
-    """Returns whether the blocks exist: always on the host, on a device while the owner is alive or yet to come."""
+    """Returns whether the blocks exist. They always do on the host. On a device they do unless the owner has died."""
     placement = arena.placement
     return placement.memory is Memory.HOST or has_no_owner_yet(placement) or arena.is_writer_alive(placement.owner_slot)
 
@@ -103,7 +104,7 @@ def _export(
 
 
 def _adopt(arena: Arena, device: CudaDevice) -> None:
-    """Allocates the blocks here and enters this process in the header as their owner, once in an arena's life."""
+    """Allocates the blocks here and enters this process in the header as their owner. This happens once per arena."""
     with arena.exclusively():
         if arena.is_lost:
             raise ArenaLost(f"arena {arena.arena_id} is lost")

@@ -17,7 +17,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class Prefault:
-    """A thread that takes memory until it has `most_bytes`, until there is no more, or until `stop`."""
+    """A thread that allocates memory until it has `most_bytes`, until there is no more, or until `stop`."""
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
         """Starts the thread, which allocates an unnamed file. Raises OSError if the file system of `directory` does not
@@ -51,7 +51,7 @@ class Prefault:
         self._thread.join()
 
     def become(self, path: Path, head: bytes, size: int) -> None:
-        """Turns the memory into the file `path` of `size` bytes, zeros after `head`, all of it allocated.
+        """Turns the memory into the file `path` of `size` bytes. All of it is allocated, and zero after `head`.
 
         Call `stop` first. Raises FileExistsError, or OSError if there is no memory.
         """

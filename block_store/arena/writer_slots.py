@@ -22,7 +22,7 @@ _COUNTER = "next"
 
 @dataclass(slots=True)
 class WriterSlot:
-    """A held slot. `close`, or the end of the process, declares that it stores nothing into the arena any more."""
+    """A held slot. `close`, or the end of the process, declares that the process no longer stores into the arena."""
 
     number: int
     _fd: int | None
@@ -75,7 +75,7 @@ class WriterSlots:
         return False
 
     def numbers(self) -> list[int]:
-        """Returns the numbers that have a lock file, alive or not."""
+        """Returns the numbers of all slots with a lock file, alive or not."""
         if not self._directory.is_dir():
             return []
         return sorted(int(path.stem) for path in self._directory.glob("*.lock"))

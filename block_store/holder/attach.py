@@ -119,7 +119,7 @@ class Attached:
                 logger.warning("cannot register yet: %s", error)
 
     def _register_with_some_floor(self) -> HeldBlocks:
-        """Registers with the granted floor or, if that does not fit, with the floor that the worker asked for.
+        """Registers with the granted floor or, if that does not fit, with the floor that the worker requested.
 
         The granted floor does not fit if there are more workers than the store expected, or if a dead predecessor's
         floor still counts in a small arena (`sizing.granted_floor`).
@@ -161,7 +161,7 @@ class Attached:
         return self.held.holder.fenced.is_set()
 
     def renew(self) -> None:
-        """Gives up everything held and registers a new incarnation; for a worker that has learnt that it is fenced.
+        """Gives up all blocks and registers a new incarnation, for a worker that is fenced.
 
         Raises ArenaLost if the arena is lost.
         """
@@ -175,7 +175,7 @@ class Attached:
     ) -> None:
         """Publishes `record` with the current load every second, until `withdraw` or until the arena is lost.
 
-        If the arena is lost, calls `on_lost` once, so that an idle worker learns it too.
+        If the arena is lost, calls `on_lost` once, so that an idle worker also notices.
         """
         self._record = record
         fallbacks = Fallbacks(logger)
@@ -204,7 +204,7 @@ class Attached:
         return replace(record, load=load, epoch=epoch, max_group_blocks=floor, fallbacks=fallbacks)
 
     def withdraw(self) -> None:
-        """Takes the worker out of the registry, so that gateways send it nothing new."""
+        """Takes the worker out of the registry, so that gateways send it no new work."""
         self._stop.set()
         if self._announcer is not None and self._record is not None:
             self._announcer.join(5.0)

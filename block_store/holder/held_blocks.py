@@ -39,7 +39,7 @@ Tables = Sequence[Sequence[Sequence[BlockRef]]]
 class HeldBlocks:
     """The blocks of one worker in one arena.
 
-    It has more than a dozen methods because a step does everything to blocks through it, so that no step can bypass
+    It has more than a dozen methods because a step accesses blocks only through this class, so that no step can bypass
     the count of their users.
     """
 
@@ -92,7 +92,7 @@ class HeldBlocks:
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """Returns blocks to write into, with raised header generations (writer rule).
 
-        Takes none if it raises Exhausted or LedgerUnavailable.
+        Allocates nothing if it raises Exhausted or LedgerUnavailable.
         """
         refs = self._reserve.take(num_blocks)
         self._counts.update(refs)
@@ -198,8 +198,8 @@ class HeldBlocks:
     def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
         """Returns a ticket for these block tables, whose sequences give up their blocks. Every block must be sealed.
 
-        Blocks that other sequences here share stay held here too. Raises Stale, NotHolder or LedgerUnavailable; then
-        nothing has changed: try again with the same tables and the same `attempt`, or `forget` it.
+        Blocks that other sequences here share are still held here. Raises Stale, NotHolder or LedgerUnavailable. In
+        these cases nothing has changed: try again with the same tables and the same `attempt`, or `forget` it.
         """
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
@@ -280,7 +280,7 @@ class HeldBlocks:
         assert ledger_side == set(self._reserve), f"the ledger also has {ledger_side - set(self._reserve)}"
 
     def close(self) -> None:
-        """Gives everything back and ends the holder and the writer slot. Call it only when no step runs any more."""
+        """Gives up all blocks and ends the holder and the writer slot. Call it only when no step runs any more."""
         self.holder.close()  # joins the beat thread, which may want the lock
         self._counts.clear()
         self._reserve.clear()
@@ -289,7 +289,7 @@ class HeldBlocks:
     def _uncount(self, tables: Iterable[Sequence[BlockRef]]) -> tuple[list[BlockRef], list[BlockRef]]:
         """Subtracts one sequence per table. Returns the blocks without a sequence and those with some left.
 
-        Both are in order of first appearance. In that order a shared head stands before every tail, so that tails are
+        Both are in order of first appearance. In that order a shared head comes before every tail, so that tails are
         evicted before heads.
         """
         times = self._times(tables)

@@ -63,7 +63,9 @@ class OutageCalls:
         """Items sealed in the header but not yet in the ledger."""
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Runs one operation of the ledger. Sets `is_unsure` if it is not answered: the two sides may then differ."""
+        """Runs one operation of the ledger. If it is not answered, sets `is_unsure`, because the two sides may then
+        differ.
+        """
         self.check_fence()
         try:
             self._seal_late()
@@ -76,7 +78,7 @@ class OutageCalls:
             raise
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef] | None:
-        """Seals as `LedgerClient.seal`; returns None if the ledger does not answer, and repeats the seal later."""
+        """Seals like `LedgerClient.seal`. If the ledger does not answer, returns None and repeats the seal later."""
         try:
             return self.call(lambda: self.holder.seal(items))
         except LedgerUnavailable as error:
@@ -85,7 +87,7 @@ class OutageCalls:
             return None
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Releases as `LedgerClient.release`; if the ledger does not answer, `Rejoining` releases `refs` later."""
+        """Releases like `LedgerClient.release`. If the ledger does not answer, `Rejoining` releases `refs` later."""
         if not refs:
             return
         try:
@@ -95,7 +97,8 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """Asks for a rebuild: the header is ahead of the ledger, which must be an older one. The caller writes nothing.
+        """Asks for a rebuild, because the header is ahead of the ledger, which must be an older one. The caller writes
+        nothing.
 
         Raises Fenced.
         """

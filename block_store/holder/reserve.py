@@ -39,9 +39,9 @@ class Reserve:
         return ref in self._refs
 
     def take(self, num_blocks: int) -> list[BlockRef]:
-        """Takes blocks from the reserve, which is refilled first if it has too few.
+        """Takes blocks from the reserve. If it has too few, refills it first.
 
-        Takes none if it raises Exhausted or LedgerUnavailable.
+        Takes no blocks if it raises Exhausted or LedgerUnavailable.
         """
         if num_blocks > len(self._refs):
             self._refill(num_blocks)
@@ -101,7 +101,7 @@ class Reserve:
             self._fetch(missing)
 
     def _fetch(self, num_blocks: int) -> None:
-        """Allocates blocks and enters them in the header at once, so that a rebuild sees whose they are."""
+        """Allocates blocks and enters them in the header at once, so that a rebuild sees their owner."""
         calls, arena, holder = self._calls, self._calls.arena, self._calls.holder
         refs = calls.call(lambda: holder.alloc(num_blocks))
         holder.lease.num_available -= num_blocks

@@ -85,7 +85,7 @@ class LedgerClient:
 
     @property
     def fenced(self) -> threading.Event:
-        """An event that is set once nothing belongs to this holder any more."""
+        """An event that is set once the holder is fenced."""
         return self.lane.fenced
 
     @property
@@ -94,9 +94,9 @@ class LedgerClient:
         return self.lane.breaker
 
     def alloc(self, num_blocks: int) -> list[BlockRef]:
-        """Returns RESERVED blocks; raise their header generations before the first store.
+        """Returns RESERVED blocks. Raise their header generations before the first store.
 
-        Takes none if it raises Fenced or Exhausted.
+        Allocates nothing if it raises Fenced or Exhausted.
         """
         refs: list[BlockRef] = []
         try:
@@ -110,8 +110,8 @@ class LedgerClient:
         return refs
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
-        """Seals at most CHUNK items. Returns the reference to use from now on for each: its own, or one that is indexed
-        already (then both are held).
+        """Seals at most CHUNK items. Returns the reference to use from now on for each: the given one, or one that is
+        indexed already (in this case both are held).
         """
         # A block is sealed once per generation, so every seal of it is the same call.
         key = ("seal", *(item.ref for item in items))
@@ -126,7 +126,7 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.present(hashes), changes=False)
 
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
-        """Returns a ticket on `refs`, which remain held here too. Raises Fenced, Stale or NotHolder.
+        """Returns a ticket for `refs`, which are still held here. Raises Fenced, Stale or NotHolder.
 
         After LedgerUnavailable the call may be repeated with the same `attempt`.
         """
@@ -181,7 +181,7 @@ class LedgerClient:
     def release(self, refs: Sequence[BlockRef]) -> None:
         """Gives up `refs` (chains head first; they are released from their tails on), whose writes must be complete.
 
-        The ledger refuses nothing, and a fenced holder gets no error.
+        The ledger never refuses this, and a fenced holder gets no error.
         """
         try:
             for part in reversed(list(chunks(refs, RELEASE_CHUNK))):
@@ -190,7 +190,7 @@ class LedgerClient:
             return
 
     def holdings_after(self, place: int) -> tuple[list[BlockRef], int]:
-        """Returns what `LedgerScripts.holdings_after` does, after repeating an unanswered call. Raises Fenced."""
+        """Repeats an unanswered call, and returns the result of `LedgerScripts.holdings_after`. Raises Fenced."""
         return self.lane.call(lambda call: self.ledger.holdings_after(call.epoch, place), changes=False)
 
     def holdings(self) -> list[BlockRef]:
@@ -237,13 +237,13 @@ class LedgerClient:
             raise
 
     def join(self) -> None:
-        """Directs all further calls to the ledger in which everything was asserted."""
+        """Directs all further calls to the ledger in which all blocks were asserted."""
         assert self._joining is not None and self._joining.epoch is not None
         self.lane.restart(self._joining.ledger, self._joining.epoch, self._joining.number)
         self._joining = None
 
     def close(self) -> None:
-        """Ends the beats and gives everything back. Call it only when this process writes no more."""
+        """Ends the beats and gives up all blocks. Call it only when this process does not write any more."""
         self.lease.end()
         try:
             self.ledger.unregister(self.epoch)

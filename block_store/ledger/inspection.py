@@ -1,4 +1,4 @@
-"""Reads the ledger: counts, holders, the map of blocks. For `Inspect`, for the invariants and for people."""
+"""Reads the ledger: counts, holders, the map of blocks. For `Inspect`, the invariants and operators."""
 
 from __future__ import annotations
 

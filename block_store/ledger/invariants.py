@@ -20,7 +20,9 @@ SETTLE_S = 0.3
 
 
 def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
-    """Returns every invariant that is broken now; with an earlier moment `before`, also those on changes since then."""
+    """Returns every invariant that is broken now. With an earlier moment `before`, also checks the changes
+    since then.
+    """
     return findings(ledger, inspect(ledger, with_blocks=True), before)
 
 
@@ -44,7 +46,7 @@ def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
 
 
 def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None = None) -> list[str]:
-    """Checks a moment that the caller has just read."""
+    """Returns the broken invariants in a reading of the ledger that the caller has just made."""
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
     return found if before is None else [*found, *changes(before, now)]
 

@@ -39,7 +39,7 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def assert_all(self, refs: Sequence[BlockRef], lease_s: float) -> dict[BlockRef, Standing]:
-        """Returns what became of each of `refs`, and of what earlier tries asserted.
+        """Returns the standing of each of `refs`, and of the blocks that earlier tries asserted.
 
         After that no block waits for the holder's writer slot.
         """
@@ -65,7 +65,9 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def _end(self) -> bool:
-        """Frees what else waits for the writer slot; returns whether blocks are left for another call. Idempotent."""
+        """Frees the remaining blocks that wait for the writer slot. Returns whether blocks are left for another call.
+        May be repeated.
+        """
         assert self.epoch is not None
         more = self.ledger.assert_all(CallId(self.epoch, self.number + 1))
         self.number += 1

@@ -98,7 +98,7 @@ class OrderedLane:
             self._settled.clear()
 
     def fence(self) -> None:
-        """Marks the holder as fenced: nothing belongs to it any more. Calls `on_fenced` once."""
+        """Marks the holder as fenced, which means that it has lost all its blocks. Calls `on_fenced` once."""
         if not self.fenced.is_set():
             self.fenced.set()
             self.on_fenced()
@@ -128,8 +128,8 @@ class OrderedLane:
     def _settle(self, key: Key | None, pending: Callable[[CallId], object]) -> None:
         """Repeats the unanswered call.
 
-        The answer is kept for a caller that makes the same call again. A refusal is ignored. Anything else that the
-        call obtained appears in `holdings`, except a ticket, which is ended.
+        The answer is kept for a caller that makes the same call again. A refusal is ignored. Other results of the call
+        appear in `holdings`, except a ticket, which is ended.
         """
         try:
             answer = self._until_answered(pending)

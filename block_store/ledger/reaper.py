@@ -25,10 +25,10 @@ SWEEP_S = 0.5
 
 
 def sweep(ledger: LedgerScripts, arena: Arena, waiting_slots: tuple[int, ...], tick: int = 0) -> ReapReport:
-    """Makes one sweep. `waiting_slots` and `tick` are those of the last report. The slots' locks are checked before the
-    call, as `reap` demands.
+    """Makes one sweep. `waiting_slots` and `tick` come from the last report. The slots' locks are checked before the
+    call, which `reap` requires.
 
-    A second call frees at once what enters quarantine from a process that is already dead.
+    A second call immediately frees blocks that enter quarantine from a process that is already dead.
     """
     report = ledger.reap([slot for slot in waiting_slots if not arena.is_writer_alive(slot)], tick=tick)
     if report.reaped and (dead := [slot for slot in report.waiting_slots if not arena.is_writer_alive(slot)]):

@@ -1,8 +1,8 @@
 """The ledger's operations, each one call of one Lua script over up to CHUNK blocks (long: a method for each script).
 
-docs/design.md, Ledger, describes them. No state of a holder is kept here: every call carries the holder's epoch and its
-running number (`CallId`), which `lane.OrderedLane` keeps. Of the arena's header only its id and its dataset generation
-are used.
+docs/design.md, Ledger, describes them. This module keeps no state of a holder: every call carries the holder's epoch
+and its running number (`CallId`), which `lane.OrderedLane` keeps. It uses only the id and the dataset generation of the
+arena's header.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LedgerScripts:
         return cls(client, arena.arena_id, arena.fixed.dataset)
 
     def under(self, dataset: str) -> LedgerScripts:
-        """Returns the same arena's ledger under another dataset generation."""
+        """Returns the ledger of the same arena under another dataset generation."""
         other = copy.copy(self)
         other.dataset = dataset
         return other
@@ -87,11 +87,11 @@ class LedgerScripts:
         return Epoch(self._ask(int, "register", name, writer_slot, floor, _ms(lease_s), token))
 
     def beat(self, epoch: Epoch, lease_s: float = LEASE_S, number: int = 0) -> tuple[int, str]:
-        """Extends the lease; returns how many blocks the holder could still allocate, and the census under way, if any
+        """Extends the lease. Returns how many blocks the holder could still allocate, and the census under way, if any
         (`report`). Raises Fenced.
 
-        `number` is that of the holder's last answered call. A ledger that does not know it is an older one, and from
-        then on every call raises StaleDataset.
+        `number` is that of the holder's last answered call. If the ledger does not know it, the ledger is an older one,
+        and every later call raises StaleDataset.
         """
         return self._ask(replies.unpack_beat, "beat", epoch, _ms(lease_s), number)
 
@@ -103,7 +103,8 @@ class LedgerScripts:
         return self._ask(unpack, "alloc", *call, num_blocks, max(wanted, num_blocks))
 
     def seal(self, call: CallId, items: Sequence[SealItem]) -> list[BlockRef]:
-        """Seals all items or none; returns the reference to use for each: its own, or one to a block that has the hash.
+        """Seals all items or none. Returns the reference to use for each: the given one, or one to a block that has the
+        hash.
 
         In the second case the caller holds both. When a tenant's CACHED blocks exceed its quota, its coldest ones are
         evicted at once. Raises Fenced or Stale.
@@ -123,7 +124,7 @@ class LedgerScripts:
     def hand_over(
         self, call: CallId, refs: Sequence[BlockRef], lease_s: float = TICKET_LEASE_S, ticket: TicketId | None = None
     ) -> TicketId:
-        """Adds references on `refs`, which the holder keeps too, to `ticket`, or to a new ticket if it is None.
+        """Adds references to `refs`, which the holder keeps too, to `ticket`, or to a new ticket if it is None.
 
         Raises Fenced, Stale, NotHolder or Gone.
         """
@@ -151,7 +152,7 @@ class LedgerScripts:
         self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
 
     def release(self, call: CallId, refs: Sequence[BlockRef]) -> int:
-        """Gives up `refs` (a chain, head first); returns how many were held. Refuses nothing."""
+        """Gives up `refs` (a chain, head first). Returns how many were held. Never refuses."""
         _bounded(len(refs), RELEASE_CHUNK)
         return self._ask(int, "release", *call, codec.pack_refs(refs))
 
@@ -163,7 +164,8 @@ class LedgerScripts:
         return self._ask(replies.unpack_standings, "assert_held", *call, codec.pack_refs(refs))
 
     def assert_all(self, call: CallId) -> bool:
-        """Declares that the holder has asserted everything: what else waited for its writer slot becomes FREE.
+        """Declares that the holder has asserted all its blocks. Other blocks that waited for its writer slot become
+        FREE.
 
         Returns whether blocks are left for another call. Raises Fenced.
         """
@@ -177,7 +179,7 @@ class LedgerScripts:
             raise errors.LedgerUnavailable(f"census: {error}") from error
 
     def report(self, epoch: Epoch, census: str, missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> None:
-        """Stores what differs: references that the ledger lacks, and those unknown to the holder. Raises Fenced."""
+        """Stores the differences: references that the ledger lacks, and those unknown to the holder. Raises Fenced."""
         self._call("report", epoch, census, codec.pack_report(missing[:CHUNK], surplus[:CHUNK]))
 
     def reports(self, census: str) -> dict[Epoch, tuple[list[BlockRef], list[BlockRef]]]:
@@ -203,7 +205,7 @@ class LedgerScripts:
         self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
-        """Releases everything and ends the holder. Refuses nothing."""
+        """Releases all references and ends the holder. Never refuses."""
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:

@@ -1,4 +1,4 @@
-"""Reads a Redis password from a file: in a URL among the flags, every user of the machine could read it."""
+"""Reads a Redis password from a file. If a URL in the flags contained it, every user of the machine could read it."""
 
 from __future__ import annotations
 

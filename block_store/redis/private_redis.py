@@ -36,7 +36,7 @@ _ALL = "~* &* +@all"
 
 
 class PrivateServer:
-    """A `redis-server` with a password, started empty, and started again, empty, whenever it ends before `close`.
+    """A `redis-server` with a password. It starts empty, and is restarted, empty, whenever it ends before `close`.
 
     One thread of this object forks it and waits for it: the kernel ends the server with the thread that forked it
     (Linux), so that it never outlives this process.

@@ -42,7 +42,7 @@ class RedisHandle:
         return None if self._private is None else self._private.process
 
     def follow(self) -> bool:
-        """Makes `client` talk to the server that answers now; returns whether that is another one than before.
+        """Makes `client` talk to the server that answers now. Returns whether this is a different server.
 
         Raises redis.ConnectionError or redis.TimeoutError if none answers.
         """

@@ -1,5 +1,5 @@
-"""The life of the store's arena: it is found, or sized and made; its ledger is opened; silent holders are reaped; at
-the end it is removed.
+"""The life of the store's arena: it finds the arena, or sizes and makes it; opens its ledger; reaps silent holders; and
+removes the arena at the end.
 
 Methods block; the service calls them in threads. Does not use gRPC.
 """
@@ -89,9 +89,10 @@ class ArenaOwner:
         self._begin(arena)
 
     def _take_ahead(self) -> None:
-        """Begins to take the memory that a host arena may have.
+        """Begins to allocate the memory of a host arena.
 
-        Does not if the user gave a budget: it may be nearly all memory, and workers need some while they load.
+        Does nothing if the user gave a budget, which may be nearly all memory; workers need some memory while they
+        load.
         """
         settings = self._settings
         if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:
@@ -123,7 +124,7 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps and removes the arena, whichever store made it, unless it shall be kept and can be."""
+        """Ends the sweeps and removes the arena, whichever store made it, unless it must and can be kept."""
         self._stop_reaper()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
@@ -171,7 +172,9 @@ class ArenaOwner:
         return self._device
 
     def _limits_of(self, device: CudaDevice | None, needs: Sequence[WorkerNeeds]) -> DeviceLimits:
-        """Returns the limits. A device's are measured now, when the workers' contexts and weights are in its memory."""
+        """Returns the limits. Those of a device are measured now, when the workers' contexts and weights are in its
+        memory.
+        """
         if device is None:
             return self._limits
         info, settings = device.memory_info(), self._settings

@@ -1,4 +1,4 @@
-"""BlockStoreService, through which workers attach, people inspect the store, and other hosts read blocks.
+"""BlockStoreService, through which workers attach, operators inspect the store, and other hosts read blocks.
 
 Translates between protobuf and `arena_owner.ArenaOwner`; every blocking call runs in a thread.
 """
@@ -57,8 +57,8 @@ class BlockStoreServicer:
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         """Waits until the arena exists.
 
-        Answers FAILED_PRECONDITION if the layout or the device differs or there is no room, UNAVAILABLE if not enough
-        workers attach in time or the ledger does not answer.
+        Answers FAILED_PRECONDITION if the layout or the device differs or there is no room, and UNAVAILABLE if not
+        enough workers attach in time or the ledger does not answer.
         """
         layout = _layout_of(request)
         await asyncio.to_thread(self._owner.drop_dead)
@@ -179,9 +179,9 @@ class BlockStoreServicer:
 def read_block(arena: Arena, ref: BlockRef) -> tuple[bytes, int]:
     """Returns the bytes and the digest of a sealed block.
 
-    The digest is that of the seal. If none was taken then (`Arena.seal_digests`), it is computed from the copy, and
-    protects only what happens to the bytes from here on. Raises Aborted if the block is not sealed, or does not have
-    this generation before and after the copy.
+    The digest is that of the seal. If the seal has none (`Arena.seal_digests`), it is computed from the copy, and
+    protects the bytes only from here on. Raises Aborted if the block is not sealed, or does not have this generation
+    before and after the copy.
     """
     ids, generations = ref_arrays([ref])
     if not arena.check(ids, generations) or arena.states[ref.block] != HeaderState.SEALED:

@@ -79,7 +79,7 @@ def no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def register() -> None:
-    """Registers "looseleaf" as an attention implementation of transformers in this process. Idempotent."""
+    """Registers "looseleaf" as an attention implementation of transformers in this process. May be repeated."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]
@@ -87,13 +87,13 @@ def register() -> None:
 
 
 class Recorder:
-    """Records what every layer asks for, and answers with zeros."""
+    """Records the requirements of every layer, and answers with zeros."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerFacts] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """See `Call.attend`. Raises UnsupportedModel for arguments that it does not know."""
+        """Answers a call of attention (see `Call.attend`). Raises UnsupportedModel for unknown arguments."""
         if layer in self.layers:
             raise UnsupportedModel(f"layer {layer} attends twice")
         scale, window, softcap = (

@@ -1,7 +1,7 @@
 """A model that transformers defines, run over our blocks with our linear layers. No code of a checkpoint is executed.
 
-A forward pass is transformers' own, over one packed row of tokens and without a cache. `attention_hook` computes its
-attention, `packed_weight` its products. Positions, norms, activations and routers are transformers' own.
+A forward pass runs transformers' code over one packed row of tokens, without a cache. `attention_hook` computes its
+attention, and `packed_weight` its products. Positions, norms, activations and routers are unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORDED_TOKENS = 2
 
 
 class TransformersModel:
-    """token ids [T] -> logits of the wanted rows [R, vocab], like `Decoder`."""
+    """Maps token ids [T] to logits of the wanted rows [R, vocab], like `Decoder`."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
@@ -163,8 +163,8 @@ def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat
 
 
 def _refuse_gaps(said: dict[str, Any]) -> None:
-    """Refuses tensors that are missing, unknown or of another shape: the checkpoint is another model than its config
-    says.
+    """Raises an error for tensors that are missing, unknown or of another shape, because the checkpoint and its config
+    disagree.
     """
     for what, text in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has unexpected tensor")):
         if names := sorted(said.get(what) or ()):

@@ -69,7 +69,7 @@ class _Matrices:
         return self.raw
 
     def settle(self) -> None:
-        """Frees the raw numbers where nothing needs them. No other uses may follow."""
+        """Frees raw numbers that are no longer needed. The weights must not be used in new ways after this."""
         if not self.is_plain:
             self.raw = None
 
@@ -104,7 +104,7 @@ class PackedWeight(Tensor):
         return PackedWeight(self.matrices, shape, found["dtype"], self.device, found["index"], found["outputs_first"])
 
     def times(self, x: Tensor, outputs_first: bool) -> Tensor:
-        """x [..., in] -> [..., out]. With `outputs_first` the operation takes a weight [out, in]."""
+        """Maps x [..., in] to [..., out]. With `outputs_first` the operation takes a weight [out, in]."""
         index = self.index or 0
         return self.matrices.product(self.dtype, outputs_first == self.outputs_first, index)(x)
 

@@ -25,9 +25,9 @@ BATCH = 3
 
 
 def check_rows(runner: ModelRunner) -> None:
-    """Checks a model of transformers whose rows must be independent, before it serves.
+    """Checks a transformers model whose rows must be independent, before it serves.
 
-    Raises UnsupportedModel if they are not, unless `allow_variant_numerics`: then its numerics say so.
+    Raises UnsupportedModel if they are not, unless `allow_variant_numerics` is set; in that case its numerics say so.
     """
     model, settings = runner.model, runner.settings
     on_gpu = runner.device.compute_capability is not None

@@ -59,7 +59,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """token ids [T] -> logits of the wanted rows [R, vocab], with K and V going to and coming from blocks."""
+    """Maps token ids [T] to logits of the wanted rows [R, vocab], with K and V in blocks."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config

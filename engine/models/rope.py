@@ -58,9 +58,10 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
-    """Dynamic NTK: the base grows with the sequence. Position p gets the base of a sequence of p + 1 tokens, which is
-    what transformers computes when it decodes with a cache. A longer prompt in one pass would rotate all its positions
-    by its last one, so its KV would depend on the chunking. Returns [max_len, head_dim/2].
+    """Returns the frequencies of dynamic NTK, [max_len, head_dim/2], whose base grows with the sequence.
+
+    Position p gets the base of a sequence of p + 1 tokens, like transformers when it decodes with a cache. If a longer
+    prompt in one pass rotated all its positions by its last one, its KV would depend on the chunking.
     """
     length = (positions.double() + 1).clamp(min=rope.original_max_len)
     growth = rope.factor * length / rope.original_max_len - (rope.factor - 1)
@@ -70,7 +71,9 @@ def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    """Returns the frequencies of Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, others
+    interpolated.
+    """
     wavelen = 2 * math.pi / plain
     smooth = (rope.original_max_len / wavelen - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     between = (1 - smooth) * plain / rope.factor + smooth * plain
@@ -79,8 +82,8 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """YaRN: interpolates the dimensions that rotate slowly, keeps those that rotate fast, with a linear ramp
-    between.
+    """Returns the frequencies of YaRN: slow dimensions are interpolated, fast ones kept, with a linear ramp between
+    them.
     """
     frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 

@@ -91,8 +91,8 @@ class Admission:
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Notes that a request has ended or was given back, and how many of its tokens were computed or found in the
-        cache.
+        """Notes that a request has ended or was given back, and the number of its tokens that were computed or found in
+        the cache.
         """
         self._take(self._tenants.tokens(tenant), num_tokens)
 
@@ -127,7 +127,9 @@ class Admission:
     # --- inside
 
     def _check_room(self, tenant: str, count: int) -> None:
-        """Enforces a tenant's share while the queue is full: an even part among all tenants with something in it."""
+        """Enforces a tenant's share while the queue is full: an even part among all tenants that have
+        sequences in it.
+        """
         present = len(self._sequences) + (tenant not in self._sequences)
         share = min(self._limit, max(1, self._limit // present))
         own = self._sequences.get(tenant, 0) + count
@@ -170,7 +172,7 @@ class Admission:
             del self._sequences[tenant]
 
     def _has_come(self, entry: Entry) -> None:
-        """Notes that the request goes to the gate now, or never will."""
+        """Notes that the request goes to the gate now, or that it never will."""
         if entry.is_coming:
             entry.is_coming = False
             self._coming[entry.tenant] -= 1

@@ -49,7 +49,7 @@ class FairQueue(Generic[T]):
         line.cost += cost
 
     def tenants(self) -> list[str]:
-        """Returns the tenants that have something waiting, in the order of their turns."""
+        """Returns the tenants with waiting items, in the order of their turns."""
         return list(self._lines)
 
     def costs(self) -> dict[str, int]:
@@ -91,7 +91,7 @@ class FairQueue(Generic[T]):
         return item
 
     def discard(self, tenant: str, item: T) -> bool:
-        """Removes an item that no longer waits. Returns False if it is gone."""
+        """Removes an item that no longer waits. Returns False if it was removed before."""
         line = self._lines.get(tenant)
         found = None if line is None else next((entry for entry in line.items if entry[1] is item), None)
         if line is None or found is None:
@@ -107,7 +107,7 @@ class FairQueue(Generic[T]):
         return next(iter(self._lines.values()))
 
     def _skip_idle_rounds(self) -> None:
-        """Skips, in one go, the rounds in which no tenant can afford its head: a head may cost thousands of quanta."""
+        """Skips all rounds in which no tenant can afford its head. A head may cost thousands of quanta."""
         turns = min(-(-(line.items[0][0] - line.deficit) // self._quantum) for line in self._lines.values())
         if turns > 1:
             for line in self._lines.values():

@@ -31,7 +31,7 @@ RESERVED_RANK = -(1 << 32)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A request's place with the workers, as wide as the number of sequences that it runs at once."""
+    """A request's place with the workers. Its width is the number of sequences that the request runs at once."""
 
     priority: int
     tenant: str
@@ -112,7 +112,7 @@ class Gate:
         return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
 
     def waited(self, place: Place, seconds: float) -> None:
-        """Notes how long a request, whose prefill has begun, has waited since it arrived here."""
+        """Notes the time that a request, whose prefill has begun, has waited since it arrived here."""
         if place.predicted_s is not None:
             self._margin.learn(place.predicted_s, seconds)
 
@@ -184,7 +184,7 @@ class Gate:
                 self.wake()
 
     def wake(self) -> None:
-        """Lets in what fits. Also called when workers have joined or reported."""
+        """Lets in all requests that fit. Also called when workers have joined or reported."""
         self._let_in()
         self._note_time()
 
@@ -235,8 +235,8 @@ class Gate:
         return not self._returning or rank < self._returning[0].place.rank
 
     def _fits(self, weight: int) -> bool:
-        """Returns whether a waiter fits. One that is wider than all places fits when it is alone; otherwise it would
-        never enter.
+        """Returns whether a waiter fits. A waiter that is wider than all places fits when it is alone; otherwise it
+        would never enter.
         """
         capacity = self._capacity()
         return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)

@@ -24,7 +24,7 @@ class OpenAnswers:
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
         """A scope in which an answer is written, in one task. Raises DeadlineExceeded if that took too long because the
-        client did not read, Unavailable if `end` was called.
+        client did not read, and Unavailable if `end` was called.
         """
         scope = asyncio.timeout(0.0 if self._ended else timeout_s)
         try:
@@ -39,7 +39,7 @@ class OpenAnswers:
             self._scopes.discard(scope)
 
     def end(self) -> None:
-        """Ends all answers, also those that begin later."""
+        """Ends all answers, including those that begin later."""
         self._ended = True
         now = asyncio.get_running_loop().time()
         for scope in self._scopes:

@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 class ServiceRate:
-    """Work done per second while the service was busy. `now` is in seconds in every method and never decreases."""
+    """The work done per second while the service was busy. `now` is in seconds in every method and never decreases."""
 
     def __init__(self) -> None:
         self._at = 0.0
@@ -53,7 +53,7 @@ class ServiceRate:
 
     @property
     def mean_cost(self) -> float:
-        """Returns the mean cost of a sequence, over the last ones that arrived."""
+        """Returns the mean cost of a sequence, over the latest arrivals."""
         return self._mean_cost
 
     def note_cost(self, cost: int, weight: int) -> None:
@@ -62,8 +62,8 @@ class ServiceRate:
         self._mean_cost += (each - self._mean_cost) * (_MEAN_WEIGHT if self._mean_cost else 1.0)
 
     def pass_time(self, now: float, *, busy: bool) -> None:
-        """Advances the time; called with every change. Until now the service was as the last call said, from now on it
-        is `busy` or not.
+        """Advances the time; called with every change. The last call's `busy` holds until now, and this call's from now
+        on.
         """
         if self._busy and now > self._at:
             self._total_busy_s += now - self._at
@@ -77,8 +77,8 @@ class ServiceRate:
         return Mark(self._at, self._total_busy_s)
 
     def done(self, work: int, began: Mark) -> None:
-        """Notes that a request left its place, as of the last `pass_time`. Its work counts in proportion to how much of
-        its time was busy: many requests end together, and after the first of them the service is no longer busy.
+        """Notes that a request left its place, as of the last `pass_time`. Its work counts in proportion to the busy
+        share of its time: many requests end together, and after the first of them the service is no longer busy.
         """
         whole_s, busy_s = self._at - began.at, self._total_busy_s - began.busy_s
         if busy_s > 0:
@@ -104,8 +104,8 @@ class Margin:
 def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:
     """Returns how much of the waiting work, given by tenant, is done before one more request of `tenant` begins.
 
-    Tenants take turns by `quantum`: of another tenant's work, no more precedes it than the tenant's own amount and one
-    turn.
+    Tenants take turns by `quantum`. The work of another tenant that precedes it is limited to the tenant's own amount
+    and one turn.
     """
     own = work.get(tenant, 0.0)
     return own + sum(min(other, own + quantum) for name, other in work.items() if name != tenant)

@@ -36,7 +36,7 @@ class Bucket:
         self._level = min(self._level - amount, float(self.per_minute))
 
     def limit(self, per_minute: int, now: float) -> None:
-        """Changes the limit from now on. What was used stays used."""
+        """Changes the limit from now on. Tokens that were used stay used."""
         self._fill(now)
         self._level = min(self._level + per_minute - self.per_minute, float(per_minute))
         self.per_minute = per_minute

@@ -120,7 +120,7 @@ def with_server_send(app: ASGIApp) -> ASGIApp:
 
 
 class EventSender:
-    """A sender of server-sent events to one client. The headers go out with the first event, so an error before that
+    """A sender of server-sent events to one client. The headers are sent with the first event, so an error before that
     has its own status.
     """
 

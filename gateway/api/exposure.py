@@ -26,7 +26,7 @@ def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
 
 
 def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
-    """Logs one line for each thing that is open to other machines."""
+    """Logs one line for each interface that is open to other machines."""
     if is_loopback(settings.host):
         return
     if not has_keys:

@@ -15,7 +15,7 @@ from gateway.request.request_runner import RequestRunner
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The parts that a request passes through, whichever protocol it arrives by."""
+    """The parts that a request passes through in either protocol."""
 
     assets: ModelAssets
     authenticator: Authenticator

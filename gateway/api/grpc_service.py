@@ -1,4 +1,4 @@
-"""InferenceService over gRPC. Converts messages into `Wanted` and deltas into messages; policy is elsewhere."""
+"""InferenceService over gRPC. Converts messages into `Wanted` and deltas into messages. Policy is in other modules."""
 
 from __future__ import annotations
 

@@ -158,7 +158,9 @@ class HttpApi:
             return await self._answer(request, answer, entry, stack)
 
     async def _answer(self, request: Request, answer: HttpAnswer, entry: Entry, stack: ExitStack) -> Response:
-        """Returns the answer. `stack` releases the request's admission; for a streamed answer, when the stream ends."""
+        """Returns the answer. `stack` releases the request's admission at once, or for a streamed answer when the
+        stream ends.
+        """
         if answer.asking.stream:
             return EventStream(partial(self._stream, answer, entry), answer, self._count_error, stack.pop_all())
         content = await while_connected(request.receive, self._whole(answer, entry))
@@ -196,7 +198,9 @@ class HttpApi:
             await self._run(answer.requests, outlets)
 
     async def _run(self, requests: list[ResolvedRequest], outlets: list[Outlet]) -> None:
-        """Runs all requests at once. The first failure cancels the others and is raised unchanged, for its status."""
+        """Runs all requests at once. The first failure cancels the others and is raised unchanged, so that its status
+        is kept.
+        """
         runs = [self._runner.run(request, outlet) for request, outlet in zip(requests, outlets, strict=True)]
         if len(runs) == 1:
             return await runs[0]

@@ -1,7 +1,8 @@
-"""One HTTP connection, limited before its sender is known: size and time of the request head, and number of
+"""One HTTP connection, limited before its client is identified: size and time of the request head, and number of
 connections.
 
-uvicorn limits none of these, and its parser collects headers of any length. Refusals have the shape of OpenAI's errors.
+uvicorn does not limit these, and its parser collects headers of any length. Refusals have the format of OpenAI's
+errors.
 """
 
 from __future__ import annotations

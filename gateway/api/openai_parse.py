@@ -76,7 +76,7 @@ def parse_body(
     """Parses a body. `on_unknown` is called with the name of each field that nobody knows; if it is None, such a field
     is refused.
 
-    Raises InvalidArgument for the first field that is wrong, Unimplemented for one that is not supported.
+    Raises InvalidArgument for the first invalid field, and Unimplemented for an unsupported one.
     """
     values: dict[str, Any] = {}
     unsupported = unsupported_of(kind)
@@ -145,7 +145,7 @@ def _integral(value: Any) -> Any:
 
 
 def _violation(name: str, message: str) -> LooseleafError:
-    """Converts msgspec's message to ours: the path within the field becomes part of the field's name."""
+    """Converts msgspec's message to one of ours: the path within the field becomes part of the field's name."""
     found = _PATH.fullmatch(message)
     assert found is not None  # the pattern takes anything
     name += (found["path"] or "").replace("[...]", "")
@@ -192,7 +192,7 @@ def _strings(name: str, raw: bytes) -> list[str]:
 
 
 def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[list[int]]:
-    """Splits lists of ids. The first list starts at `begin`. As there are no strings between them, a list ends at the
+    """Splits lists of ids. The first list starts at `begin`. There are no strings between them, so a list ends at the
     next bracket.
     """
     num_lists = raw.count(b"[") - 1

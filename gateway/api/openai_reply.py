@@ -1,8 +1,8 @@
-"""Builds answers in OpenAI's shapes, as bytes. Streamed chunks are assembled from parts that are built once per
+"""Builds answers in OpenAI's format, as bytes. Streamed chunks are assembled from parts that are built once per
 request.
 
-Chunks are ASCII, because readers that split lines as Unicode does would break a chunk at U+2028. Besides OpenAI's
-fields every answer carries a `looseleaf` object with the source of the prompt's KV and the timings.
+Chunks are ASCII, because readers that split lines at Unicode line breaks would break a chunk at U+2028. In addition to
+OpenAI's fields, every answer carries a `looseleaf` object with the source of the prompt's KV and the timings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: LooseleafError) -> dict[str, Any]:
-    """Returns OpenAI's error object. `param` is the first field that is wrong."""
+    """Returns OpenAI's error object. `param` is the first invalid field."""
     param = error.violations[0].field if error.violations else None
     return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.code}}
 
@@ -129,7 +129,7 @@ class LogprobFormat:
         return answer
 
     def _top(self, item: pb.TokenLogprob) -> dict[str, float]:
-        """Returns the most likely tokens and, as vLLM does, the chosen one."""
+        """Returns the most likely tokens and the chosen one, as vLLM does."""
         pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
         top = {self._texts.get(token)[0]: _finite(value) for token, value in pairs}
         top.setdefault(self._texts.get(item.token_id)[0], _finite(item.logprob))
@@ -251,6 +251,6 @@ class ChunkWriter:
         return f"{self._head}{choice}{extra}{self._tail}".encode()
 
     def usage(self, summaries: Sequence[Summary]) -> bytes:
-        """Returns the chunk that stream_options.include_usage asks for."""
+        """Returns the chunk that stream_options.include_usage requests."""
         account, usage = json.dumps(account_of(summaries)), json.dumps(usage_of(summaries))
         return f'{self._head}],"looseleaf":{account},"usage":{usage}}}\n\n'.encode()

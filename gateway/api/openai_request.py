@@ -133,7 +133,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 
     @property
     def scores_only(self) -> bool:
-        """Whether only the prompt's log-probabilities are asked for: `echo` with max_tokens 0."""
+        """Whether the request wants only the prompt's log-probabilities: `echo` with max_tokens 0."""
         return bool(self.echo) and self.max_tokens == 0
 
     def all_wanted(self) -> list[Wanted]:

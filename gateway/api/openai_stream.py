@@ -84,7 +84,7 @@ class Answer:
         return wanted
 
     def take(self, requests: list[ResolvedRequest]) -> None:
-        """Creates one choice per sample of each request. All requests have equally many."""
+        """Creates one choice per sample of each request. All requests have the same number of samples."""
         self.requests = requests
         self._samples = requests[0].sampling.num_sequences
         self.choices = [
@@ -253,7 +253,7 @@ class Answer:
         return str(self._tokenizer.decode(choice.request.prompt_ids, skip_special_tokens=True))
 
     def _summary(self, summary: Summary) -> Summary:
-        """Returns the summary. If no token was asked for, the one that a worker always draws does not count."""
+        """Returns the summary. If the request wants no tokens, the token that a worker always draws does not count."""
         if not self._scores_only:
             return summary
         return replace(summary, completion_tokens=0)

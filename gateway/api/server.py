@@ -157,7 +157,7 @@ def raise_file_limit() -> int:
 
 
 def most_connections(settings: GatewaySettings, max_files: int) -> int:
-    """Returns the connection limits of HTTP and gRPC. Together they leave files for everything else."""
+    """Returns the connection limits of HTTP and gRPC. They leave enough files for other purposes."""
     return max(1, min(settings.max_connections, (max_files - OTHER_FILES) // 2))
 
 
@@ -177,7 +177,9 @@ async def watch_readiness(
     on_ready: Callable[[], None],
     is_leaving: asyncio.Event,
 ) -> None:
-    """Keeps the gRPC health service up to date. Calls `on_ready` once, and `wake` whenever there may be more room."""
+    """Keeps the gRPC health service up to date. Calls `on_ready` once, and calls `wake` whenever there may be more
+    room.
+    """
     was_ready = told = False
     while True:
         ready = workers.ready and not is_leaving.is_set()

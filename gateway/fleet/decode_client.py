@@ -121,7 +121,7 @@ class DecodeSession:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
     def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
-        """Sends a group with its `attempt` filled in; fills in the handle. The worker is done with it when all
+        """Sends a group with its `attempt` filled in, and fills in the handle. The worker is finished with it when all
         `samples` have ended.
         """
         request.handle = self._next_handle

@@ -1,9 +1,9 @@
 """Discovery: polls the registry in Redis, informs router and sessions, and looks up cached prefixes for routing.
 
-All Redis calls run in threads, within a time budget. Without Redis the gateway routes by load alone, to the workers
-that it knows. After a few unanswered lookups, requests skip them until a poll is answered within the time of a lookup.
-When Redis is back it may have forgotten the workers, or they may have been unable to write to it, so no worker counts
-as gone until all had time to register again.
+All Redis calls run in threads, within a time budget. Without Redis the gateway routes by load alone, to the known
+workers. After a few unanswered lookups, requests skip them until a poll is answered within the time of a lookup. When
+Redis is back, it may have forgotten the workers, or they may have been unable to write to it. No worker therefore
+counts as gone until all have had time to register again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Discovery:
         """When the registry's list can be trusted again."""
 
     async def run(self) -> None:
-        """Polls until cancelled. While Redis is silent the last list stays in force."""
+        """Polls until cancelled. While Redis is silent, the last list stays valid."""
         while True:
             began = time.monotonic()
             try:
@@ -98,8 +98,8 @@ class Discovery:
     async def cached_tokens(
         self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes, public_tokens: int = 0
     ) -> dict[str, int]:
-        """Returns how many leading tokens of the prompt each arena's index has. Empty if that cannot be found out in
-        time, and at once while the breaker is open (`breaker.num_refused` counts these).
+        """Returns how many leading tokens of the prompt each arena's index has. The result is empty if there is no
+        answer in time, and at once while the breaker is open (`breaker.num_refused` counts these calls).
         """
         if self.breaker.refuses():
             return {}

@@ -1,6 +1,6 @@
 """Decides from the messages on one stream whether a worker is alive (`worker.heartbeat` sends them).
 
-A pause of this process itself, stopped or with a busy loop, does not count against the worker.
+If this process itself was stopped or its loop was busy, that time does not count against the worker.
 """
 
 from __future__ import annotations

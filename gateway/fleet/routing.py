@@ -73,7 +73,7 @@ class Router:
             state.load, state.load_at = load, now
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """Notes that the worker failed a request. It is passed over for a while."""
+        """Notes that the worker failed a request. Routing avoids it for a while."""
         if (state := self.workers.get(worker_id)) is not None:
             state.suspect_until = now + SUSPECT_S
 
@@ -83,7 +83,7 @@ class Router:
             state.unreachable_until = now + UNREACHABLE_S
 
     def failed(self, record: WorkerRecord, now: float) -> bool:
-        """Returns whether the worker is gone, or is passed over if there is a choice."""
+        """Returns whether the worker is gone, or should be avoided if there is a choice."""
         state = self.workers.get(record.worker_id)
         if state is None or state.record.address != record.address:
             return True
@@ -126,15 +126,15 @@ class Router:
         return sum(d.record.max_num_seqs for d in self._of_role("decode"))
 
     def max_model_len(self) -> int | None:
-        """Returns the longest sequence that every worker takes, or None without workers."""
+        """Returns the longest sequence that every worker accepts, or None without workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
     def _of_role(self, role: str) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]
 
     def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
-        """Returns the decode workers for a prefill worker's tickets. Tickets go only between equal pairing
-        fingerprints, and for now only within an arena.
+        """Returns the decode workers for a prefill worker's tickets. They must have the same pairing fingerprint and,
+        for now, be in the same arena.
         """
         pair = (prefill.pairing, prefill.arena_id)
         return [d for d in self._of_role("decode") if (d.record.pairing, d.record.arena_id) == pair]

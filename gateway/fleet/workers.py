@@ -133,13 +133,13 @@ class Workers:
         return state.record
 
     def failed(self, worker: WorkerRecord) -> bool:
-        """Returns whether a picked worker has gone since, or has failed others."""
+        """Returns whether a picked worker has left since, or has failed other requests."""
         return self._router.failed(worker, time.monotonic())
 
     async def prefill(
         self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float
     ) -> prefill_pb2.PrefillDone:
-        """Prefills, with the errors of `PrefillClient.prefill`. A worker that failed is passed over for a while."""
+        """Prefills. Raises the errors of `PrefillClient.prefill`. Routing avoids a worker that failed for a while."""
         state = self._router.workers.get(worker.worker_id)
         num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
         if state is not None:
@@ -168,7 +168,7 @@ class Workers:
             self.give_up(response.done.ticket)
 
     def pick_decode(self, prefill: WorkerRecord, need: GroupNeed) -> DecodePlace | None:
-        """Returns a place on a decode worker that takes this prefill worker's tickets and holds the group."""
+        """Returns a place on a decode worker that accepts this prefill worker's tickets and has room for the group."""
         state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(need))
         session = None if state is None else self._sessions.get(state.record.worker_id)
         if state is None or session is None:
@@ -176,8 +176,8 @@ class Workers:
         return DecodePlace(session, state, self._router, need.width)
 
     def promise(self, place: Place, num_blocks: Callable[[int], int]) -> bool:
-        """Promises a returning group its blocks, if some decode worker reports enough free ones, or if nothing else of
-        this gateway is at workers. `num_blocks` takes a block size. A promise counts until `keep_promise`.
+        """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other
+        sequence of this gateway is at workers. `num_blocks` takes a block size. A promise counts until `keep_promise`.
 
         Also returns True, without a promise, if there is no decode worker: that wait is limited elsewhere.
         """

@@ -28,7 +28,7 @@ _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _Refused(TemplateError):
-    """Raised by a template's `raise_exception`: a sentence of its author for the client."""
+    """Raised by a template's `raise_exception`. The message is the template author's text for the client."""
 
 
 class _Generation(Extension):

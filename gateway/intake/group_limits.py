@@ -32,7 +32,7 @@ def is_beam_search(wanted: Wanted) -> bool:
 
 
 def width_of(wanted: Wanted) -> tuple[str, int]:
-    """Returns how many sequences run at once, after the name of the field that decides it."""
+    """Returns the name of the field that decides how many sequences run at once, and that number."""
     if wanted.beam_width is not None:
         return "beam_width", wanted.beam_width
     if wanted.use_beam_search and wanted.best_of is not None:
@@ -93,7 +93,8 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
 def max_tokens_within(
     wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
-    """Returns `max_tokens`, or, if `clip`, what some decode worker has blocks for if that is less.
+    """Returns `max_tokens` or, if `clip` and if that is less, the number of tokens for which some decode worker has
+    blocks.
 
     Raises InvalidArgument if no decode worker could ever hold the group.
     """

@@ -1,4 +1,4 @@
-"""Salts of prefix hashes, which keep tenants' blocks apart, and the names under which their blocks are counted."""
+"""Salts of prefix hashes, which isolate tenants' blocks, and the names under which their blocks are counted."""
 
 from __future__ import annotations
 

@@ -232,8 +232,8 @@ class Validator:
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:
-        """Returns the sampling parameters. A beam search draws nothing, so the model's defaults for drawing do not
-        apply to it.
+        """Returns the sampling parameters. A beam search does not draw tokens, so the model's defaults for drawing do
+        not apply.
         """
         defaults, beams = self._assets.defaults, is_beam_search(wanted)
         shape = GenerationDefaults() if beams else defaults
@@ -259,7 +259,7 @@ class Validator:
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
         """Returns the stopping parameters. A default max_tokens is clipped to the context and to the blocks that a
-        group may hold. One that was asked for and does not fit is refused.
+        group may hold. A requested max_tokens that does not fit is refused.
         """
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:

@@ -1,4 +1,4 @@
-"""A request as a client stated it, with only its types checked. Both fronts fill it in."""
+"""A request in the client's terms, with only its types checked. The gRPC and HTTP interfaces fill it in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 @dataclass(slots=True)
 class Wanted:
-    """A request as a client stated it. None means "not given". Only types have been checked."""
+    """A request in the client's terms. None means "not given". Only types have been checked."""
 
     prompt: Prompt | None = None
     prompt_field: str = "prompt"

@@ -90,7 +90,7 @@ class Attempts:
     # --- the first half
 
     async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
-        """Prefills. `held` receives the permission to be with a worker, which a suspect keeps into decode."""
+        """Prefills. `held` receives the permission to use a worker, which a suspect keeps during decode."""
         try:
             async with asyncio.timeout(state.remaining_s()):
                 worker, isolation = await self._enter_prefill(state)
@@ -236,12 +236,14 @@ class _Decoding:
         state.outlet.flush(at_once=True)
 
     def _stopped(self, sample: int) -> None:
-        """Tells the worker that a stop string, which it cannot know, ended a sample."""
+        """Tells the worker that a stop string ended a sample. The worker does not know stop strings."""
         self._some_ended = True
         self._session.cancel_sample(self._group, sample)
 
     def _add_decode_time(self) -> None:
-        """Adds the worker's own account of the time, or the gateway's if the worker gave none (after a stop string)."""
+        """Adds the worker's account of the decode time, or the gateway's if the worker sent none (after a
+        stop string).
+        """
         timings = self._timings
         if timings is not None and timings.decode_ns:
             self._state.took(hand_over_ns=timings.hand_over_ns, decode_ns=timings.decode_ns)

@@ -1,14 +1,14 @@
-"""Token ids to text as they come, never part of a character; and the text of single tokens for log-probabilities.
+"""Converts token ids to text as they come, without splitting characters. Also gives the text of single tokens.
 
-The offset method of TGI and vLLM: decode a short window of tokens whose head has been put out already (a decoder may
-treat the first token of a text otherwise), and put out what is new. An unfinished character shows as U+FFFD at the end
-and is held back, for at most three tokens: no character has more than four bytes. So bytes that are no UTF-8 at all do
-not hold up the text. The pieces put together equal the full decode; the one exception is a byte-fallback decoder (which
-turns a whole run of bytes into U+FFFD if any is wrong) when a wrong byte, or a literal U+FFFD spelled in bytes, is in
-the run of a character that is out already.
+This is the offset method of TGI and vLLM: decode a short window of tokens whose beginning has already been output (a
+decoder may treat the first token of a text differently), and output the new part. An unfinished character appears as
+U+FFFD at the end and is held back, for at most three tokens, because no character has more than four bytes. Bytes that
+are not valid UTF-8 therefore do not block the text. The pieces together equal the full decode. There is one exception:
+a byte-fallback decoder turns a whole run of bytes into U+FFFD if any is wrong. The pieces can differ if a wrong byte,
+or a literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
 
-Where a token always stands for the same bytes (byte-level BPE) there is a fast path: only an unfinished character is
-looked at again, and the pieces are exactly the full decode.
+There is a fast path for decoders in which a token always stands for the same bytes (byte-level BPE). It decodes only an
+unfinished character again, and its pieces are exactly the full decode.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Detokenizing(Protocol):
     """Incremental detokenization of one sample."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token; often empty inside a character."""
+        """Returns the text that became certain with this token. It is often empty inside a character."""
 
     def flush(self) -> str:
-        """Returns the text still held back, when no token will follow."""
+        """Returns the text that is still held back, at the end of the tokens."""
 
 
 class Detokenizers:
@@ -67,7 +67,7 @@ class Detokenizers:
 
 class TokenBytes:
     """The bytes that each token stands for under a byte-level decoder, each computed once. With `skip_special`, special
-    tokens stand for nothing.
+    tokens have no bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -139,7 +139,7 @@ class Detokenizer:
         """Number of tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token; often empty inside a character."""
+        """Returns the text that became certain with this token. It is often empty inside a character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         whole = len(text.rstrip(REPLACEMENT))
@@ -152,7 +152,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Returns the text still held back, when no token will follow."""
+        """Returns the text that is still held back, at the end of the tokens."""
         text = self._decode(self._ids)
         delta = text[self._emitted :]
         self._emitted = len(text)

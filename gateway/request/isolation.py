@@ -58,8 +58,8 @@ class _Neighbours:
 
 
 class IsolationTicket:
-    """Permission for a request to be with a worker, until `leave`. A suspect has it alone until decode has produced a
-    token of it. Leaving is idempotent; as a context manager the ticket leaves at the end.
+    """Permission for a request to use a worker, until `leave`. A suspect uses it alone until decode has produced a
+    token for it. `leave` may be repeated; as a context manager the ticket leaves at the end.
     """
 
     __slots__ = ("_leave", "alone")
@@ -77,8 +77,8 @@ class IsolationTicket:
     def prefilled(self, *, is_heard_of: bool) -> None:
         """Notes that the request's prefill is done.
 
-        A suspect stays alone until decode's first step with it, for which others wait at most `PROBATION_S`. They do
-        not wait at all if the request is not heard of (`is_heard_of`) before its end, as a beam search is not.
+        A suspect stays alone until decode's first step with it. Others wait for that step at most `PROBATION_S`. They
+        do not wait at all if the request sends nothing before its end (`is_heard_of`), like a beam search.
         """
         if self.alone and is_heard_of:
             asyncio.get_running_loop().call_later(PROBATION_S, self.leave)
@@ -135,14 +135,14 @@ class Isolation:
             self._deaths.popitem(last=False)
 
     def survived(self, digest: bytes) -> None:
-        """Notes that the request is no suspect: decode has produced a token of it since the last death, or it is
-        complete.
+        """Clears the request of suspicion: decode has produced a token for it since the last death, or it
+        is complete.
         """
         self._deaths.pop(digest, None)
 
 
 def digest_of(prompt_ids: Sequence[int], salt: bytes) -> bytes:
-    """Returns the request's name here: a digest of its tenant's salt and its prompt. The seed, which costs nothing to
-    change, is left out.
+    """Returns the request's name here, a digest of its tenant's salt and its prompt. The seed is left out, because a
+    client can change it at no cost.
     """
     return hashlib.sha256(salt + array("I", prompt_ids).tobytes()).digest()

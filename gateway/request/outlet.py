@@ -116,9 +116,9 @@ class Outlet:
             self._error = error
 
     def _step(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a write up to a future that it waits for, and continues when that is done. A task does the same, but
-        here a write that need not wait is done at once, and none costs a task. (`asyncio.eager_task_factory`, available
-        from Python 3.12, has the same effect.)
+        """Runs a write up to a future that it waits for, and continues when that is done. A task would do the same.
+        Here, a write that need not wait is done at once, and no write needs a task. (`asyncio.eager_task_factory`,
+        available from Python 3.12, has the same effect.)
         """
         try:
             waits_for = coroutine.send(None)

@@ -97,8 +97,8 @@ class RequestRunner:
         self._isolation.survived(state.digest)
 
     async def _enter(self, state: RequestState) -> Place:
-        """Waits for a place with the workers. Refuses at once if the request kills them, or if there has been no worker
-        for longer than a successor needs to start.
+        """Waits for a place with the workers. Refuses at once if the request has killed its workers, or if there has
+        been no worker for longer than a successor needs to start.
         """
         self._isolation.check(state.digest)
         if self._workers.missing_for() > self._recover_s:

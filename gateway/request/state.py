@@ -28,7 +28,7 @@ MARGIN_S = 0.02
 
 @dataclass(slots=True)
 class RequestState:
-    """Everything of one request that outlives an attempt. Times are in the units of `time.monotonic`."""
+    """All data of one request that outlives an attempt. Times are in the units of `time.monotonic`."""
 
     request: ResolvedRequest
     samples: list[Sample]
@@ -123,8 +123,8 @@ class RequestState:
         self.left_at = sample.left_at = now
 
     def _account_first(self, delta: Delta, now: float) -> None:
-        """Accounts for a sample's first delta. No time between tokens is counted here, within the sample or from other
-        samples.
+        """Accounts for a sample's first delta. It has no inter-token time, neither within the sample nor relative to
+        others.
         """
         count, metrics = len(delta.token_ids), self.metrics
         if not self.left_at:
@@ -156,7 +156,7 @@ class RequestState:
         return sample.finish_reason is not None and self._note_end(sample)
 
     def accept(self, output: decode_pb2.SequenceOutput) -> bool:
-        """Takes what decode sent of one sample. Returns True if that ended the sample here and the worker does not know
+        """Takes decode's output of one sample. Returns True if that ended the sample here and the worker does not know
         it.
 
         Raises WorkerLost for impossible tokens.
@@ -173,9 +173,9 @@ class RequestState:
         return self._note_end(sample) and finish is None
 
     def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
-        """Takes the token that prefill drew for each branch. Returns the samples that the ticket continues with.
+        """Takes the token that prefill drew for each branch. Returns the samples with which the ticket continues.
 
-        Raises WorkerLost for an answer that does not match the question.
+        Raises WorkerLost for an answer that does not match the request.
         """
         going, sent = [], [] if self.is_beam_search else self.open_samples
         if [token.sample_index for token in done.tokens] != [sample.index for sample in sent]:
@@ -252,8 +252,8 @@ def tokens_of(ticket: types_pb.Ticket, block_size: int) -> int:
 
 
 def _sampling(params: SamplingParams, *, with_prompt: bool) -> types_pb.SamplingParams:
-    """Returns the sampling parameters for a worker. Prompt log-probabilities are asked for once, because they keep a
-    prompt from using its cached prefix.
+    """Returns the sampling parameters for a worker. Prompt log-probabilities are requested only once, because they keep
+    a prompt from using its cached prefix.
     """
     message = convert.sampling_to_pb(params)
     if not with_prompt:

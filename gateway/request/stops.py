@@ -1,7 +1,7 @@
 """Finds stop strings in streamed text. Text that may begin one is held back, so no stop string is ever sent.
 
-The result does not depend on how the text is cut into pieces: the stop string that is complete first ends the text, and
-of several that are complete at the same character the longest one.
+The result does not depend on how the text is cut into pieces. The stop string that is complete first ends the text. If
+several are complete at the same character, the longest one does.
 """
 
 from __future__ import annotations

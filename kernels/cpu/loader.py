@@ -109,5 +109,7 @@ def using(isa: Isa) -> Iterator[CpuLibrary]:
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
-    """Returns whether the Triton kernels take this tensor: it is on a GPU, or the process rehearses them on the CPU."""
+    """Returns whether the Triton kernels handle this tensor: it is on a GPU, or the process rehearses them
+    on the CPU.
+    """
     return tensor.is_cuda or current().isa == "triton"

@@ -1,4 +1,4 @@
-"""The build of the C++ kernels that the process runs on, and counts of calls that took a slower path instead."""
+"""The build of the C++ kernels that the process uses, and counts of calls that took a slower path instead."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Has the contract of `kernels.paged_attention.paged_attention`, for bf16, fp16 and (slowly) fp32.
+    """Implements the contract of `kernels.paged_attention.paged_attention`, for bf16, fp16 and (slowly) fp32.
 
     key_cache, value_cache: also float8_e4m3fn; their values are multiplied by `k_scale` and `v_scale`. Both must have
         the same strides, as views of one arena do.
@@ -221,7 +221,7 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Has the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as above.
+    """Implements the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as above.
 
     max_q_len: upper bound on the length of a chunk (not checked); short chunks then use smaller tiles. Rows of q and
         out from cu_seqlens_q[num_seqs] on are not touched.

@@ -121,11 +121,10 @@ def prefill_tiling(head_dim: int, group: int, fp8: bool, chip: Chip, max_q_len: 
 def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
     """Returns the number of splits in fast mode, from shapes only.
 
-    programs: sequences x KV heads; max_keys: capacity of a block table row.
-    Keys are not split if programs fill 80 % of the chip's places (as in FlashAttention-3); otherwise as many splits are
-    used as fill them. Context lengths are unknown here, so one program per KV head may read a long context among many
-    short ones. Always splitting wide tables into a minimum of keys would fix that, but every step would then need a
-    merge; the benchmark's skewed batch is to decide.
+    programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if programs fill 80 % of
+    the chip's places (as in FlashAttention-3). Otherwise enough splits are used to fill them. Context lengths are
+    unknown here, so one program per KV head may read a long context among many short ones. A minimum of keys per split
+    for wide tables would fix that, but every step would then need a merge. The benchmark's skewed batch will decide.
     """
     places = chip.num_sms * tiling.programs_per_sm
     if programs >= 0.8 * places:

@@ -76,7 +76,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[T
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Has the contract of `kernels.rms_norm.rms_norm`; x and residual may be strided views with up to 3 dimensions."""
+    """Implements the contract of `kernels.rms_norm.rms_norm`. x and residual may be strided views with up to 3
+    dimensions.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = out if residual is None else torch.empty_like(out)
     rows = _as_heads(x)

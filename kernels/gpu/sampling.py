@@ -41,7 +41,9 @@ def sample(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Has the contract of `kernels.sampling.sample`. Columns not on the logits' device are copied there first."""
+    """Implements the contract of `kernels.sampling.sample`. Columns on another device than the logits are copied there
+    first.
+    """
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device
     floats = [column_of(c, torch.float32, batch).to(device) for c in (temperature, top_p, min_p)]
@@ -65,7 +67,9 @@ def sample(
 
 
 def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """Has the contract of `kernels.sampling.log_softmax_top`, but an id out of range is not checked and gives NaN."""
+    """Implements the contract of `kernels.sampling.log_softmax_top`, except that an id out of range is not checked and
+    gives NaN.
+    """
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device
     result = TopLogprobs(

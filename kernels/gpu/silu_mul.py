@@ -34,7 +34,7 @@ def tile_for(width: int) -> int:
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Has the contract of `kernels.silu_mul.silu_mul`; rows may be strided."""
+    """Implements the contract of `kernels.silu_mul.silu_mul`; rows may be strided."""
     width = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:

@@ -1,8 +1,9 @@
 """RoPE on q and k and the write of k and v into slots, in one launch. Contract: `kernels.write_blocks.write_blocks`.
 
 One program takes one token and a few heads of q, or of k and v. Memory traffic: q, k and v twice; in a decode step the
-cost is the launch itself. The public function checks shapes and dtypes. Slots and positions lie on the device and are
-not checked by the host: a slot past the cache writes nothing, a position past the table makes that token's q and k NaN.
+launch dominates the cost. The public function checks shapes and dtypes. Slots and positions are on the device and are
+not checked by the host: a slot past the cache writes nothing, and a position past the table makes that token's q and k
+NaN.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def constexprs(num_heads: int, head_dim: int, rotary_dim: int, scaled: bool) -> 
 
 
 def warps(variant: dict[str, Any]) -> int:
-    """Returns the warps of a launch: each thread has eight elements, 16 bytes, of the smaller tiles."""
+    """Returns the warps of a launch. Each thread processes eight elements, 16 bytes, of the smaller tiles."""
     cols = variant["HALF_COLS"] if variant["HALF"] else variant["DIM_COLS"]
     return max(1, _HEADS * cols // 256)
 
@@ -136,7 +137,7 @@ def write_blocks(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Has the contract of `kernels.write_blocks.write_blocks`, with scales for float8_e4m3fn caches.
+    """Implements the contract of `kernels.write_blocks.write_blocks`, with scales for float8_e4m3fn caches.
 
     An fp8 cache holds x / scale, saturated to +-448 and rounded once from the rotated fp32 value; it needs sm_89 or
     later. The scales are ignored for other caches. Raises ValueError if a last dimension is not contiguous.

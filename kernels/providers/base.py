@@ -38,7 +38,9 @@ def import_for(provider: str, module: str, otherwise: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A model's attention on one device: all that a provider may refuse or prepare for. Lengths are in tokens."""
+    """A model's attention on one device: all properties that a provider may refuse or prepare for. Lengths are in
+    tokens.
+    """
 
     device: torch.device
     compute_capability: tuple[int, int] | None

@@ -1,6 +1,6 @@
 """FlashAttention-2 (Dao 2023) from an installed `flash_attn`. Its paged kernels need blocks of a multiple of 256 slots.
 
-None of this has run on a GPU yet; tests check the mapping of arguments against the package's signatures (2.8.3).
+This provider has not run on a GPU yet; tests check the mapping of arguments against the package's signatures (2.8.3).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FlashAttention-3 (Shah et al. 2024), from an installed `flash_attn_interface` or a library file named by a setting.
 
 The file inside vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and upstream's build differ in arguments, so
-calls are built from the operator's schema. One operator serves decode and prefill. Blocks may have any size.
-None of this has run on a GPU yet: tests check the mapping of arguments against both schemas, not the kernels.
+calls are built from the operator's schema. One operator serves decode and prefill. Blocks may have any size. This
+provider has not run on a GPU yet: tests check the mapping of arguments against both schemas, not the kernels.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Fa3Attention:
     def _most_splits(self, batch: AttentionBatch) -> int:
         """Returns the bound on splits of a sequence's keys, from shapes only, so that profiling sees it.
 
-        The device decides how many splits work.
+        The device decides how many of the splits do work.
         """
         if self._spec.deterministic:
             return 1
@@ -150,9 +150,10 @@ class Fa3Attention:
         }  # fmt: skip
 
     def _at_fixed_address(self, metadata: Tensor) -> Tensor:
-        """Copies the metadata to where graphs read it: one buffer as long as the largest batch's metadata.
+        """Copies the metadata to the address from which graphs read it: one buffer as long as the largest batch's
+        metadata.
 
-        The rest of the buffer is zeroed, because the kernel may read further and must find no work there (as in vLLM).
+        The rest of the buffer is zeroed, because the kernel may read further and must not find work there (as in vLLM).
         """
         size = metadata.numel()
         if size > self._static.numel():

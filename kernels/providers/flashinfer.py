@@ -1,6 +1,6 @@
 """FlashInfer (Ye et al. 2025) from an installed `flashinfer`: planned on the host once per step, run by each layer.
 
-None of this has run on a GPU yet; tests check the plans against the package's signatures (0.6.9 and 0.7).
+This provider has not run on a GPU yet; tests check the plans against the package's signatures (0.6.9 and 0.7).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FlashInferAttention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Plans the step. Blocks are listed without padding; a padding row has none and gives zeros."""
+        """Plans the step. Blocks are listed without padding. A padding row has no blocks and gives zeros."""
         spec = self._spec
         starts, blocks, last_lens = (torch.from_numpy(a) for a in ragged(batch.host, spec.block_size))
         common = {

@@ -35,7 +35,7 @@ class Loaded:
         return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None)
 
     def measure(self, settings: BothSettings) -> None:
-        """Measures what either role will ask for. The runners keep the results."""
+        """Measures the memory that either role will request. The runners keep the results."""
         prefill.needs_of(self.runner, settings, "")
         decode.needs_of(self.sharing or self.runner, settings, "")
 
@@ -70,7 +70,9 @@ async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) ->
 
 
 async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
-    """Becomes the worker that `python -m package flags` would be, with the model that was loaded by one thread."""
+    """Turns this process into the worker that `python -m package flags` would start, with the model that one thread has
+    loaded.
+    """
     if package == "prefill_svc":
         of_prefill = PrefillSettings.load(flags)
         await serve(of_prefill, lambda: [prefill.join(_fitting(loaded, of_prefill).runner, of_prefill)])

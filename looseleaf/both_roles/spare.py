@@ -35,7 +35,7 @@ _LOWEST = 19
 
 
 class SpareSettings(BothSettings):
-    """Flags of `python -m looseleaf.both_roles.spare`: those of the workers whose place it may take."""
+    """Flags of `python -m looseleaf.both_roles.spare`, which are those of the workers that it may replace."""
 
     model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles.spare")
     place: Literal["both", "split"] = Field("split", description="of workers that host both roles, or of either role")
@@ -73,9 +73,7 @@ def behind_others(settings: SpareSettings) -> Future[Loaded]:
 
 
 async def order() -> tuple[str, list[str]]:
-    """Reads the package and flags of the worker whose place is to be taken. Raises StartupError if the launcher is
-    gone.
-    """
+    """Reads the package and flags of the worker to replace. Raises StartupError if the launcher has ended."""
     line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 

@@ -58,7 +58,7 @@ _FILES = ("ca.pem", "inside.pem", "inside.key", "front.pem", "front.key")
 
 
 def make(directory: Path, hosts: Iterable[str], life: datetime.timedelta) -> None:
-    """Makes the CA, if there is none yet, and two certificates of it."""
+    """Creates the CA, if there is none yet, and two certificates that it issues."""
     authority = _Authority(directory, life)
     authority.issue("inside", [INSIDE_NAME])
     authority.issue("front", ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts])

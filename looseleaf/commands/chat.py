@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def converse(client: Client, turns: list[Message], options: GenerateOptions) -> int:
-    """Reads lines and answers them until there are none. A turn that is refused is reported and left out."""
+    """Reads lines and answers them until there are none. A refused turn is reported and left out."""
     while text := read_line():
         turns.append({"role": "user", "content": text})
         try:

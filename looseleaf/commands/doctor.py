@@ -115,7 +115,7 @@ def cpu_kernels() -> str:
 
 
 def gpu() -> str:
-    """Returns the devices as torch sees them. The driver may see some that this torch cannot use."""
+    """Returns the devices that torch sees. The driver may see others that this torch cannot use."""
     if (obstacle := why_no_gpu()) is not None:
         return f"none, the CPU computes: {obstacle}"
     cuda: Any = importlib.import_module("torch").cuda

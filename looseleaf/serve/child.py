@@ -29,7 +29,7 @@ _READY = "@ready:"
 
 
 def _follow(parent: int) -> None:
-    """Sends this process SIGTERM once the parent is gone, and SIGKILL if that was not enough."""
+    """Sends this process SIGTERM once the parent has ended, and SIGKILL if it still runs after that."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)

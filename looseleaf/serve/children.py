@@ -45,7 +45,7 @@ class ServiceSpec:
 
 
 class ChildDied(StartupError):
-    """A service ended by itself. The message names it and ends with its last log lines."""
+    """A service ended unexpectedly. The message names it and ends with its last log lines."""
 
 
 class Restarts:
@@ -65,7 +65,7 @@ class Restarts:
 
 
 class Child:
-    """A running service, in its own session, so that a terminal's Ctrl-C reaches only the launcher."""
+    """A running service in a separate session, so that a terminal's Ctrl-C reaches only the launcher."""
 
     def __init__(self, spec: ServiceSpec, directory: Path, echo: Echo) -> None:
         """Starts the service. Its ready file is in `directory`."""
@@ -102,8 +102,8 @@ class Child:
         return self._process.poll()
 
     def become(self, spec: ServiceSpec) -> bool:
-        """Makes it take the place of a process of `spec`, whose name and ready file it has from now on. Returns False
-        if it has ended.
+        """Makes it replace a process of `spec`, whose name and ready file it uses from now on. Returns False if it has
+        ended.
         """
         assert self._process.stdin is not None
         ready_file = _ready_file(self._ready_file.parent, spec)
@@ -160,7 +160,7 @@ class Child:
 
 
 def _ready_file(directory: Path, spec: ServiceSpec) -> Path:
-    """Returns the file in which a service says that it is ready, after removing the one of its predecessor."""
+    """Returns the file with which a service reports that it is ready. Removes its predecessor's file first."""
     file = directory / f"{spec.name}.ready"
     file.unlink(missing_ok=True)
     return file

@@ -19,9 +19,8 @@ Device = Literal["cpu", "cuda"]
 
 
 def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Resolves `auto` to cuda if torch was built for it and the driver sees a GPU, as a worker does.
-
-    Raises StartupError if cuda was asked for and is unavailable.
+    """Resolves `auto` like a worker: to cuda if torch was built for it and the driver sees a GPU. Raises StartupError
+    if cuda was requested and is unavailable.
     """
     if asked == "cpu":
         return "cpu"
@@ -47,7 +46,7 @@ def why_no_gpu() -> str | None:
 
 
 def driver_obstacle() -> str | None:
-    """Returns why the driver provides no GPU, or None if it does."""
+    """Returns the reason why the driver provides no GPU, or None if it provides one."""
     try:
         return None if Cuda().num_devices else "the CUDA driver sees no GPU"
     except CudaUnavailable as error:

@@ -128,7 +128,7 @@ class Launcher:
         return self._addresses(ready, source.notice)
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
-        """Keeps a spare worker from now on, if there is room for one. `flags` are those that all workers get."""
+        """Keeps a spare worker from now on, if there is enough memory. `flags` are those that all workers get."""
         from block_store.server.sizing import (
             available_memory,  # here, so that services are started before numpy is loaded
         )
@@ -214,7 +214,7 @@ class Launcher:
 
     @property
     def spare_is_loaded(self) -> bool:
-        """Returns whether a worker that dies now has a successor at once."""
+        """Returns whether a worker that dies now can be replaced at once."""
         return self._standby is not None and self._standby.is_loaded
 
     def check(self) -> None:

@@ -33,10 +33,10 @@ class ModelSource:
 
 
 def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
-    """Resolves `given`, a directory or a name on the Hugging Face Hub, else the built-in model, else a small random
-    one. Raises StartupError if it is not a model.
+    """Returns the directory of the model: of `given` (a directory or a name on the Hugging Face Hub) if it is set, else
+    of the built-in model, else of a small random one. Raises StartupError if it is not a model.
 
-    With `dummy` weights a config.json is enough: a missing tokenizer is replaced by the small random model's.
+    With `dummy` weights it needs only a config.json: the small random model's tokenizer replaces a missing one.
     """
     if given is not None:
         directory = hub.fetch(given) if hub.is_name(given) else _checked(Path(given))

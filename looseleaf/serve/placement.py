@@ -1,6 +1,6 @@
 """Decides which processes a launch has and how they share this machine's cores: roles, threads, how threads wait.
 
-It only decides: it knows no flags of services and starts nothing. The measurements are in docs/log.
+Starts nothing and does not build flags. The measurements are in docs/log.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TORCHLESS = ("block_store", "gateway")
 
 
 def settled(settings: ServeSettings) -> ServeSettings:
-    """Returns `settings` with device and roles decided. Raises StartupError if the device is unavailable or the counts
-    differ.
+    """Returns `settings` with device and roles filled in. Raises StartupError if the device is unavailable or the
+    counts differ.
     """
     device = resolve_device(settings.device)
     paired = settings.prefill == settings.decode
@@ -41,7 +41,7 @@ def settled(settings: ServeSettings) -> ServeSettings:
 
 
 def is_small() -> bool:
-    """Returns whether two roles at once would get less done here than one after the other with all cores."""
+    """Returns whether this machine does more work if two roles take turns with all cores than if they run at once."""
     return usable_cores() < SPLIT_FROM_CORES
 
 
@@ -80,7 +80,7 @@ def numbered(name: str, count: int) -> list[str]:
 
 def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
     """Returns `--threads`, else the user's OMP_NUM_THREADS, else an even share of the cores that this process may use.
-    On few cores each role may use all of them, because one often waits while the other has much to do.
+    On few cores each role may use all of them, because one often waits while the other is busy.
     """
     if settings.threads:
         return settings.threads
@@ -92,9 +92,9 @@ def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.env
 
 
 def by_turns(settings: ServeSettings) -> bool:
-    """Returns whether prefill and decode, in separate processes, each compute with all cores, one at a time. At once,
-    their threads would wait for each other at the end of every loop, and decode would occupy half of the machine for
-    batches of few sequences while first tokens wait.
+    """Returns whether prefill and decode, in separate processes, take turns with all cores. If they ran at once, their
+    threads would wait for each other at the end of every loop, and decode would occupy half of the machine for small
+    batches while first tokens wait.
     """
     return _apart_on_few(settings) and threads_per_worker(settings) >= usable_cores()
 
@@ -104,11 +104,11 @@ def _apart_on_few(settings: ServeSettings) -> bool:
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:
-    """Returns the environment of the service `name`, whose model, if it has one, computes in `threads` threads.
+    """Returns the environment of the service `name`. If it has a model, the model computes in `threads` threads.
 
-    Idle OpenMP threads sleep: on few cores, spinning ones keep others from working. numpy's OpenBLAS, which no service
-    computes with, gets no thread pool. Weights lie in huge pages if the system has them for processes that ask (glibc
-    2.35 and later), because they are read completely for every token. What the user has set stays.
+    Idle OpenMP threads sleep, because on few cores spinning threads slow down others. numpy's OpenBLAS gets no thread
+    pool, because no service computes with it. Weights use huge pages if the system offers them on request (glibc 2.35
+    and later), because they are read completely for every token. Variables that the user has set are kept.
     """
     environment = dict(base)
     environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)

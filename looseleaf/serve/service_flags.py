@@ -100,22 +100,22 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
 
 
 def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:
-    """Returns the flags of every service by which it and the others authenticate each other."""
+    """Returns the flags with which services authenticate each other."""
     names = ("tls_cert", "tls_key", "tls_ca")
     flags = flags_of({"secret_file": secret_file, **{name: getattr(settings, name) for name in names}})
     return flags if settings.reflection else [*flags, "--no-reflection"]
 
 
 def store_secrets(redis_url: str) -> dict[str, str]:
-    """Returns the store's secrets as variables: a URL may hold a password, and every user of the machine can read
-    flags.
+    """Returns the store's secrets as variables, because a URL may contain a password and every user of the machine can
+    read flags.
     """
     return {"LOOSELEAF_BLOCK_STORE_REDIS_URL": redis_url}
 
 
 def gateway_secrets(settings: ServeSettings, redis_url: str, salt_secret: str) -> dict[str, str]:
-    """Returns the gateway's secrets as variables. A restarted gateway must have its predecessor's salt, or no prompt
-    finds its blocks. A salt that the user has set stays.
+    """Returns the gateway's secrets as variables. A restarted gateway must have its predecessor's salt, or prompts
+    would not find their blocks. A salt that the user has set is kept.
     """
     secrets = {"LOOSELEAF_GATEWAY_REDIS_URL": redis_url}
     secrets |= {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt_secret}
@@ -123,8 +123,8 @@ def gateway_secrets(settings: ServeSettings, redis_url: str, salt_secret: str) -
 
 
 def with_ports(flags: Sequence[str], ports: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns `flags` with the ports that a service has bound in place of those it was given, so that its successor
-    gets the same.
+    """Returns `flags` with the ports that a service has bound instead of the given ones, so that its successor gets the
+    same ports.
     """
     kept = list(flags)
     for flag, address in ports.items():

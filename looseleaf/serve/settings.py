@@ -1,4 +1,4 @@
-"""Settings of `looseleaf serve` and of `LLM`. Flags have vLLM's names where they mean the same."""
+"""Settings of `looseleaf serve` and of `LLM`. A flag that vLLM also has uses vLLM's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ServeSettings(Settings):
     """Serves a model on this machine: block store, prefill and decode workers, and the gateway.
 
     Services also read their own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*, LOOSELEAF_DECODE_*,
-    LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*); a flag given here wins.
+    LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*). A flag given here overrides them.
     """
 
     model_config = settings_config("LOOSELEAF_SERVE_", "looseleaf serve")

@@ -44,7 +44,7 @@ class SharedDirectory:
 
 
 def sweep(root: Path) -> int:
-    """Removes what killed launches of this user left below `root`. Returns the number of directories."""
+    """Removes the directories that killed launches of this user left below `root`. Returns their number."""
     if not root.is_dir():
         return 0
     stale = [path for path in root.glob(f"{_PREFIX}*") if is_stale(path)]

@@ -21,8 +21,8 @@ _LEAST_BYTES = 1 << 30
 
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
-    """Returns whether a launch of settled `settings` has a spare worker, and why, for the log. `weights_bytes` are a
-    worker's.
+    """Returns whether a launch with these settings has a spare worker, and why, for the log. `weights_bytes` is the
+    size of a worker's weights.
     """
     from block_store.server.sizing import gib  # here, so that services are started before numpy is loaded
 
@@ -36,7 +36,7 @@ def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tupl
 
 
 class Standby:
-    """At most one spare worker. It is started when all workers serve, and again after it has replaced one."""
+    """At most one spare worker. It is started when all workers serve, and again after it has replaced a worker."""
 
     def __init__(self, start: Callable[[], Child], may_restart: Callable[[], bool], echo: Echo) -> None:
         self._start = start
@@ -56,8 +56,8 @@ class Standby:
         return self._child is not None and self._child.ready_lines() is not None
 
     def take_place(self, spec: ServiceSpec) -> Child | None:
-        """Returns the spare worker, which is now the process of `spec`, or None if there is none or it has not loaded
-        yet.
+        """Returns the spare worker, which is now the process of `spec`. Returns None if there is none or it has not
+        loaded yet.
         """
         child = self._child
         if child is None or spec.package not in WORKERS or not self.is_loaded or not child.become(spec):
@@ -66,7 +66,9 @@ class Standby:
         return child
 
     def check(self) -> None:
-        """Starts the spare worker, or the next one. One that keeps dying is given up, which affects nothing else."""
+        """Starts the spare worker, or the next one. If it keeps dying, it is not started again; other services are not
+        affected.
+        """
         if self._has_failed or (self._successor is not None and self._is_starting(self._successor)):
             return
         self._successor = None
