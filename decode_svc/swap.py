@@ -131,7 +131,7 @@ class SwapSpace:
     # --- inside
 
     def _kept(self, sequence: Sequence) -> list[list[BlockRef]]:
-        """Returns the blocks with the sequence's KV, per KV group. If a copy was only planned, its source is returned."""
+        """Returns the blocks with the sequence's KV, per KV group; the source of a copy that was only planned."""
         end = blocks_of(sequence.num_computed, self.block_size)
         kept = [table[table.first : end] for table in sequence.tables]
         for refs, source in zip(kept, sequence.copy_from, strict=False):  # which is empty if nothing is copied

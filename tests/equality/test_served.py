@@ -132,18 +132,20 @@ async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(ho
 async def served_swapped_and_killed(model: Path, vocab_size: int, **settings: Any) -> None:
     cases = make_cases(vocab_size)
     how = RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu", **settings)
-    oracle = Oracle(ModelRunner(how))
+    runner = ModelRunner(how)
+    oracle, groups = Oracle(runner), len(runner.layout.groups)
     expected = [expect(oracle, case) for case in cases]
     longest = max(range(len(cases)), key=lambda i: min(len(text.token_ids) for text in expected[i]))
     for those in (cases, expected):  # decode is killed in the middle of the first
         those.insert(0, those.pop(longest))  # type: ignore[attr-defined]
-    with WatchedServer(str(model), TIGHT | settings, {"PREEMPTION": "swap"}) as server:
+    tight = TIGHT | {"num_blocks": TIGHT["num_blocks"] * groups}
+    with WatchedServer(str(model), tight | settings, {"PREEMPTION": "swap"}) as server:
         swapped = lambda: server.steps()[-1].preemption["swapped_groups"] > 0  # noqa: E731
         await answered_until(server, 3 * cases, 3 * expected, swapped)
         counts = server.steps()[-1].preemption
         assert counts["swapped_groups"] == counts["resumed_groups"] > 0
         assert_nothing_held(server.addresses.block_store)
-    with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", **settings) as llm:
+    with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=1024 * groups, roles="split", **settings) as llm:
         pid = llm.pids["decode"]
         check(cases, expected, await streamed(llm.addresses.grpc, cases, lambda: os.kill(pid, signal.SIGKILL)))
         assert llm.requests_by_worker()["prefill"] > len(cases), "some came back"
