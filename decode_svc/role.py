@@ -67,6 +67,7 @@ class DecodeRole(WorkerRole):
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
         vocab_size = runner.config.vocab_size
         grammars = grammars_of(settings.model, vocab_size)
+        grammars.warm()
         self._servicer = DecodeServicer(worker, self.thread, vocab_size, grammars)
 
     def add_to(self, server: RpcServer) -> None:

@@ -63,6 +63,7 @@ class PrefillRole(WorkerRole):
         super().__init__(attached, record, worker.step, lambda: worker.load, turns)
         limits = RequestLimits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
         grammars = grammars_of(settings.model, runner.config.vocab_size)
+        grammars.warm()
         self._servicer = PrefillServicer(worker, self.thread, limits, grammars)
 
     def add_to(self, server: RpcServer) -> None:

@@ -22,7 +22,7 @@ from llguidance import LLTokenizer
 from common.grammar import GrammarError, compile_grammar, explore, load_tokenizer
 from common.types import StructuredOutput
 
-CPU_S = 0.25
+CPU_S = 0.15
 """CPU time of a trial. What clients mean well takes some milliseconds, 1,000 properties with patterns 60."""
 STACK_BYTES = 2 << 20
 """Stack of a trial. Workers compile with more, so they do not crash where a trial did not."""

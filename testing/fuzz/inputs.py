@@ -28,6 +28,7 @@ _KEYS = (
     "model", "prompt", "messages", "max_tokens", "n", "temperature", "top_p", "top_k", "stop", "stream", "seed",
     "logprobs", "top_logprobs", "echo", "best_of", "logit_bias", "user", "stream_options", "tools", "response_format",
     "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "use_beam_search", "cache_salt", "input",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/tokenize", "/detokenize", "/",

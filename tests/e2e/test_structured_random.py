@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import pytest
 
 from looseleaf import LLM
 
-NUM_SCHEMAS = 300
+NUM_SCHEMAS = int(os.environ.get("LOOSELEAF_TEST_SCHEMAS", "300"))
 AT_ONCE = 8
 FORMATS = ("date", "time", "date-time", "uuid", "ipv4")
 PATTERNS = ("^[a-z]{2,5}$", "^(cat|dog)s?$", "^[A-Z][0-9]{3}$", "[0-9]{2}")

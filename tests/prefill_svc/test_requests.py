@@ -54,6 +54,10 @@ def test_every_sequence_has_the_tenants_quota() -> None:
             },
             "branches",
         ),
+        (
+            {"sampling": pb.SamplingParams(beam_width=2, structured_output=pb.StructuredOutput(regex="a"))},
+            "structured_output",
+        ),
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"branches": [BRANCH(output_token_ids=[1] * 61)]}, "prompt_token_ids"),
         ({"branches": [BRANCH(output_token_ids=[100])]}, "token ids"),
