@@ -103,7 +103,31 @@ class _Lark:
 
 def _schema(function: Function) -> str:
     """Returns the schema of a function's arguments, which are always an object, on one line."""
-    schema = {key: value for key, value in function.parameters.items() if key != "x-guidance"}
+    schema = _without_notes(function.parameters)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema["type"] = "object"
     return json.dumps(schema | {"x-guidance": _SPELLING})
+
+
+def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema without its descriptions, which are long and do not change what it accepts."""
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            kept[key] = {name: _inner(item) for name, item in value.items()}
+        elif key not in _NOTES:
+            kept[key] = value if key in _DATA else _inner(value)
+    return kept
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_inner(item) for item in value]
+    return _without_notes(value) if isinstance(value, dict) else value
+
+
+_NOTES = frozenset(("description", "title", "examples", "default", "$comment", "x-guidance"))
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Keywords whose value has schemas under names of the client's."""
+_DATA = frozenset(("enum", "const", "required", "dependentRequired", "type"))
+"""Keywords whose value is no schema."""

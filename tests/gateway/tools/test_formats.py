@@ -212,7 +212,16 @@ def test_reasoning_may_precede_forced_calls(tokenizer: Any, name: str) -> None:
     assert not accepts(ours, begun, call)
 
 
-def test_a_schema_keeps_what_the_client_wrote_but_for_the_spelling() -> None:
+def test_a_schema_keeps_what_it_accepts_and_loses_its_descriptions() -> None:
+    notes = {"description": "d", "title": "t", "default": {"x": 1}, "examples": [1]}
+    named = {"type": "object", "properties": {"description": {"type": "string", **notes}, "title": {"const": notes}}}
+    source = calls_grammar(HERMES, [Function("f", {**named, **notes, "anyOf": [notes]})], {}, many=False).source
+    schema = json.loads(re.search(r"%json (.*)", source)[1])  # type: ignore[index]
+    assert schema.pop("x-guidance")
+    assert schema == {
+        "type": "object", "anyOf": [{}],
+        "properties": {"description": {"type": "string"}, "title": {"const": notes}},
+    }  # fmt: skip
     source = calls_grammar(HERMES, [CITY], {}, many=False).source
     schema = json.loads(re.search(r"%json (.*)", source)[1])  # type: ignore[index]
     assert {key: schema[key] for key in CITY.parameters} == CITY.parameters
