@@ -1,4 +1,4 @@
-"""SIGTERM to a real gateway: load balancers see it in time, and nobody notices anything else."""
+"""A real launch seen from outside: leaving politely, and one request's id in the logs of all who had it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import grpc.aio
 import httpx
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from looseleaf import LLM, AsyncClient
+from looseleaf import LLM, AsyncClient, Client
+from testing.system import wait_for
 
 DELAY_S = 2.0
 
@@ -38,3 +40,23 @@ async def test_a_gateway_that_ends_is_unhealthy_while_it_still_serves(checkpoint
             assert reply.status_code == 200 and time.monotonic() - began < DELAY_S
             assert len((await running).token_ids) == 400
         await http.aclose()
+
+
+def test_a_request_id_is_in_the_logs_of_the_workers(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"num_blocks": 256, "max_model_len": 512, "roles": "split", "log_level": "DEBUG", "verbose": True}
+    read: list[str] = []
+
+    def lines_with(request_id: str) -> list[str]:
+        read.extend(capfd.readouterr().err.splitlines())
+        return [line for line in read if request_id in line]
+
+    with LLM(str(checkpoint), **settings) as llm:  # type: ignore[arg-type]
+        body = {"prompt": [11, 12, 13], "max_tokens": 3}
+        reply = httpx.post(f"http://{llm.addresses.http}/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+        assert reply.headers["x-request-id"] == "mine-1"
+        with Client(llm.addresses.grpc) as client:
+            client.generate([11, 12, 13], max_tokens=3, request_id="mine-2")
+        for name in ("mine-1", "mine-2"):
+            found = wait_for(lambda: lines_with(name), lambda lines: len(lines) >= 2, 10.0, "not logged")  # noqa: B023
+            assert any("prefill" in line and "3 prompt tokens" in line for line in found), found
+            assert any("decode" in line and "is group" in line for line in found), found
