@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field of a request and what is wrong with it."""
+    """An invalid field of a request, and the reason."""
 
     field: str
     description: str
@@ -54,7 +54,7 @@ class InvalidArgument(LooseleafError):
 
     @classmethod
     def of(cls, field: str, description: str) -> InvalidArgument:
-        """Returns the usual form: one field and what is wrong with it."""
+        """Returns an error in the usual form: one field and the reason."""
         return cls(f"{field} {description}", violations=(FieldViolation(field, description),))
 
 

@@ -145,7 +145,7 @@ class ModelRunner:
 
     @property
     def bound_arena(self) -> torch.Tensor:
-        """uint8 [num_blocks, >= block_bytes]."""
+        """The bound arena, uint8 [num_blocks, >= block_bytes]."""
         return self.binding.arena
 
     def bind(self, arena: Arena) -> None:
@@ -227,7 +227,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _choose_attention(self, spec: AttentionSpec | None = None) -> AttentionProvider:
-        """Returns the provider for all layers, or for those that attend as `spec` says."""
+        """Returns the provider for all layers, or for the layers whose attention is `spec`."""
         settings = self.settings
         try:
             return choose(settings.attention_backend, spec or self._attention_spec(), settings.attention_library)
@@ -235,7 +235,7 @@ class ModelRunner:
             raise ModelError(str(error)) from error
 
     def _attention_by_layer(self) -> tuple[AttentionProvider, ...]:
-        """Returns one provider for each layer of a model of transformers. Layers that attend alike share one."""
+        """Returns one provider for each layer of a transformers model. Layers with the same attention share one."""
         if not isinstance(self.model, TransformersModel):
             return ()
         found: dict[object, AttentionProvider] = {}
