@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field of a request and what is wrong with it."""
+    """An invalid field of a request, and the reason."""
 
     field: str
     description: str
@@ -64,7 +64,7 @@ class InvalidArgument(LooseleafError):
 
     @classmethod
     def of(cls, field: str, description: str, reason: str | None = None) -> InvalidArgument:
-        """Returns the usual form: one field and what is wrong with it. `reason` is OpenAI's own code."""
+        """Returns an error in the usual form: one field and its fault. `reason` is OpenAI's own error code."""
         return cls(f"{field} {description}", violations=(FieldViolation(field, description, reason),))
 
 

@@ -29,7 +29,7 @@ class Trust:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every internal call."""
+        """The metadata of every internal call."""
         return () if self.secret is None else ((SECRET_HEADER, self.secret),)
 
     @property

@@ -17,7 +17,7 @@ F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
 
 
 def _half(blocks: Tensor) -> Tensor:
-    """fp32 of the fp16 in the last dimension, [..., 2] bytes -> [..., 1]."""
+    """Returns fp32 [..., 1] of the fp16 in the last dimension, [..., 2] bytes."""
     return blocks.contiguous().view(torch.float16).float()
 
 
@@ -35,26 +35,28 @@ def _nibbles(bytes_: Tensor) -> Tensor:
 
 
 def q8_0(rows: Tensor) -> QuantizedWeight:
-    """32 values: scale fp16, values int8."""
+    """Decodes 32 values: scale fp16, values int8."""
     blocks = rows.view(rows.shape[0], -1, 34)
     return _weight(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks[..., :2]), None, 8, 32)
 
 
 def q4_0(rows: Tensor) -> QuantizedWeight:
-    """32 values: scale fp16, values + 8 in 16 bytes."""
+    """Decodes 32 values: scale fp16, values + 8 in 16 bytes."""
     blocks = rows.view(rows.shape[0], -1, 18)
     return _weight(_nibbles(blocks[..., 2:]).to(torch.int8) - 8, _half(blocks[..., :2]), None, 4, 32)
 
 
 def q4_1(rows: Tensor) -> QuantizedWeight:
-    """32 values: scale fp16, offset fp16, values in 16 bytes."""
+    """Decodes 32 values: scale fp16, offset fp16, values in 16 bytes."""
     blocks = rows.view(rows.shape[0], -1, 20)
     scales, offsets = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     return _weight(_nibbles(blocks[..., 4:]).to(torch.int8) - 8, scales, offsets + 8 * scales, 4, 32)
 
 
 def q4_k(rows: Tensor) -> QuantizedWeight:
-    """256 values in 8 groups: scale and offset fp16, 6 bits of both for each group in 12 bytes, values in 128."""
+    """Decodes 256 values in 8 groups: scale and offset fp16, 6 bits of both for each group in 12 bytes,
+    values in 128.
+    """
     blocks = rows.view(rows.shape[0], -1, 144)
     packed = blocks[..., 4:16].to(torch.int32)
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -66,7 +68,9 @@ def q4_k(rows: Tensor) -> QuantizedWeight:
 
 
 def q6_k(rows: Tensor) -> QuantizedWeight:
-    """256 values in 16 groups: 4 low bits in 128 bytes, 2 high bits in 64, int8 scales of groups, scale fp16."""
+    """Decodes 256 values in 16 groups: 4 low bits in 128 bytes, 2 high bits in 64, int8 scales of groups,
+    scale fp16.
+    """
     blocks = rows.view(rows.shape[0], -1, 210)
     low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).view(*blocks.shape[:2], 2, 4, 32)
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)

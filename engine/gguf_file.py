@@ -97,7 +97,7 @@ def _tensor(reader: Any, name: str) -> np.ndarray[Any, Any] | None:
 
 
 def _names(reader: Any) -> dict[str, Any]:
-    """Tensors by the names of Hugging Face."""
+    """Returns the tensors by their Hugging Face names."""
     import gguf
 
     architecture = _field(reader, "general.architecture")

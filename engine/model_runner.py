@@ -148,7 +148,7 @@ class ModelRunner:
 
     @property
     def bound_arena(self) -> torch.Tensor:
-        """uint8 [num_blocks, >= block_bytes]."""
+        """The bound arena, uint8 [num_blocks, >= block_bytes]."""
         return self.binding.arena
 
     def bind(self, arena: Arena) -> None:
@@ -229,7 +229,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _choose_attention(self, spec: AttentionSpec | None = None) -> AttentionProvider:
-        """Returns the provider for all layers, or for those that attend as `spec` says."""
+        """Returns the provider for all layers, or for the layers whose attention is `spec`."""
         settings = self.settings
         try:
             return choose(settings.attention_backend, spec or self._attention_spec(), settings.attention_library)
@@ -237,8 +237,8 @@ class ModelRunner:
             raise ModelError(str(error)) from error
 
     def _attention_by_layer(self) -> tuple[tuple[AttentionProvider, int], ...]:
-        """Returns a provider and a KV group for each layer of a model of transformers. Layers of a group that attend
-        alike share a provider.
+        """Returns a provider and a KV group for each layer of a transformers model. Layers of a group with the same
+        attention share a provider.
         """
         if not isinstance(self.model, TransformersModel):
             return ()

@@ -61,8 +61,8 @@ class Sampled(NamedTuple):
 
 
 class Columns:
-    """The parts of a batch's draws that stay the same from step to step: parameters as arrays, and the rows with extra
-    requests.
+    """The parts of a batch's draws that stay the same from step to step: the parameters as arrays, and the rows that
+    need additional work.
     """
 
     __slots__ = ("_floats", "_ints", "_samples", "adjusted", "asked", "counts")

@@ -14,7 +14,7 @@ from kernels.cpu.selection import count_fallback
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Implements the contract of `rms_norm`."""
+    """Reference for `rms_norm`, in plain torch."""
     summed = x if residual is None else x + residual
     wide = summed.float()
     out = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight

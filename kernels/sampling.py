@@ -60,7 +60,7 @@ def sample_reference(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Implements the contract of `sample`. Works row by row in float64."""
+    """Reference for `sample`. Works row by row in float64."""
     columns = [_tolist(c) for c in (temperature, top_k, top_p, min_p, seeds, sample_indices, positions)]
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     for i, (heat, k, p, floor, seed, index, position) in enumerate(zip(*columns, strict=True)):
@@ -125,7 +125,7 @@ def sample(
 
 
 def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """Implements the contract of `log_softmax_top`."""
+    """Reference for `log_softmax_top`, in plain torch."""
     logprobs = torch.log_softmax(logits.double(), dim=-1).float()
     chosen = logits.gather(1, token_ids[:, None])
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]

@@ -10,7 +10,7 @@ from kernels.cpu.selection import count_fallback
 
 
 def silu_mul_reference(x: Tensor) -> Tensor:
-    """Implements the contract of `silu_mul`."""
+    """Reference for `silu_mul`, in plain torch."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 

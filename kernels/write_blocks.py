@@ -32,7 +32,7 @@ def write_blocks_reference(
     value_cache: Tensor,
     cos_sin: Tensor | None,
 ) -> None:
-    """Implements the contract of `write_blocks`."""
+    """Reference for `write_blocks`, in plain torch."""
     if cos_sin is not None:
         q.copy_(_rotate(q, positions, cos_sin))
         k = _rotate(k, positions, cos_sin)

@@ -26,7 +26,7 @@ MODEL = Path(__file__).resolve().parent.parent / "models" / "configs" / "llama-1
 
 
 class BatchingSettings(Settings):
-    """Measures 16 requests at once against one at a time."""
+    """Compares 16 requests at once with one at a time."""
 
     model_config = settings_config("LOOSELEAF_BATCHING_", "loadtest.batching")
 

@@ -104,8 +104,8 @@ async def _time(client: AsyncClient, prompt: list[int], tokens: int) -> float:
 
 
 async def timings(llm: LLM, settings: TenantsSettings) -> dict[str, list[float]]:
-    """Returns times to first token of new prompts, and of prompts that "greedy" has sent: for itself and for
-    "other".
+    """Returns the times to first token of new prompts and of prompts that "greedy" has sent before, for "greedy" and
+    for "other".
     """
     length = (settings.probe_tokens, settings.probe_tokens)
     kinds = prompts(3 * settings.probes, seed=3, lengths=length)

@@ -30,7 +30,7 @@ SERVE = (
 
 
 class ThroughputSettings(Settings):
-    """Measures how many tokens per second a machine serves."""
+    """Measures the tokens per second of a machine."""
 
     model_config = settings_config("LOOSELEAF_THROUGHPUT_", "loadtest.throughput")
 

@@ -1,4 +1,4 @@
-"""`python -m looseleaf` is the command `looseleaf`."""
+"""Runs the command `looseleaf` as `python -m looseleaf`."""
 
 from __future__ import annotations
 

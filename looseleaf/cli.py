@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(module: str, argv: Sequence[str]) -> int:
-    """Turns expected failures into one sentence."""
+    """Reports expected failures in one sentence."""
     from common.errors import LooseleafError, StartupError
 
     try:

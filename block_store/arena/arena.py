@@ -171,7 +171,7 @@ class Arena:
         return self.fixed.is_lost
 
     def use_memory(self, blocks: DeviceBlocks) -> None:
-        """Uses this device memory as the blocks; for `placement`."""
+        """Uses this device memory for the blocks. Called by `placement`."""
         self._data = blocks
 
     def place(self, placement: Placement) -> None:

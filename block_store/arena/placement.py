@@ -81,7 +81,7 @@ def has_no_owner_yet(placement: Placement) -> bool:
 
 
 def place_name(device_uuid: bytes) -> str:
-    """Names a device for people."""
+    """Returns a readable name of a device."""
     return f"GPU {device_uuid.hex()}" if device_uuid else "the CPU"
 
 

@@ -63,6 +63,6 @@ class Prefault:
         os.link(f"/proc/self/fd/{self._fd}", path.absolute(), src_dir_fd=self._fd)
 
     def close(self) -> None:
-        """Gives the memory back, unless it has become a file."""
+        """Frees the memory, unless it has become a file."""
         self.stop()
         os.close(self._fd)

@@ -36,7 +36,7 @@ L = TypeVar("L", bound=Locked)
 
 
 def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Decorates a method that must not interleave with a rejoining."""
+    """Decorates a method that must not run while the holder rejoins."""
 
     @wraps(method)
     def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -80,7 +80,7 @@ class Reserve:
         self._refs = {ref: None for ref in self._refs if is_kept(ref)}
 
     def clear(self) -> None:
-        """Forgets all blocks; for the end of the holder."""
+        """Forgets all blocks, at the end of the holder."""
         self._refs.clear()
 
     def _refill(self, num_blocks: int) -> None:

@@ -31,7 +31,7 @@ class Joining:
     _beaten_at: float = 0.0
 
     def register(self, name: str, writer_slot: int, floor: int, lease_s: float) -> None:
-        """Registers the holder, once. Raises FloorsExceedArena too."""
+        """Registers the holder, once. Can also raise FloorsExceedArena."""
         if self.epoch is None:
             self.epoch = self.ledger.register(
                 name, writer_slot=writer_slot, floor=floor, lease_s=lease_s, token=self.token

@@ -178,5 +178,5 @@ def _left(pairs: Iterable[tuple[Path, Path]]) -> list[int]:
 
 
 def gib(size: int) -> str:
-    """Formats a size for people."""
+    """Returns a size in a readable form."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

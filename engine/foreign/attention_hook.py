@@ -49,14 +49,14 @@ class Call(Protocol):
     """The answer to a layer's attention: a `Pass` or a `Recorder`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """q [T, H, D], k [T, KVH, D], v [T, KVH, DV] -> [T, H, DV]."""
+        """Maps q [T, H, D], k [T, KVH, D] and v [T, KVH, DV] to [T, H, DV]."""
         ...
 
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **asked: Any
 ) -> tuple[Tensor, None]:
-    """Called by transformers: query [1, H, T, D], key [1, KVH, T, D] -> [1, T, H, DV]."""
+    """Maps query [1, H, T, D], key [1, KVH, T, D] and value [1, KVH, T, DV] to [1, T, H, DV]. transformers calls it."""
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} makes a mask of its own")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -124,7 +124,7 @@ class Pass:
     caches: Sequence[LayerCache]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """See `Call.attend`."""
+        """Answers one layer (see `Call.attend`)."""
         step, cache = self.step, self.caches[layer]
         wide, value_dim = cache.keys.shape[3], v.shape[2]
         q, k, v = _padded(q, wide), _padded(k, wide), _padded(v, wide)

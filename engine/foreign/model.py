@@ -65,7 +65,7 @@ class TransformersModel:
         return self._run(token_ids, step.positions, rows, Pass(step, caches))
 
     def shallow(self, num_layers: int) -> Self:
-        """See `Decoder.shallow`."""
+        """Returns the same model with fewer layers (see `Decoder.shallow`)."""
         other = copy.copy(self)
         path = self._layers_at.split(".")
         other._model = copy.copy(self._model)

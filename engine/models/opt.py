@@ -86,7 +86,7 @@ class Opt:
         weights.finish(allowed=["lm_head.weight"] if tied else [])
 
     def shallow(self, num_layers: int) -> Self:
-        """See `Decoder.shallow`."""
+        """Returns the same model with fewer layers (see `Decoder.shallow`)."""
         model = copy.copy(self)
         model._layers = self._layers[:num_layers]
         return model

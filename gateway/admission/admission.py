@@ -205,7 +205,7 @@ class Entry:
         self._admission.take(self, requests)
 
     def close(self) -> None:
-        """Gives everything back. A second call does nothing."""
+        """Returns all places and tokens. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._admission.leave(self)

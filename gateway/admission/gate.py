@@ -49,7 +49,7 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """Its priority with the workers."""
+        """The request's priority with the workers."""
         return self.priority + (RESERVED_RANK if self.reserved else 0)
 
 

@@ -25,7 +25,7 @@ _STEP = 0.1
 
 
 class Mark(NamedTuple):
-    """When a request got its place."""
+    """The moment at which a request got its place."""
 
     at: float
     busy_s: float

@@ -16,7 +16,7 @@ RESERVED_SHARE = 16
 
 @dataclass(slots=True)
 class _Holding:
-    """Sequences of one tenant."""
+    """The sequences of one tenant."""
 
     inside: int = 0
     reserved: int = 0
@@ -25,7 +25,7 @@ class _Holding:
 
 
 class Shares:
-    """Sequences of every tenant that has any."""
+    """The sequences of all tenants that have any."""
 
     def __init__(self) -> None:
         self._holdings: dict[str, _Holding] = {}

@@ -267,7 +267,7 @@ class _Events:
 
 
 def _in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Lets several outlets of one client send one at a time."""
+    """Makes several outlets of one client send one at a time."""
     turn = asyncio.Lock()
 
     async def send_in_turn(events: bytes) -> None:

@@ -68,7 +68,7 @@ class Router:
                 self.report(worker_id, record.load, now)
 
     def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
-        """Takes a worker's own report of its load."""
+        """Takes a load report from a worker."""
         if (state := self.workers.get(worker_id)) is not None:
             state.load, state.load_at = load, now
 

@@ -29,7 +29,7 @@ MAX_PARTIAL = 3
 
 
 class Detokenizing(Protocol):
-    """Incremental detokenization of one sample."""
+    """An incremental detokenizer for one sample."""
 
     def add(self, token_id: int) -> str:
         """Returns the text that became certain with this token. It is often empty inside a character."""
@@ -201,7 +201,7 @@ def _byte_level_table() -> dict[str, int]:
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, each computed once."""
+    """The text and bytes of single tokens, each computed once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

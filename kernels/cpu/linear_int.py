@@ -53,7 +53,7 @@ def _section(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     header[:6] = torch.tensor([weight.bits, weight.group, int(weight.offsets is not None), int(wide), is_bf16, n_out])
 
     def factors(of: Tensor) -> Tensor:
-        """[panels, groups * 16], padded to whole lines, as bytes."""
+        """Returns [panels, groups * 16], padded to whole lines, as bytes."""
         laid = torch.nn.functional.pad(of, (0, 0, 0, rows)).view(panels, _PANEL, groups).transpose(1, 2)
         as_bytes = laid.contiguous().view(panels, -1).view(torch.uint8)
         return torch.nn.functional.pad(as_bytes, (0, -as_bytes.shape[1] % _LINE))

@@ -75,7 +75,7 @@ def rescale(x, new_max):
 
 @triton.jit
 def capped(x, cap):
-    """cap * tanh(x / cap), as Gemma 2 bounds its scores."""
+    """Returns cap * tanh(x / cap), which bounds scores as in Gemma 2."""
     part = tl.exp2(tl.abs(x) / cap * -2.8853900817779268)  # 2 * log2(e)
     bounded = (1.0 - part) / (1.0 + part) * cap
     return tl.where(x < 0, -bounded, bounded)

@@ -141,11 +141,11 @@ class Child:
             return None
 
     def terminate(self) -> None:
-        """Asks it to end (SIGTERM)."""
+        """Asks the service to end (SIGTERM)."""
         self._process.terminate()
 
     def hang_up(self) -> None:
-        """Asks it to read its files again (SIGHUP)."""
+        """Asks the service to read its files again (SIGHUP)."""
         self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:

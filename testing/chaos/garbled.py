@@ -1,5 +1,5 @@
-"""Scenario: Redis' values are changed at random under load: all kinds of values, in ledger and registry, and whole
-keys.
+"""Scenario: Redis' values are changed at random under load. The changes affect all kinds of values in the ledger and
+the registry, and whole keys.
 
 No token may be wrong and no process may end. The changes cost cache misses, repeated prefills and rebuilds. `fsck`
 finds the changes that have not been noticed by the end, and its repair makes the ledger consistent.

@@ -194,7 +194,7 @@ class Story:
         return made
 
     def let(self, key: str, value: str) -> None:
-        """Fixes a choice for the rest of the story."""
+        """Fixes a chosen word for the rest of the story."""
         self.words[key] = Text(self._fill(value))
 
     def place(self, key: str) -> None:
