@@ -24,7 +24,8 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
 }
 """Limits of llguidance. With these, a mask of a hostile regular expression takes about 60 ms at most (1.6 s without),
-and a lexer about 20 MB. They do not bound everything, see `gateway.intake.grammar_trial`.
+and a lexer has at most 20 MB by its own account (1 to 2 KB a state). They do not bound everything, see
+`gateway.intake.grammar_trial`.
 """
 WHITESPACE = r"( |\r?\n {0,16}|\r?\n\t{0,8})"
 """The whitespace between two tokens of JSON: a space, or a new line with its indentation. Without a bound, a small

@@ -23,7 +23,7 @@ from common.grammar import GrammarError, compile_grammar, explore, load_tokenize
 from common.types import StructuredOutput
 
 CPU_S = 0.15
-"""CPU time of a trial. What clients mean well takes some milliseconds, 1,000 properties with patterns 60."""
+"""CPU time of a trial. What clients mean well takes some milliseconds, 500 properties with patterns 56."""
 STACK_BYTES = 2 << 20
 """Stack of a trial. Workers compile with more, so they do not crash where a trial did not."""
 MEMORY_BYTES = 256 << 20
