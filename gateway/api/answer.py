@@ -45,6 +45,9 @@ class HttpAnswer(StreamForm, Protocol):
     @property
     def asking(self) -> AskingBody: ...
 
+    def all_wanted(self) -> list[Wanted]:
+        """Returns one request for each prompt. Raises InvalidArgument, Unimplemented."""
+
     def take(self, requests: list[ResolvedRequest]) -> None:
         """Takes the resolved requests, before anything else."""
 

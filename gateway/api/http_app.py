@@ -172,7 +172,7 @@ class HttpApi:
     async def _take(self, answer: HttpAnswer, entry: Entry) -> None:
         """Resolves the request. Raises an error if the request is invalid."""
         requests = []
-        for wanted in answer.asking.all_wanted():
+        for wanted in answer.all_wanted():
             try:
                 requests.append(await self._validator.resolve(wanted, entry.tenant))
             except InvalidArgument as error:

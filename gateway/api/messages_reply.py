@@ -13,6 +13,7 @@ from common.types import FinishReason
 from gateway.api.messages_request import MessagesBody
 from gateway.api.openai_reply import account_of, dumps
 from gateway.intake.validate import ResolvedRequest
+from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 
 _ERROR_TYPES = {
@@ -40,6 +41,9 @@ class MessagesAnswer:
         self._model = model
         self._text: list[str] = []
         self._last: Delta | None = None
+
+    def all_wanted(self) -> list[Wanted]:
+        return self.asking.all_wanted()
 
     def take(self, requests: list[ResolvedRequest]) -> None:
         self.requests = requests

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, get_type_hints
+from functools import cache, reduce
+from operator import or_
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -109,9 +111,26 @@ def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
     required = {field.name for field in msgspec.structs.fields(body) if field.required}
     fields: list[Any] = []
     for name in body.__struct_fields__:
-        kind = Any if (body, name) in _WIRE else hints[name]
+        kind = Any if (body, name) in _WIRE else _without_raw(hints[name])
         fields.append((name, kind) if name in required else (name, kind, None))
     return msgspec.defstruct(_name(body), fields, kw_only=True)
+
+
+def _without_raw(kind: Any) -> Any:
+    """Returns the type of a field with any JSON in place of JSON that is kept as it came, which msgspec cannot
+    describe.
+    """
+    if isinstance(kind, UnionType):
+        return reduce(or_, map(_without_raw, get_args(kind)))
+    if kind is msgspec.Raw:
+        return Any
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return kind
+    hints = get_type_hints(kind)
+    if msgspec.Raw not in hints.values() and not any(_without_raw(hint) != hint for hint in hints.values()):
+        return kind
+    fields = [(field.name, _without_raw(hints[field.name]), None) for field in msgspec.structs.fields(kind)]
+    return msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from common.types import FinishReason
 from gateway.api.openai_reply import account_of, dumps, error_body
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.validate import ResolvedRequest
+from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 
 
@@ -33,6 +34,9 @@ class ResponsesAnswer:
         self._summary: Summary | None = None
         self._number = 0
         """The sequence number of the next event."""
+
+    def all_wanted(self) -> list[Wanted]:
+        return self.asking.all_wanted()
 
     def take(self, requests: list[ResolvedRequest]) -> None:
         self.requests = requests

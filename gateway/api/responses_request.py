@@ -90,6 +90,8 @@ class ResponsesBody(Body, kw_only=True):
         )
     )  # fmt: skip
     unsupported: ClassVar[Mapping[str, Any]] = {
+        "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
+        "guided_grammar": None, "guided_decoding_backend": None,
         **UNSUPPORTED,
         "background": False, "conversation": None, "prompt": None, "tools": [], "top_logprobs": 0,
         "truncation": "disabled", "context_management": None,

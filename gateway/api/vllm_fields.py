@@ -15,13 +15,7 @@ UNSUPPORTED: Mapping[str, Any] = {
     "bad_words": [],
     "logits_processors": [],
     "repetition_detection": None,
-    "structured_outputs": None,
     "structural_tag": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "guided_choice": None,
-    "guided_grammar": None,
-    "guided_decoding_backend": None,
     "guided_whitespace_pattern": None,
     # prompts
     "chat_template": None,

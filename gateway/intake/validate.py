@@ -126,11 +126,11 @@ class Validator:
         if wanted.structured is not None:
             await self._try_grammar(wanted.structured_field, wanted.structured)
         text, ids = await self._prompt_ids(wanted)
+        if (kept := self._kept_tokens(wanted)) is not None and kept < len(ids):
+            text, ids = None, ids[-kept:]
         if wanted.structured_after is not None:
             wanted.structured = wanted.structured_after(text or "")
             await self._try_grammar(wanted.structured_field, wanted.structured)
-        if (kept := self._kept_tokens(wanted)) is not None and kept < len(ids):
-            text, ids = None, ids[-kept:]
         checker.prompt_len(wanted.prompt_field, len(ids))
         checker.token_ids(wanted.prompt_field, ids)
         checker.finish()

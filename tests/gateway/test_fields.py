@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import InvalidArgument, Unimplemented
 from common.types import FinishReason
+from gateway.api.body_fields import unsupported_of
 from gateway.api.http_options import HttpOptions
 from gateway.api.openai_parse import parse_body
 from gateway.api.openai_request import ChatBody, CompletionBody, SamplingBody
@@ -46,7 +47,7 @@ def test_a_field_that_asks_for_nothing_is_accepted(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", RIGHT)
 def test_a_field_that_asks_for_something_unsupported_is_refused_and_named(kind: Any) -> None:
-    for name in {**UNSUPPORTED, **kind.unsupported}:
+    for name in unsupported_of(kind):
         with pytest.raises(Unimplemented, match=f"{name} is not supported") as caught:
             parse(kind, {name: {"x": [1]}}, [])
         assert caught.value.violations[0].field == name
@@ -135,7 +136,7 @@ async def test_strict_fields_refuses_them(serve: Any) -> None:
 
 async def test_a_field_that_is_not_supported_is_named_as_param(serve: Any) -> None:
     served = await serve()
-    for field in ({"suffix": "end"}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"guided_regex": "a*"}):
+    for field in ({"suffix": "end"}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"structural_tag": "{}"}):
         error = (await served.post("/v1/completions", prompt="x", **field)).json()["error"]
         assert error["param"] == next(iter(field)) and error["code"] == "unimplemented"
 
