@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from common.types import DType, KvKind, KvLayout, KvSpec
+from common.types import DType, KvLayout
 from engine.errors import ModelError, UnsupportedModel, refuse_unless
-from engine.kv_groups import LayerGroup, cut
+from engine.kv_groups import layout_of
 from engine.rope_config import RopeConfig, read_rope
 
 if TYPE_CHECKING:
@@ -108,18 +108,13 @@ class ModelConfig:
             raise ModelError(f"{directory / 'config.json'} {what}") from error
         return _with_eos(replace(config, weight_format=_weight_format(raw)), raw, directory)
 
-    def kv_groups(self) -> tuple[int, tuple[LayerGroup, ...]]:
-        """Returns how many layers a block has places for, and the groups of layers that share block tables."""
-        return cut(self.layer_windows or (self.window,) * self.num_layers)
+    def windows(self) -> tuple[int | None, ...]:
+        """Returns the sliding window of each layer; None for full attention."""
+        return self.layer_windows or (self.window,) * self.num_layers
 
     def kv_layout(self, block_size: int, dtype: DType) -> KvLayout:
         """Returns what a block of each KV group stores."""
-        places, groups = self.kv_groups()
-        return KvLayout(block_size, tuple(self._kv_spec(places, group.window, dtype) for group in groups))
-
-    def _kv_spec(self, num_layers: int, window: int | None, dtype: DType) -> KvSpec:
-        kind = KvKind.FULL if window is None else KvKind.SLIDING
-        return KvSpec(num_layers, self.num_kv_heads, self.head_dim, dtype, kind, window)
+        return layout_of(self.windows(), self.num_kv_heads, self.head_dim, dtype, block_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:

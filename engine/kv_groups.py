@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.types import DType, KvKind, KvLayout, KvSpec
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
@@ -37,6 +39,15 @@ def cut(windows: Sequence[int | None]) -> tuple[int, tuple[LayerGroup, ...]]:
         for first in range(0, len(layers), places)
     ]
     return places, tuple(groups)
+
+
+def layout_of(
+    windows: Sequence[int | None], num_kv_heads: int, head_dim: int, dtype: DType, block_size: int
+) -> KvLayout:
+    """Returns what a block of each KV group stores. `windows` has one entry for each layer."""
+    places, groups = cut(windows)
+    kinds = ((KvKind.FULL if group.window is None else KvKind.SLIDING, group.window) for group in groups)
+    return KvLayout(block_size, tuple(KvSpec(places, num_kv_heads, head_dim, dtype, *kind) for kind in kinds))
 
 
 def _places(counts: Sequence[int]) -> int:

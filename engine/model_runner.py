@@ -25,19 +25,19 @@ from engine.config import ModelConfig, ModelImpl
 from engine.device import open_device
 from engine.errors import ModelError
 from engine.foreign.model import TransformersModel
+from engine.kv_groups import cut
 from engine.loader import LoadFormat, Target, open_weights
-from engine.models.attention import GroupStep, LayerCache, StepMetadata
+from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder
 from engine.models.fused import FusedDecoder, objection
 from engine.models.opt import Opt
 from engine.numerics import numerics
 from engine.step import StepInput
+from engine.step_upload import upload
 from kernels.copy_blocks import copy_blocks
 from kernels.providers.base import (
-    AttentionBatch,
     AttentionProvider,
     AttentionSpec,
-    HostBatch,
     Unavailable,
 )
 from kernels.providers.choice import choose
@@ -110,7 +110,7 @@ class ModelRunner:
         if isinstance(self.model, TransformersModel):
             self.config = replace(self.config, layer_windows=tuple(layer.window for layer in self.model.layers))
         self.layout: KvLayout = self.config.kv_layout(settings.block_size, self._kv_dtype)
-        _, self.layer_groups = self.config.kv_groups()
+        _, self.layer_groups = cut(self.config.windows())
         self.attention_by_layer = self._attention_by_layer()
         self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings)
         self._bound: Binding | None = None
@@ -286,20 +286,7 @@ class ModelRunner:
         """Starts a step of any shape. Returns fp32 logits [R, vocab]."""
         wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
-        groups = len(batch.block_tables)
-        tokens, positions, starts, lens, rows, *of_groups = self.device.upload(
-            [batch.token_ids, batch.positions, batch.cu_seqlens_q, batch.context_lens, wanted,
-             *batch.slot_mappings, *batch.block_tables]
-        )  # fmt: skip
-        steps = []
-        for slots, table, on_host in zip(of_groups[:groups], of_groups[groups:], batch.block_tables, strict=True):
-            host = HostBatch(batch.cu_seqlens_q, batch.context_lens, on_host)
-            decode_only = num_tokens == len(batch.context_lens)
-            steps.append(GroupStep(slots, AttentionBatch(starts, lens, table, host, decode_only)))
-        for provider, number in dict.fromkeys(self.attention_by_layer) or ((self.attention, 0),):
-            provider.prepare(steps[number].batch)
-        by_layer = [(provider, steps[number]) for provider, number in self.attention_by_layer]
-        metadata = StepMetadata(positions, steps[0].slot_mapping, steps[0].batch, self.attention, by_layer)
+        tokens, rows, metadata = upload(batch, self.device, self.attention, self.attention_by_layer)
         return self.model.forward(tokens, metadata, caches, None if every_row else rows).float()
 
 

@@ -18,7 +18,7 @@ from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, U
 from gateway.admission.gate import Gate
 from gateway.admission.open_answers import OpenAnswers
 from gateway.admission.tenants import Bucket, Tenants
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 
 RETRY_AFTER_S = 1.0
 """The retry time if nothing better is known."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.errors import InvalidArgument, LooseleafError
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta
 

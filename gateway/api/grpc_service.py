@@ -15,7 +15,7 @@ from gateway.admission.admission import Admission
 from gateway.api.credentials import Authenticator
 from gateway.api.front import Front
 from gateway.intake.limits import RANGES
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 from gateway.request.delta import Delta, Summary
 from gateway.request.outlet import Outlet

@@ -43,7 +43,7 @@ from gateway.api.openai_request import Body, ChatBody, CompletionBody, Detokeniz
 from gateway.api.openai_stream import Answer
 from gateway.api.responses_reply import ResponsesAnswer
 from gateway.api.responses_request import ResponsesBody
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
 from gateway.request.outlet import Outlet

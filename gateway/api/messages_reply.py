@@ -12,7 +12,7 @@ from common.request_ids import REQUEST_ID
 from common.types import FinishReason
 from gateway.api.messages_request import MessagesBody
 from gateway.api.openai_reply import account_of, dumps
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 

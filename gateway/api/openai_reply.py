@@ -16,7 +16,7 @@ from typing import Any
 
 from common.errors import LooseleafError
 from common.types import FinishReason
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizer, TokenTexts
 from gateway.tools.output_reader import OutputReader

@@ -28,7 +28,7 @@ from gateway.api.openai_reply import (
 )
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import ModelAssets
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import TokenTexts

@@ -116,6 +116,7 @@ def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
     return msgspec.defstruct(_name(body), fields, kw_only=True)
 
 
+@cache
 def _without_raw(kind: Any) -> Any:
     """Returns the type of a field with any JSON in place of JSON that is kept as it came, which msgspec cannot
     describe.

@@ -12,7 +12,7 @@ from common.errors import LooseleafError
 from common.types import FinishReason
 from gateway.api.openai_reply import account_of, dumps, error_body
 from gateway.api.responses_request import ResponsesBody
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 

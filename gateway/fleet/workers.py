@@ -23,7 +23,7 @@ from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.routing import Router, WorkerState
 from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.group_limits import rooms_of
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 

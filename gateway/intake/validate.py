@@ -6,13 +6,12 @@ Does not depend on protobuf or JSON: both protocols fill a `Wanted`. Defaults co
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from common.errors import FieldViolation, InvalidArgument, ModelNotFound
 from common.group_need import GroupRoom
 from common.request_ids import REQUEST_ID, new_request_id
-from common.types import CacheQuota, SamplingParams, StoppingParams, StructuredOutput
+from common.types import SamplingParams, StoppingParams, StructuredOutput
 from gateway.intake.assets import GenerationDefaults, ModelAssets
 from gateway.intake.group_limits import (
     check_group,
@@ -31,46 +30,13 @@ from gateway.intake.limits import (
     Checker,
     PromptLimits,
 )
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.salts import Salts
 from gateway.intake.structured_checks import check_structured
 from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 
 DEFAULT_MAX_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedRequest:
-    """A request that is within every limit, with every default filled in."""
-
-    request_id: str
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    stopping: StoppingParams
-    """stop_token_ids includes the model's end tokens unless ignore_eos."""
-    timeout_s: float
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    salt: bytes = b""
-    priority: int = 0
-    prompt_text: str | None = None
-    """The prompt as given, if it was text."""
-    shown_special: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens that are part of the output's text, each with its own text."""
-    skip_special_tokens: bool = True
-    """Whether special tokens are left out of the output's text."""
-    tenant: str = ""
-    public_tokens: int = 0
-    """Number of leading prompt tokens whose full blocks all tenants share."""
-    cache_quota: CacheQuota | None = None
-    """The tenant's limit of cached blocks, if it has one."""
-
-    @property
-    def cost(self) -> int:
-        """The most tokens that the request can take, for fair shares: its prompt, and the outputs of all its
-        sequences.
-        """
-        return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens
 
 
 class Validator:

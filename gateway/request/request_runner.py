@@ -27,7 +27,7 @@ from common.request_ids import REQUEST_ID
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.worker_lost import WorkerLost, too_late
 from gateway.fleet.workers import Workers
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.attempt import NO_PAIR, Attempts
 from gateway.request.detokenize import Detokenizers

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from common.types import Branch, FinishReason
 from gateway.fleet.worker_lost import WorkerLost
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.detokenize import Detokenizers
 from gateway.request.outlet import Outlet

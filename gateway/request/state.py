@@ -13,7 +13,7 @@ from common import convert
 from common.group_need import GroupNeed, blocks_of
 from common.types import Branch, PromptSources, SamplingParams, Timings
 from gateway.fleet.worker_lost import internal, too_late
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizers

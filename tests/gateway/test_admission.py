@@ -16,7 +16,7 @@ from common.types import SamplingParams, StoppingParams
 from gateway.admission.admission import Admission, Entry, Reason
 from gateway.admission.gate import Gate
 from gateway.admission.tenants import Tenants
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 
 
 def request(n: int = 1, tokens: int = 10, priority: int = 0) -> ResolvedRequest:

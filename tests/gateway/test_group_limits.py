@@ -17,9 +17,10 @@ from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import GenerationDefaults
 from gateway.intake.group_limits import rooms_of
 from gateway.intake.limits import PromptLimits
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
-from gateway.intake.validate import ResolvedRequest, Validator
+from gateway.intake.validate import Validator
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Wanted
 from testing.gateway.parts import make_assets, make_record
 

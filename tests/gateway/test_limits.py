@@ -12,9 +12,10 @@ from common.errors import InvalidArgument, NotFound
 from common.group_need import GroupRoom
 from gateway.intake.assets import GenerationDefaults, ModelAssets
 from gateway.intake.limits import MAX_SALT_BYTES, MIN_PROMPT_BYTES
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
-from gateway.intake.validate import ResolvedRequest, Validator
+from gateway.intake.validate import Validator
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, TextPrompt, Wanted
 from testing.gateway.parts import BOS_ID, EOS_ID, VOCAB_SIZE, make_assets
 

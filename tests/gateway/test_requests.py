@@ -21,7 +21,7 @@ from common.ticket import Ticket
 from common.types import FinishReason
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import IdsPrompt, TextPrompt, Wanted
 from gateway.request.delta import Delta
 from gateway.request.outlet import Outlet

@@ -10,7 +10,7 @@ import pytest
 from common.errors import DeadlineExceeded, Unavailable
 from common.types import FinishReason
 from gateway.fleet.worker_lost import WorkerLost
-from gateway.intake.validate import ResolvedRequest
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import IdsPrompt, Wanted
 from gateway.request.delta import Delta
 from gateway.request.detokenize import Detokenizers

@@ -1,0 +1,37 @@
+"""Sends the arrays of a step to the device and prepares the providers of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.device import Device
+from engine.models.attention import GroupStep, StepMetadata
+from engine.step import StepInput
+from kernels.providers.base import AttentionBatch, AttentionProvider, HostBatch
+
+
+def upload(
+    batch: StepInput,
+    device: Device,
+    attention: AttentionProvider,
+    by_layer: Sequence[tuple[AttentionProvider, int]],
+) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
+    """Returns token ids [T], the wanted rows [R] and the metadata of a step. `by_layer` has a provider and a KV group
+    for each layer if layers attend in different ways; otherwise `attention` is the provider of all layers.
+    """
+    num_groups = len(batch.block_tables)
+    tokens, positions, starts, lens, rows, *of_groups = device.upload(
+        [batch.token_ids, batch.positions, batch.cu_seqlens_q, batch.context_lens, batch.logits_rows,
+         *batch.slot_mappings, *batch.block_tables]
+    )  # fmt: skip
+    decode_only = len(batch.token_ids) == len(batch.context_lens)
+    steps = []
+    for slots, table, on_host in zip(of_groups[:num_groups], of_groups[num_groups:], batch.block_tables, strict=True):
+        host = HostBatch(batch.cu_seqlens_q, batch.context_lens, on_host)
+        steps.append(GroupStep(slots, AttentionBatch(starts, lens, table, host, decode_only)))
+    for provider, group in dict.fromkeys(by_layer) or ((attention, 0),):
+        provider.prepare(steps[group].batch)
+    layers = [(provider, steps[group]) for provider, group in by_layer]
+    return tokens, rows, StepMetadata(positions, steps[0].slot_mapping, steps[0].batch, attention, layers)

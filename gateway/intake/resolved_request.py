@@ -1,0 +1,42 @@
+"""A request that has been checked: prompt ids, sampling, stopping, and the tenant that it counts for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.types import CacheQuota, SamplingParams, StoppingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request that is within every limit, with every default filled in."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stopping: StoppingParams
+    """stop_token_ids includes the model's end tokens unless ignore_eos."""
+    timeout_s: float
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    salt: bytes = b""
+    priority: int = 0
+    prompt_text: str | None = None
+    """The prompt as given, if it was text."""
+    shown_special: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that are part of the output's text, each with its own text."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the output's text."""
+    tenant: str = ""
+    public_tokens: int = 0
+    """Number of leading prompt tokens whose full blocks all tenants share."""
+    cache_quota: CacheQuota | None = None
+    """The tenant's limit of cached blocks, if it has one."""
+
+    @property
+    def cost(self) -> int:
+        """The most tokens that the request can take, for fair shares: its prompt, and the outputs of all its
+        sequences.
+        """
+        return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens
