@@ -251,7 +251,9 @@ class WorkerLoad:
     num_waiting: int = 0
     waiting_tokens: int = 0
     free_blocks: int = 0
+    """Blocks that are free or evictable in the arena, for each KV group."""
     total_blocks: int = 0
+    """Blocks of the arena, for each KV group."""
     num_preempted: int = 0
     """Sequences that are swapped out of the arena and wait to be resumed."""
 
@@ -284,7 +286,9 @@ class WorkerRecord:
     max_model_len: int
     max_num_seqs: int
     max_group_blocks: int = 0
-    """The most blocks that a sequence group may need here (`common.group_need.GroupNeed`): the worker's floor."""
+    """The most blocks of one KV group that a sequence group may need here (`common.group_need.GroupNeed`): the
+    worker's floor, divided by the number of KV groups.
+    """
     epoch: int = 0
     draining: bool = False
     load: WorkerLoad = field(default_factory=WorkerLoad)

@@ -177,8 +177,8 @@ class DecodeWorker:
         return WorkerLoad(
             num_running=queues.num_running,
             num_waiting=queues.num_waiting + sum(g.sequences[0].sampling.width for g in self._claims),
-            free_blocks=self._attached.held.num_free_hint,
-            total_blocks=self._attached.arena.num_blocks,
+            free_blocks=self._attached.held.num_free_hint // self._num_groups,
+            total_blocks=self._attached.arena.num_blocks // self._num_groups,
             num_preempted=queues.num_preempted,
         )
 

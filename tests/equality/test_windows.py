@@ -77,6 +77,8 @@ def test_only_what_a_window_reads_is_held(
         assert not (wrong := differences([case], [expected], [asked.answer])), wrong
         assert asked.cached_tokens == cached, "what was released is found again"
     assert 2 <= workers.most_held <= most
+    load = workers.decode.load
+    assert load.total_blocks == length // size + 8 >= load.free_blocks, "gateways count the blocks of one KV group"
     assert 2 <= workers.most_ahead <= most + BUDGET // size
     workers.assert_idle()
     workers.close()
