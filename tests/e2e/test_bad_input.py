@@ -44,7 +44,7 @@ def test_grpc(llm: LLM, case: dict[str, Any], kind: type[LooseleafError], names:
 
 HTTP: list[tuple[dict[str, Any] | str, int, str]] = [
     ("{not json", 400, "JSON"),
-    ({"prompt": "a", "temprature": 1}, 400, "temprature"),
+    ({"prompt": "a", "stream_options": {"temprature": 1}}, 400, "temprature"),
     ({"prompt": []}, 400, "prompt"),
     ({"prompt": "a", "n": 129}, 400, "n must be at least 1 and at most 128"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of must equal n"),
