@@ -53,14 +53,14 @@ def timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 
 def memory_limit(seconds: float) -> float:
-    """Returns GB/s of reading 256 MB, the best of all tries."""
+    """Returns the best GB/s measured for reading 256 MB."""
     big = torch.ones(64 << 20)
     return big.numel() * 4 / min(timed(big.sum, seconds)) / 1e9
 
 
 def compute_limit(seconds: float) -> float:
-    """Returns TFLOP/s of a product of 512 x 1024 x 1024, the best of all tries: in fp32, and in bf16 if
-    bf16 is packed.
+    """Returns the best TFLOP/s measured for a 512 x 1024 x 1024 matrix product, in fp32 and, if bf16 weights are
+    packed, also in bf16.
     """
     a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
     linear, x = PackedLinear(b.to(BF16)), a.to(BF16)

@@ -7,7 +7,7 @@ A file has one line per key: `TENANT KEY`, followed by the tenant's limits in th
     zoo   z-key
 
 A tenant may have several keys. Its limits may be on any of their lines, and apply to all of them. Blank lines and lines
-that begin with # are ignored. Does not depend on requests.
+that begin with # are ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Submits whose grammar is being compiled. Later commands for their groups wait behind them, all others do not."""
+"""Holds back submitted groups while their grammars are compiled. Later commands for these groups wait too."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Command = Callable[[], None]
 
 
 class Compiling:
-    """The groups of one session that wait for their grammar. Runs in the event loop."""
+    """The groups of one session that are waiting for their grammars. Runs in the event loop."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._later: dict[int, list[Command]] = {}
-        """Commands for each group that waits, by handle."""
+        """Commands for each waiting group, by handle."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, group: Group, post: Command, refuse: Command) -> None:
@@ -35,14 +35,14 @@ class Compiling:
         task.add_done_callback(self._tasks.discard)
 
     def after(self, handle: int, command: Command) -> None:
-        """Calls `command` now, or after the group's submit if that waits."""
+        """Calls `command` now, or after the group's submit if that is still waiting."""
         if (later := self._later.get(handle)) is None:
             command()
         else:
             later.append(command)
 
     def close(self) -> None:
-        """Forgets everything. The tickets of groups that wait expire."""
+        """Cancels all waiting groups. Their tickets expire."""
         for task in self._tasks:
             task.cancel()
 

@@ -1,6 +1,6 @@
-"""Where one sample stands in its grammar: a pure function of the grammar and the sample's tokens. No torch.
+"""One sample's state in its grammar: a pure function of the grammar and the sample's tokens. No torch.
 
-Nothing of it is ever sent or saved. A sequence that was swapped out keeps its state; one that is prefilled again, on
+The state is never sent or saved. A sequence that was swapped out keeps its state; one that is prefilled again, on
 this worker or another one, gets a new state, which follows the tokens that the sequence already has.
 """
 
@@ -17,18 +17,18 @@ from common.grammar import GrammarError
 from common.types import StoppingParams
 
 MAX_MASK_CPU_S = 0.25
-"""Most CPU time of one mask. A grammar that needs more would stop everybody's steps."""
+"""Maximum CPU time for one mask. A grammar that needs more would delay the steps of all requests."""
 Mask = npt.NDArray[np.uint8]
 """Bit i % 8 of byte i // 8 says whether token i may follow."""
 
 
 class GrammarState:
-    """Follows one sample through its grammar. One thread at a time may use it."""
+    """Follows one sample through its grammar. Only one thread at a time may use it."""
 
     __slots__ = ("_address", "_ends", "_error", "_followed", "_mask", "_mask_at", "_matcher", "_stopping", "_unwanted")
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stopping: StoppingParams) -> None:
-        """`matcher` is at the grammar's start and belongs to this state from now on."""
+        """Takes ownership of `matcher`, which must be at the grammar's start."""
         self._init(matcher, stopping, 4 * -(-tokenizer.vocab_size // 32))
         self._unwanted = [token for token in tokenizer.eos_tokens if token not in stopping.stop_token_ids]
 
@@ -52,7 +52,7 @@ class GrammarState:
         return other
 
     def follow(self, output_ids: Seq[int]) -> None:
-        """Takes the tokens that are new in `output_ids`, which are all of the sample's output and only ever grow.
+        """Advances by the new tokens of `output_ids`, which is the sample's whole output and only ever grows.
 
         Raises ValueError if there are fewer than before.
         """
@@ -64,14 +64,14 @@ class GrammarState:
         self._followed = len(output_ids)
 
     def is_over(self, output_ids: Seq[int]) -> bool:
-        """Returns whether the grammar has ended: its end was drawn, or nothing can follow."""
+        """Returns whether the grammar has ended: an end token was drawn, or no token can follow."""
         self.follow(output_ids)
         return not self._error and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def mask(self, output_ids: Seq[int]) -> Mask:
-        """Returns which tokens may follow `output_ids`: at least one. It stays valid until the next call.
+        """Returns the mask of tokens that may follow `output_ids`, at least one. It stays valid until the next call.
 
-        Before min_tokens, stop tokens may follow only where nothing else can. Raises GrammarError if the grammar is too
+        Before min_tokens, stop tokens may follow only if no other token can. Raises GrammarError if the grammar is too
         complex here.
         """
         if self._mask_at == len(output_ids) == self._followed:

@@ -1,9 +1,10 @@
 """Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, converted to weights for kernels.
 
-Formats of 4 and 8 bits become `QuantizedWeight`s, without a change of their values. FP8 weights become floats of the
-compute dtype. Only weights are quantized here: activations are not, even if a checkpoint suggests it.
+Formats of 4 and 8 bits become `QuantizedWeight`s, with their values unchanged. FP8 weights become floats of the
+compute dtype. Only weights are quantized here: activations are not, even if the checkpoint specifies it.
 
-Layouts as in AutoGPTQ, AutoAWQ, llm-compressor and transformers. A word contains values of `bits` bits, lowest first.
+Layouts match those of AutoGPTQ, AutoAWQ, llm-compressor and transformers. A word contains values of `bits` bits, lowest
+first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The compiled grammars of a worker's process, and the thread that compiles them. Roles of a process share them.
 
-The gateway has tried a grammar before a worker sees it, so compiling it here takes less than its limit of time.
+The gateway has tried a grammar before a worker sees it, so compiling it here stays within the gateway's time limit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from common.types import StructuredOutput
 
 MAX_COMPILED = 32
-"""Number of grammars that are kept, the last used ones. One takes some KB, at the limit of its states 20 MB."""
+"""Number of grammars kept, the most recently used. Each takes a few KB, or 20 MB at the limit of its states."""
 INLINE_TOKENS = 64
 """Number of tokens that are replayed in the event loop; each takes about 5 us."""
 STACK_BYTES = 16 << 20
-"""Stack of the thread that compiles: more than where the gateway tries a grammar, because the compiler recurses."""
+"""Stack of the compiling thread. It is larger than in the gateway's trial process, because the compiler recurses."""
 
 
 class Grammars:
-    """Compiles grammars in a thread of its own and keeps the last ones."""
+    """Compiles grammars in a separate thread and keeps the most recently used ones."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
         """`directory` is the model's, `vocab_size` the number of columns of its logits."""
@@ -49,17 +49,17 @@ class Grammars:
         return len(self._compiled)
 
     def warm(self) -> None:
-        """Has the thread load the tokenizer, which takes a second for a large vocabulary."""
+        """Loads the tokenizer in the thread, which takes a second for a large vocabulary."""
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:
-        """Does what `attach` does, in the thread if it takes long."""
+        """Does the same as `attach`, but in the thread if it takes long."""
         if not self.attach_known(sequences):
             await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
 
     def attach_known(self, sequences: Seq[Sequence]) -> bool:
-        """Does what `attach` does if that takes microseconds, because the grammar is compiled and there is little to
-        replay. Returns whether it did.
+        """Does the same as `attach` if that takes only microseconds, because the grammar is compiled and there is
+        little to replay. Returns whether it did.
         """
         wanted = sequences[0].sampling.structured
         if wanted is None:
@@ -70,7 +70,7 @@ class Grammars:
         return True
 
     def attach(self, sequences: Seq[Sequence]) -> None:
-        """Gives each sequence of a group its state, after the tokens that it has. Does nothing for free text.
+        """Gives each sequence of a group a state that has followed its tokens. Does nothing for free text.
 
         Raises InvalidArgument for a grammar that cannot be used.
         """
@@ -86,7 +86,7 @@ class Grammars:
             sequence.grammar.follow(sequence.output_ids)
 
     def _compile(self, wanted: StructuredOutput) -> LLMatcher:
-        """Returns the grammar at its start. Nobody moves it, so several threads may copy it."""
+        """Returns the grammar in its initial state. It is never advanced, so several threads may copy it."""
         digest = wanted.digest
         with self._lock:
             if (known := self._compiled.get(digest)) is not None:
@@ -105,7 +105,7 @@ class Grammars:
         return self._tokenizer
 
     def _started(self) -> ThreadPoolExecutor:
-        """Returns the thread, which is started with a large stack."""
+        """Returns the executor. Starts its thread with a large stack if it is not running yet."""
         if not self._has_begun:
             with _stack_size:
                 before = threading.stack_size(STACK_BYTES)
@@ -118,7 +118,7 @@ class Grammars:
 
 
 _stack_size = threading.Lock()
-"""Held while the size of new threads' stacks is changed."""
+"""Held while the stack size for new threads is changed."""
 
 
 @cache

@@ -311,7 +311,7 @@ class Arena:
 
 
 def _write_file(where: Path, head: bytes, size: int) -> None:
-    """Makes the file under another name and links it in place when it is complete.
+    """Creates the file under a temporary name and links it into place once it is complete.
 
     Unlike a rename, a link never replaces a file.
     """

@@ -49,7 +49,7 @@ class FairQueue(Generic[T]):
         line.cost += cost
 
     def tenants(self) -> list[str]:
-        """Returns the tenants with waiting items, in the order of their turns."""
+        """Returns the tenants that have waiting items, in round-robin order."""
         return list(self._lines)
 
     def costs(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ class _Holding:
 
 
 class Shares:
-    """The sequences of all tenants that have any."""
+    """Sequence counts for every active tenant. Decides which tenants may use a reserved place."""
 
     def __init__(self) -> None:
         self._holdings: dict[str, _Holding] = {}

@@ -1,4 +1,4 @@
-"""What the HTTP API needs of the answer to one request, whichever API's shape it has."""
+"""The interface of an answer to one HTTP request, common to all API formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StreamForm(Protocol):
     """How a stream of events ends."""
 
     ending: bytes
-    """What follows the last event of a stream that did not fail."""
+    """Sent after the last event of a stream that did not fail."""
 
     def failure(self, error: LooseleafError) -> bytes:
         """Returns the events that end a stream that failed after it had begun."""
@@ -40,7 +40,7 @@ class HttpAnswer(StreamForm, Protocol):
 
     requests: list[ResolvedRequest]
     field_names: Mapping[str, str]
-    """The body's own names of fields that `Wanted` names otherwise."""
+    """The body's names for fields that have other names in `Wanted`."""
 
     @property
     def asking(self) -> AskingBody: ...
@@ -49,20 +49,20 @@ class HttpAnswer(StreamForm, Protocol):
         """Returns one request for each prompt. Raises InvalidArgument, Unimplemented."""
 
     def take(self, requests: list[ResolvedRequest]) -> None:
-        """Takes the resolved requests, before anything else."""
+        """Takes the resolved requests. Must be called first."""
 
     def add(self, number: int, deltas: Sequence[Delta]) -> None:
         """Adds deltas of request `number` to the whole answer."""
 
     def whole(self) -> bytes:
-        """Returns the whole answer as JSON, once every delta was added."""
+        """Returns the whole answer as JSON, once all deltas have been added."""
 
     def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
         """Returns the events for deltas of request `number`."""
 
 
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
-    """Returns the error with the client's own names of the fields that are wrong."""
+    """Returns the error with the client's names for the invalid fields."""
     if not names or not error.violations:
         return error
     found = tuple(replace(violation, field=_renamed(violation.field, names)) for violation in error.violations)

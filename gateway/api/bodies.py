@@ -28,7 +28,7 @@ RETRY_AFTER_S = 1.0
 
 
 class BodyBudget:
-    """A budget in bytes for all request bodies, of all connections, that were received and are not parsed yet."""
+    """A budget in bytes for all request bodies, of all connections, that have been received but not yet parsed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -14,12 +14,12 @@ from gateway.api.openai_request import Body
 from gateway.intake.limits import MAX_FIELD_BYTES
 
 UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
-"""Matches msgspec's message about a field that nobody knows."""
+"""Matches msgspec's message about an unknown field."""
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def unsupported_of(kind: type[Body]) -> Mapping[str, Any]:
-    """Returns the unsupported fields of a kind of body, each with the value that asks for nothing."""
+    """Returns the unsupported fields of a kind of body, each with the value that requests nothing."""
     return {name: value for name, value in kind.unsupported.items() if name not in kind.__struct_fields__}
 
 
@@ -45,8 +45,8 @@ def fields_of(
 
 
 def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None]) -> Any:
-    """Returns the outline of a body that has fields that nobody knows. All of these together are limited in size, so
-    that there are not many to name.
+    """Returns the outline of a body that has unknown fields. Their total size is limited, which also bounds the number
+    of names to report.
     """
     found = _outline(kind, strict=False).decode(raw)
     parts = [getattr(found, name) for name in found.__struct_fields__]

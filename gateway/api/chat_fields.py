@@ -1,4 +1,4 @@
-"""The fields of a chat's body that say what the chat template gets, and which tools the model may call."""
+"""The fields of a chat body that determine the chat template's input and the tools that the model may call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Choice = Literal["none", "auto", "required"]
 
 
 class TemplateFields(Protocol):
-    """The fields that say what the chat template gets besides the messages: of a chat, and of /tokenize."""
+    """The chat template's inputs other than the messages, for chats and /tokenize."""
 
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool | None
@@ -40,7 +40,7 @@ NAMES = frozenset((*TemplateFields.__annotations__, *ToolFields.__annotations__)
 
 
 def chat_prompt(body: TemplateFields, messages: Sequence[MessageBody], effort: str | None = None) -> ChatPrompt:
-    """Returns the prompt of a body. Raises InvalidArgument for what cannot be one."""
+    """Returns the prompt of a body. Raises InvalidArgument if it is not valid."""
     if body.chat_template is not None:
         what = "cannot be given: a template is a program, and only the model's own is run"
         raise InvalidArgument.of("chat_template", what)

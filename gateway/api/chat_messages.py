@@ -1,4 +1,4 @@
-"""The messages of a chat as OpenAI's API has them, and as chat templates want them."""
+"""The messages of a chat, in the form of OpenAI's API and in the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ContentPart(msgspec.Struct):
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] | None = None
-    """The arguments as JSON, which is what models' answers hold."""
+    """The arguments as JSON, as in models' answers."""
 
 
 class ToolCall(msgspec.Struct):
@@ -97,7 +97,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def plain_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
-    """Returns messages for a chat template. Raises InvalidArgument for the first that cannot be one."""
+    """Returns messages for a chat template. Raises InvalidArgument for the first invalid one."""
     if sum(len(message.content) for message in messages if isinstance(message.content, list)) > MAX_CONTENT_PARTS:
         raise InvalidArgument.of("messages", f"must hold at most {MAX_CONTENT_PARTS} parts of content")
     return [message.plain(f"messages[{index}]") for index, message in enumerate(messages)]

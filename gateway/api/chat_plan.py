@@ -1,6 +1,6 @@
-"""What a chat asks of the model beyond text: tools offered or enforced, reasoning split off. One plan for one body.
+"""Plans the features of a chat beyond text: tools offered or enforced, reasoning split off. Each body has one plan.
 
-The plan adds to the request what workers need (a grammar, special tokens as text) and makes a reader for each sample.
+The plan adds the options that workers need (a grammar, special tokens as text) and makes a reader for each sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ChatPlan:
 
     @property
     def reads(self) -> bool:
-        """Whether the text of the answer is anything but content."""
+        """Whether the text of the answer may contain anything other than content."""
         return self.tools.choice != "none" or self.reasoning is not None
 
     def reader(self, prompt: str) -> OutputReader:
@@ -57,7 +57,7 @@ class ChatPlanner:
     def __init__(
         self, assets: ModelAssets, parser: CallFormatName = "auto", reasoning: ReasoningFormatName | None = None
     ) -> None:
-        """`parser` is the family of the tool calls, or "auto" to see it from the chat template."""
+        """`parser` is the family of the tool calls, or "auto" to infer it from the chat template."""
         self._template, self._tool_template = chat_templates(assets)
         self.formats = OutputFormats(call_format(parser, assets.tool_template or assets.chat_template), reasoning)
         calls = self.formats.calls
@@ -65,8 +65,8 @@ class ChatPlanner:
         self._thinking_marks = special_ids(assets.tokenizer, self.formats.reasoning_marks)
 
     def plan(self, wanted: Wanted, tools: ToolChoice) -> ChatPlan:
-        """Returns the plan of a chat and adds to `wanted` what it needs. Raises InvalidArgument for what the model
-        cannot do.
+        """Returns the plan of a chat and adds the required options to `wanted`. Raises InvalidArgument for features
+        that the model does not support.
         """
         offered = tools.choice != "none"
         if not offered and isinstance(wanted.prompt, ChatPrompt):
@@ -88,7 +88,7 @@ class ChatPlanner:
         return CallIds(str if calls is None else calls.new_id)
 
     def check(self, prompt: Prompt | None) -> None:
-        """Raises InvalidArgument if the model's chat template does not know what the prompt has."""
+        """Raises InvalidArgument if the model's chat template does not support a feature of the prompt."""
         if not isinstance(prompt, ChatPrompt):
             return
         template = self._tool_template if prompt.tools else self._template

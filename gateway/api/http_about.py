@@ -1,4 +1,4 @@
-"""What the gateway says about itself over HTTP, without a key: version, health, load, the API's description."""
+"""HTTP endpoints about the gateway itself, available without a key: version, health, load, the API's description."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class About:
     def __init__(
         self, ready: Callable[[], bool], num_requests: Callable[[], int], checker: Callable[[], Checker]
     ) -> None:
-        """`ready` says whether requests can be served, `num_requests` how many are here, `checker` what the model takes
-        now.
+        """`ready` returns whether requests can be served, `num_requests` the number of current requests, `checker` the
+        model's current limits.
         """
         self._ready = ready
         self._num_requests = num_requests
@@ -44,7 +44,7 @@ class About:
         return _json({"status": "ready" if ready else "waiting for workers"}, 200 if ready else 503)
 
     async def ping(self, request: Request) -> Response:
-        """Answers what SageMaker and others ask: an empty body, 200 or 503."""
+        """Answers health checks of SageMaker and others: an empty body with status 200 or 503."""
         return Response(status_code=200 if self._ready() else 503)
 
     async def version(self, request: Request) -> Response:

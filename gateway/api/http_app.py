@@ -1,5 +1,5 @@
 """OpenAI's HTTP API for the same requests as gRPC: completions, chat, responses and models; also vLLM's /tokenize and
-/metrics, and what the gateway says about itself (`http_about`).
+/metrics, and the endpoints about the gateway itself (`http_about`).
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class _Events:
 
 
 def _in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Makes several outlets of one client send one at a time."""
+    """Makes several outlets of one client take turns to send."""
     turn = asyncio.Lock()
 
     async def send_in_turn(events: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What every HTTP answer has around it: a request id, warnings, and headers for pages of other origins."""
+"""Adds a request id, warnings, and headers for pages of other origins to every HTTP answer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _header_value(text: str) -> bytes:
 
 
 def read_origins(given: str | None) -> tuple[str, ...]:
-    """Returns the origins of a list with commas, such as "https://a.example,http://localhost:3000". "*" means any.
+    """Returns the origins in a comma-separated list, such as "https://a.example,http://localhost:3000". "*" means any.
 
     Raises StartupError for anything that is not an origin.
     """

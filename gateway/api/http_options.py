@@ -1,4 +1,4 @@
-"""What an operator may choose about the HTTP API."""
+"""The operator's options for the HTTP API."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """The choices of one gateway."""
+    """The options of one gateway."""
 
     strict_fields: bool = False
-    """Whether fields that nobody knows are refused."""
+    """Whether unknown fields are refused."""
     origins: tuple[str, ...] = ()
     """The origins whose pages may call the API."""
     describe: bool = True

@@ -14,7 +14,7 @@ logger = logging.getLogger("keys")
 
 
 class KeyRing:
-    """The source of the keys and the objects that use them."""
+    """Loads the keys and updates the objects that use them."""
 
     def __init__(
         self, api_key: str | None, api_key_file: str | None, authenticator: Authenticator, tenants: Tenants

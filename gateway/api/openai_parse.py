@@ -2,8 +2,8 @@
 
 There are two passes. The first finds the fields and creates no objects. The second decodes each field with its type,
 after a check of its size. The number of elements of a prompt or a list of messages is estimated from its separators,
-because element objects cost ten times the size of their bytes. A field that nobody knows is refused, or reported to the
-caller and ignored. A number such as 2.0 is taken as an integer, as in JSON Schema. Does not depend on connections.
+because element objects cost ten times the size of their bytes. An unknown field is refused, or reported to the caller
+and ignored. A number such as 2.0 is taken as an integer, as in JSON Schema. Does not depend on connections.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ JSON_BYTES = 6
 ID_BYTES = 8
 """The bytes that JSON usually needs for a token id and its comma."""
 NOTHING_BYTES = 64
-"""The most bytes of an unsupported field's value that asks for nothing."""
+"""The most bytes of an unsupported field's value that requests nothing."""
 MAX_INTEGRAL_BYTES = 1 << 20
 """The most bytes of a field in which numbers such as 2.0 are taken as integers."""
 MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
@@ -73,8 +73,8 @@ def parse_body(
     limits: PromptLimits,
     on_unknown: Callable[[str], None] | None = None,
 ) -> M:
-    """Parses a body. `on_unknown` is called with the name of each field that nobody knows; if it is None, such a field
-    is refused.
+    """Parses a body. `on_unknown` is called with the name of each unknown field; if it is None, unknown fields are
+    refused.
 
     Raises InvalidArgument for the first invalid field, and Unimplemented for an unsupported one.
     """

@@ -1,6 +1,6 @@
 """The schema of OpenAI's HTTP request bodies, with vLLM's additions. `openai_parse` builds them from bytes.
 
-A field that nobody knows is left to `openai_parse`. Fields that cannot change the answer (`user`, `store`, ...) are
+Unknown fields are left to `openai_parse`. Fields that cannot change the answer (`user`, `store`, ...) are
 accepted and ignored. Unsupported fields that would change it are an error, unless their value requests nothing.
 """
 
@@ -24,7 +24,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, Any]] = {}
-    """Known but unsupported fields, each with the value that asks for nothing."""
+    """Known but unsupported fields, each with the value that requests nothing."""
 
     model: str | None = None
 

@@ -76,7 +76,7 @@ class Answer:
         self._ids = CallIds(str)
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per prompt. Raises InvalidArgument for what cannot be one."""
+        """Returns one request per prompt. Raises InvalidArgument for invalid ones."""
         wanted = self.body.all_wanted()
         if self._planner is not None and isinstance(self.body, ChatBody):
             plan = self._planner.plan(wanted[0], tool_choice(self.body))
@@ -195,7 +195,7 @@ class Answer:
             yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice), ids)
 
     def _read(self, writer: ChunkWriter, choice: Choice, reader: OutputReader, delta: Delta) -> Iterator[bytes]:
-        """Yields chunks for what a delta's text turns out to be. Log-probabilities and token ids go with the first."""
+        """Yields chunks for the pieces of a delta's text. Log-probabilities and token ids go with the first."""
         pieces = reader.feed(delta.text) + ([] if delta.finish_reason is None else reader.finish())
         fields = list(deltas_of(pieces, self._ids))
         ids = f',"token_ids":{json.dumps(delta.token_ids)}' if self._with_ids else ""

@@ -39,7 +39,7 @@ class _Operation:
 
 
 _EITHER = ("prompt", "messages")
-"""The fields of which a body to tokenize has one."""
+"""The fields of which a /tokenize body must have one."""
 _MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 _OPERATIONS = (
     _Operation(
@@ -118,9 +118,7 @@ def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
 
 @cache
 def _without_raw(kind: Any) -> Any:
-    """Returns the type of a field with any JSON in place of JSON that is kept as it came, which msgspec cannot
-    describe.
-    """
+    """Returns the type of a field with arbitrary JSON in place of raw JSON, which msgspec cannot describe."""
     if isinstance(kind, UnionType):
         return reduce(or_, map(_without_raw, get_args(kind)))
     if kind is msgspec.Raw:
@@ -163,7 +161,7 @@ class _Sizes:
 
 
 def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
-    """Adds to a body's schema the limits, and the fields that are only tolerated."""
+    """Adds to a body's schema the limits, and the fields that are accepted but ignored."""
     properties = schema["properties"]
     for name, limit in sizes.ranges.items():
         for option in _options(properties.get(name, {}), "integer", "number"):

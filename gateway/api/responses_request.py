@@ -17,11 +17,11 @@ ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _NOTHING_STORED = "cannot be used: nothing is stored here; send the whole conversation as input"
 _WITHOUT_EFFECT = ("reasoning.encrypted_content",)
-"""Values of `include` that ask for nothing of a model whose reasoning is not split off."""
+"""Values of `include` that have no effect for a model whose reasoning is not split off."""
 
 
 class InputPart(msgspec.Struct):
-    """A part of a message's content. Clients send back parts of answers, whose other fields say nothing."""
+    """A part of a message's content. Clients send back parts of answers, whose other fields are not needed."""
 
     type: str
     text: str | None = None
@@ -35,7 +35,7 @@ class InputItem(msgspec.Struct):
     content: str | list[InputPart] | None = None
 
     def plain(self, name: str, roles: Sequence[str] = ROLES) -> dict[str, str]:
-        """Returns the message as templates take it. `name` is the item's own, for errors."""
+        """Returns the message in the form that templates expect. `name` is the item's name in errors."""
         if self.type != "message":
             raise Unimplemented.of(f"{name}.type", f"{self.type[:40]!r} is not supported yet: only messages are")
         if self.role is None or self.role not in roles:
@@ -143,7 +143,7 @@ class ResponsesBody(Body, kw_only=True):
         return [wanted]
 
     def _check(self) -> None:
-        """Refuses what is known and not supported."""
+        """Refuses known but unsupported options."""
         if self.previous_response_id is not None:
             raise Unimplemented.of("previous_response_id", _NOTHING_STORED)
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":

@@ -35,7 +35,7 @@ CERTIFICATE_POLL_S = 1.0
 BACKLOG = 2048
 OTHER_FILES = 512
 LAST_WORDS_S = 2.0
-"""How long answers that were ended by the drain have to be written."""
+"""The time in which answers that the drain has ended can still be written."""
 
 
 class HttpServer(uvicorn.Server):
@@ -99,7 +99,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def say_goodbye(server: RpcServer, seconds: float) -> None:
-    """Lets load balancers see for `seconds` that the gateway is about to go, while it still serves. A second signal
+    """Reports to load balancers for `seconds` that the gateway is about to stop, while it still serves. A second signal
     ends the wait.
     """
     await server.set_ready(False)

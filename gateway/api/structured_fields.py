@@ -1,4 +1,4 @@
-"""HTTP fields that ask for structured output: `response_format` (OpenAI), `structured_outputs` and `guided_*` (vLLM).
+"""HTTP fields that request structured output: `response_format` (OpenAI), `structured_outputs` and `guided_*` (vLLM).
 
 All of them become one `StructuredOutput`. At most one may be given.
 """
@@ -19,7 +19,7 @@ NOT_GIVEN = msgspec.Raw(b"null")
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The `json_schema` of a `response_format`. The output matches the schema whatever `strict` says."""
+    """The `json_schema` of a `response_format`. The output always matches the schema, even if `strict` is false."""
 
     name: str | None = None
     description: str | None = None
@@ -48,16 +48,16 @@ STRUCTURED_FIELDS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 Found = tuple[str, StructuredOutput]
-"""The name of a field and what it asks for."""
+"""The name of a field and the structured output that it requests."""
 _KINDS: Mapping[str, GrammarKind] = {
     "json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark",
 }  # fmt: skip
 
 
 def structured_of(fields: Mapping[str, Any]) -> Found | None:
-    """Returns what a body's structured fields ask for, with the name of the field; None for free text.
+    """Returns the structured output that a body requests, with the name of the field; None for free text.
 
-    Raises InvalidArgument if they ask for more than one grammar.
+    Raises InvalidArgument if it requests more than one grammar.
     """
     found = list(_all_of(fields))
     if len(found) > 1:

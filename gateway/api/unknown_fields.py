@@ -1,4 +1,4 @@
-"""Fields of request bodies that nobody knows: each is logged once, and the client is warned."""
+"""Unknown fields of request bodies: each is logged once, and the client is warned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NAME_CHARS = 40
 
 
 class UnknownFields:
-    """Notes the fields that nobody knows."""
+    """Records unknown fields."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()

@@ -1,7 +1,7 @@
-"""vLLM's request fields that this server knows and does not support, each with the value that asks for nothing.
+"""vLLM's request fields that this server knows but does not support, each with the value that requests nothing.
 
-A field of these tables is refused unless it asks for nothing. So it is never ignored like a field that nobody knows,
-although the answer would be another with it. A field that a body supports takes precedence over its entry here.
+A field in these tables is refused unless it requests nothing. It is not ignored like an unknown field, because it would
+change the answer. A field that a body supports takes precedence over its entry here.
 """
 
 from __future__ import annotations

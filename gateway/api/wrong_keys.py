@@ -20,7 +20,7 @@ MAX_KNOWN = 4096
 @dataclass(slots=True)
 class _Bucket:
     tries: float
-    """Tries that are left."""
+    """The number of tries left."""
     at: float
 
 

@@ -86,7 +86,7 @@ class SubmittedGroup:
             self.fail(error)
 
     async def wait(self) -> None:
-        """Waits until `end` or `fail`, whose error it raises. May be called once."""
+        """Waits until `end` or `fail` is called, and raises the error passed to `fail`. May be called only once."""
         await self._over
         if self._error is not None:
             raise self._error

@@ -1,9 +1,9 @@
 """The process in which the gateway tries grammars: `python -m gateway.intake.grammar_process DIRECTORY VOCAB_SIZE`.
 
 It loads the tokenizer once and forks for every grammar. The child compiles under limits of CPU time, stack and address
-space, so a grammar that loops or crashes the compiler ends its own child only.
+space, so a grammar that makes the compiler loop or crash ends only its own child.
 
-Standard input has one trial a line (`TRIAL`), standard output one verdict a line: `{"id": 1, "error": null}`.
+Standard input has one trial per line (`TRIAL`), standard output one verdict per line: `{"id": 1, "error": null}`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from common.grammar import GrammarError, compile_grammar, explore, load_tokenize
 from common.types import StructuredOutput
 
 CPU_S = 0.15
-"""CPU time of a trial. What clients mean well takes some milliseconds, 500 properties with patterns 56."""
+"""CPU time limit of a trial. Ordinary grammars take a few milliseconds; 500 properties with patterns take 56."""
 STACK_BYTES = 2 << 20
-"""Stack of a trial. Workers compile with more, so they do not crash where a trial did not."""
+"""Stack size of a trial. Workers compile with a larger stack, so they do not crash where a trial did not."""
 MEMORY_BYTES = 256 << 20
-"""Address space that a trial may add."""
+"""Additional address space that a trial may use."""
 MAX_LINE_BYTES = 4096
 """A verdict is written at once, because several children write to the same pipe: at most PIPE_BUF bytes."""
 TRIAL = {"id": 0, "kind": "regex", "source": "", "options": []}
@@ -87,7 +87,7 @@ def _fork(tokenizer: LLTokenizer, trial: dict[str, Any]) -> int:
 
 
 def _bound() -> None:
-    """Limits this process. Beyond a limit the system ends it, whatever it is doing."""
+    """Limits this process. The system enforces the limits, even while the compiler does not return to Python."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
@@ -98,7 +98,7 @@ def _bound() -> None:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Tells the verdict of children that a signal has ended. The others have told theirs."""
+    """Reports verdicts for children that were killed by a signal. The others have reported their own."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:

@@ -1,8 +1,8 @@
-"""Tries clients' grammars before their requests start: in a process of its own, with each verdict kept.
+"""Tries clients' grammars in a separate process before their requests start, and caches the verdicts.
 
 Compiling decides whether a grammar is valid, and a hostile one can crash the compiler (a Lark grammar with a chain of
-4,000 rules) or keep it busy (a `multipleOf` of a large number: 5 s). Here that costs the client a 400 and a child of
-`gateway.intake.grammar_process`. Workers see only grammars that have passed.
+4,000 rules) or keep it busy (a `multipleOf` of a large number: 5 s). Here, such a grammar costs only a child of
+`gateway.intake.grammar_process`, and the client receives status 400. Workers see only grammars that have passed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from common.errors import InvalidArgument, LooseleafError, ResourceExhausted, Un
 from common.types import StructuredOutput
 
 MAX_VERDICTS = 1024
-"""Number of verdicts that are kept, the last used ones."""
+"""Number of cached verdicts. The most recently used ones are kept."""
 MAX_AT_ONCE = 2
 """Number of trials that run at once. Each takes at most `grammar_process.CPU_S` of one core."""
 MAX_WAITING = 64
 PATIENCE_S = 10.0
-"""Wall time of a trial. It is longer than its CPU time only where the machine is overloaded."""
+"""Wall time limit of a trial. Wall time exceeds CPU time only if the machine is overloaded."""
 NUM_TRIES = 2
-"""Number of processes that a trial may lose."""
+"""Number of times that a trial is attempted if the process ends."""
 _ROOT = Path(__file__).parents[2]
 logger = logging.getLogger("gateway")
 
 
 class GrammarTrials:
-    """Tells whether workers can take a grammar. Runs in the event loop."""
+    """Decides whether workers can use a grammar. Runs in the event loop."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
         """`directory` is the model's, `vocab_size` the number of columns of its logits."""
@@ -46,7 +46,7 @@ class GrammarTrials:
         self._process: _TrialProcess | None = None
 
     async def check(self, name: str, wanted: StructuredOutput) -> None:
-        """Raises InvalidArgument, which names the field `name`, if the grammar cannot be used."""
+        """Raises InvalidArgument for the field `name` if the grammar cannot be used."""
         digest = wanted.digest
         if digest not in self._verdicts:
             if (task := self._running.get(digest)) is None:
@@ -76,7 +76,7 @@ class GrammarTrials:
             self._verdicts.popitem(last=False)
 
     async def _try(self, wanted: StructuredOutput) -> str | None:
-        """Returns what is wrong with a grammar, or None."""
+        """Returns a description of the error in a grammar, or None if it is valid."""
         failure: LooseleafError = Unavailable("the process that tries grammars has ended", retry_after_s=1.0)
         async with self._places:
             for _ in range(NUM_TRIES):
@@ -102,7 +102,7 @@ class GrammarTrials:
 
 
 class _TrialProcess:
-    """One process and the trials that it has been asked for."""
+    """One process and its pending trials."""
 
     def __init__(self, child: Process) -> None:
         self._child = child

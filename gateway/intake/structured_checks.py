@@ -1,4 +1,4 @@
-"""What is checked of a request for structured output before its grammar is compiled: sizes, and what it excludes."""
+"""Checks a request for structured output before its grammar is compiled: sizes, and options that it excludes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from gateway.intake.wanted import Wanted
 
 
 def check_structured(checker: Checker, wanted: Wanted) -> None:
-    """Collects what is wrong. A beam search would need a grammar's state for every beam; `ignore_eos` would go on after
-    the grammar's end.
+    """Collects the errors. A beam search would need a grammar state for every beam, and `ignore_eos` would continue
+    after the grammar's end.
     """
     structured, name = wanted.structured, wanted.structured_field
     if structured is None:

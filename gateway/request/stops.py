@@ -23,8 +23,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
-        """Returns the text that may be sent now. Without `may_stop` (before min_tokens), stop strings completed here do
-        not count.
+        """Returns the text that may be sent now. If `may_stop` is false (min_tokens not yet reached), stop strings
+        completed by `text` are ignored.
         """
         if not self._stops or not text:
             return text

@@ -1,8 +1,8 @@
 """Reads the JSON object of a tool call, `{"name": ..., "arguments": {...}}`, one character at a time.
 
 The readers are generators: they are sent one character after another, and END after the last one. Each returns the
-character that follows what it has read. So no result can depend on how the text was cut. Arguments pass through as the
-model wrote them. They end where their brackets balance; they need not be valid JSON.
+first character after the part that it has read. The result therefore never depends on how the text was split. Arguments
+pass through as the model wrote them. They end where their brackets balance, and need not be valid JSON.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ END = ""
 SPACE = frozenset(" \t\r\n")
 ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 STRICT_KEYS = frozenset(("name", "type", "id")) | ARGUMENT_KEYS
-"""The keys that an object without a marker may have: with any other it is data."""
+"""The keys that an object without a marker may have. An object with any other key is data."""
 
 Scan = Generator[None, str, str]
 Take = Callable[[str], Any]
 
 
 class NotACall(Exception):
-    """What was read is not a call, or ends before the call does."""
+    """The text is not a call, or ends before the call is complete."""
 
 
 class CallSink(Protocol):
@@ -41,7 +41,7 @@ def skip_space(ch: str) -> Scan:
 
 
 def container(ch: str, take: Take) -> Scan:
-    """Reads an object or a list and gives each of its characters to `take`. `ch` is its opening bracket."""
+    """Reads an object or a list and passes each of its characters to `take`. `ch` is its opening bracket."""
     depth, in_string, escaped = 0, False, False
     while ch != END:
         take(ch)

@@ -1,8 +1,8 @@
 """Finds tool calls in a model's output as it arrives, for each family of formats.
 
-A call is announced once its name is known and its arguments begin. Text that begins like a call and is not one is
-content. Nothing else is lost, except white space around calls. Text that was held back is not searched again, so the
-cost is linear whatever the model writes.
+A call is announced once its name is known and its arguments begin. Text that begins like a call but is not one is
+content. Only white space around calls is lost. Text that was held back is not searched again, so the cost is always
+linear in the length of the output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Marked = Generator[None, str, tuple[bool, str]]
 
 
 class CallParser(ABC):
-    """A parser of one sample's text. The same text gives the same pieces (after `merged`), however it is cut."""
+    """A parser of one sample's text. The same text gives the same pieces (after `merged`), however it is split."""
 
     triggers: frozenset[str]
     """The characters that may begin a call."""
@@ -33,7 +33,7 @@ class CallParser(ABC):
         self._space: list[str] | None = []
         """White space since the beginning or since the last call; None once there is content."""
         self._held: list[str] | None = None
-        """The text of what may become a call."""
+        """Text that may turn out to be a call."""
         self._last = END
         self._idle = False
         """Whether the next character is content unless it is a trigger."""
@@ -52,7 +52,7 @@ class CallParser(ABC):
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back. Nothing may follow."""
+        """Returns the text held back. No text may follow."""
         self._last = END
         try:
             self._scan.send(END)
@@ -114,7 +114,7 @@ class CallParser(ABC):
         """Reads from a character that is a trigger."""
 
     def _begun(self, marker: str, ch: str, read: Callable[[str], Scan]) -> Scan:
-        """Reads what follows a marker with `read`. If that is not a call, it and the marker become content."""
+        """Reads the text after a marker with `read`. If that is not a call, it and the marker become content."""
         self._held = [marker, ch]
         try:
             ch = yield from read(ch)
@@ -148,7 +148,7 @@ class CallParser(ABC):
         return (yield)
 
     def _matches(self, ch: str, marker: str) -> Marked:
-        """Reads a marker. Returns whether it is there. If not, the part that is there becomes content."""
+        """Reads a marker. Returns whether it is there. If it is not, the part that matched becomes content."""
         for index, expected in enumerate(marker):
             if ch != expected:
                 if index:
@@ -234,7 +234,7 @@ class MistralParser(CallParser):
         return (yield from container(ch, self.arguments))
 
     def _bracketed(self, ch: str) -> Scan:
-        """Reads `[ARGS]`, and before it `[CALL_ID]` with an id, which is replaced by one of ours."""
+        """Reads `[ARGS]`, and before it `[CALL_ID]` with an id, which is replaced by a generated one."""
         while ch != END:
             word: list[str] = []
             while ch != END and ch != "]":

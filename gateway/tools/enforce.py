@@ -1,7 +1,7 @@
 """Grammars that make a model call a tool: `tool_choice` "required", or a named function.
 
-The grammar spells the calls as the model's family writes them, so the model stays with the form it was trained on, and
-the family's parser reads the result. It is in llguidance's variant of Lark. Special tokens are named by their ids.
+The grammar uses the call format of the model's family, so the model keeps to the format it was trained on, and the
+family's parser can read the result. It is written in llguidance's variant of Lark. Special tokens are named by ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gateway.tools.formats import CallFormat, ReasoningFormatName
 from gateway.tools.reasoning import CLOSE, OPEN, begins_inside
 
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is spelled: as `json.dumps` does. Free white space would let a model write it without end."""
+"""JSON is formatted as by `json.dumps`. If white space were free, a model could write it endlessly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def calls_grammar(
 
 
 def thinking_before(reasoning: ReasoningFormatName | None, prompt: str, continued: str | None = None) -> str:
-    """Returns what may precede the calls: "" (nothing), "optional" (reasoning with its tags), or "open" (the rest of a
-    reasoning that has begun with the prompt). `continued` is the message that the output continues, if any.
+    """Returns the text that may precede the calls: "" (none), "optional" (reasoning with its tags), or "open" (the rest
+    of reasoning that began in the prompt). `continued` is the message that the output continues, if any.
     """
     if reasoning is None:
         return ""
@@ -128,6 +128,6 @@ def _inner(value: Any) -> Any:
 
 _NOTES = frozenset(("description", "title", "examples", "default", "$comment", "x-guidance"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-"""Keywords whose value has schemas under names of the client's."""
+"""Keywords whose value maps names chosen by the client to schemas."""
 _DATA = frozenset(("enum", "const", "required", "dependentRequired", "type"))
-"""Keywords whose value is no schema."""
+"""Keywords whose value is not a schema."""

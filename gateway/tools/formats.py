@@ -24,7 +24,7 @@ _FOREIGN = re.compile(
     r"<function|<arg_key>|<parameter|<\|tool_call|<tool_call\|>|<\|action_start|<\|channel\|>|<\|START_ACTION"
     r"|<\uff5ctool|tool_calls_section|minimax:tool_call|<\|python_start|functools\[|\[func_name"
 )
-"""Marks of formats that no parser here reads."""
+"""Marks of formats for which there is no parser here."""
 _KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")
 
 
@@ -33,7 +33,7 @@ def _long_id() -> str:
 
 
 def _short_id() -> str:
-    """Returns an id as Mistral's templates want it."""
+    """Returns an id in the form that Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -78,7 +78,7 @@ def call_format(name: CallFormatName, template: str | None) -> CallFormat | None
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """How the served model writes tool calls and reasoning. None: it is not known, or not split off."""
+    """How the served model writes tool calls and reasoning. None: unknown, or not to be split off."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormatName | None = None
@@ -95,7 +95,7 @@ def special_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
 
 
 class CallIds:
-    """A source of ids for the calls of one answer. No two are equal."""
+    """A source of ids for the calls of one answer. All ids are distinct."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id

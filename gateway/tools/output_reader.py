@@ -23,7 +23,7 @@ class OutputReader:
         return self._pieces(reasoning, text)
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back. Nothing may follow."""
+        """Returns the text held back. No text may follow."""
         pieces: list[Piece] = []
         if self._splitter is not None:
             pieces = self._pieces(*self._splitter.finish())

@@ -1,4 +1,4 @@
-"""What the text of an answer is made of: content, reasoning, and the parts of tool calls."""
+"""The pieces of an answer's text: content, reasoning, and parts of tool calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Piece = Content | Reasoning | CallBegin | CallArguments
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
-    """Joins neighbours of the same kind."""
+    """Joins adjacent pieces of the same kind."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

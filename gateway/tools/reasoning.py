@@ -17,7 +17,7 @@ class ReasoningSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Returns (reasoning, content) that became certain."""
+        """Returns the (reasoning, content) that can now be told apart."""
         if self._state == "content":
             return "", text
         text, self._held = self._held + text, ""
@@ -34,13 +34,13 @@ class ReasoningSplitter:
         return text[:keep], ""
 
     def finish(self) -> tuple[str, str]:
-        """Returns what was held back."""
+        """Returns the text held back, as (reasoning, content)."""
         held, self._held = self._held, ""
         is_reasoning = self._state == "reasoning" or (self._state == "start" and self._inside)
         return (held, "") if is_reasoning else ("", held)
 
     def _started(self, text: str) -> str:
-        """Decides what the output begins with. Returns the text after it, or "" if more is needed."""
+        """Decides whether the output begins with reasoning. Returns the text to split, or "" if more is needed."""
         begun = text.lstrip()
         if begun.startswith(OPEN):
             self._state = "reasoning"
@@ -53,7 +53,7 @@ class ReasoningSplitter:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest end of `text` that is a proper beginning of `marker`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     longest = min(len(text), len(marker) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
@@ -61,8 +61,9 @@ def overlap(text: str, marker: str) -> int:
 def begins_inside(parser: str, prompt: str, continued: str | None = None) -> bool:
     """Returns whether the output begins within the reasoning. `continued` is the message that it continues, if any.
 
-    A template may open (`<think>`) or skip (`<think></think>`) the reasoning itself. Otherwise DeepSeek R1 always
-    reasons, and Qwen 3 writes the tag. A message that is continued may have opened it.
+    A template may open (`<think>`) or skip (`<think></think>`) the reasoning itself. If the template does neither,
+    DeepSeek R1 output begins inside the reasoning, whereas Qwen 3 emits `<think>` itself. A continued message may
+    already have opened the reasoning.
     """
     if continued is not None:
         return continued.rfind(OPEN) > continued.rfind(CLOSE)

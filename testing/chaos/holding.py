@@ -45,7 +45,7 @@ class Holding:
         self._sequence: list[BlockRef] = []
 
     def fill(self, num_blocks: int) -> None:
-        """Fills full blocks with unique hashes."""
+        """Allocates and seals blocks under unique hashes until `num_blocks` are held."""
         while (left := num_blocks - len(self.refs)) > 0:
             try:
                 refs = self.held.alloc(min(CHUNK, left))

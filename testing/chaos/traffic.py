@@ -1,6 +1,6 @@
-"""Clients in a closed loop in a separate thread, and the outcome of every request.
+"""Runs closed-loop clients in a separate thread and records the outcome of every request.
 
-Uses the gateway's address and the book. Does not depend on workers or faults.
+Needs only the gateway's address and the book of cases (`testing/chaos/book.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REFUSED_PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request after its end. Times are `time.monotonic()`."""
+    """The outcome of a finished request. Times are `time.monotonic()` values."""
 
     case: Case
     began: float

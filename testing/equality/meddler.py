@@ -1,4 +1,4 @@
-"""For tests of the reader rule: takes a block inside a step of the model, before or after the model reads it."""
+"""Test helper for the reader rule: takes away a block during a model step, before or after the model reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ When = Literal["before it is read", "after it is read"]
 
 
 class Meddler:
-    """Replaces `runner.step`. Takes a block inside one step of one role, before or after the real step."""
+    """Replaces `runner.step`. Takes away a block during one step of one role, before or after the real step."""
 
     def __init__(
         self, runner: ModelRunner, take: Callable[[int], object], when: When, pick: Callable[[StepInput], int | None]

@@ -210,7 +210,7 @@ class LedgerWalk:
             assert isinstance(answer, errors.Gone)
 
     def zombie(self) -> None:
-        """I5: every call of a reaped holder fails and has no effect."""
+        """I5: every call by a reaped holder fails and has no effect."""
         for mine in self.zombies:
             before, caller = self._now(), mine.caller
             refs = [*mine.unsealed, *mine.held][:3]

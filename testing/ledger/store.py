@@ -128,7 +128,7 @@ class TestStore:
 
 
 def content(prefix_hash: bytes | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Returns the content uint8 [block_bytes] that belongs to a hash."""
+    """Returns the block content for a hash: uint8 [block_bytes]."""
     return np.resize(np.frombuffer(prefix_hash or b"\xff" * 32, np.uint8), LAYOUT.block_bytes)
 
 

@@ -136,7 +136,7 @@ def lonely(s: Story) -> None:
 
 
 def sharing(s: Story) -> None:
-    """Hungry strangers test a generous and a greedy character; the gift comes back."""
+    """A hungry stranger asks a greedy and a generous character for food, and later repays the generous one."""
     s.character("h")
     s.character("g")
     s.character("k", role=s.rng.choice(("animal", "adult")))

@@ -14,7 +14,7 @@ from ..scenes import FEELINGS, happy_end, meet, moral, opening, thanks
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A place where something can be lost: how it got there, where it is, why the hero cannot reach it, who can and
+    """A place where an object gets lost: how it got there, where it is, why the hero cannot reach it, and who can and
     how.
     """
 
