@@ -82,7 +82,8 @@ def near(draw: random.Random, right: Message) -> Message:
 
 def _disturb(draw: random.Random, made: Any) -> None:
     field = draw.choice(made.DESCRIPTOR.fields)
-    if field.message_type is not None and not field.is_repeated and draw.random() < 0.8:
+    inner = field.message_type
+    if inner is not None and inner.fields and not field.is_repeated and draw.random() < 0.8:
         return _disturb(draw, getattr(made, field.name))
     if draw.random() < 0.5:
         made.ClearField(field.name)
