@@ -55,5 +55,5 @@ class Compiling:
             refuse()
         else:
             post()
-        for command in self._later.pop(group.handle):
+        for command in self._later.pop(group.handle, ()):  # empty if a second group had the same handle
             command()

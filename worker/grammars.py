@@ -61,7 +61,7 @@ class Grammars:
         """Does the same as `attach` if that takes only microseconds, because the grammar is compiled and there is
         little to replay. Returns whether it did.
         """
-        wanted = sequences[0].sampling.structured
+        wanted = _wanted(sequences)
         if wanted is None:
             return True
         if wanted.digest not in self._compiled or sum(len(s.output_ids) for s in sequences) > INLINE_TOKENS:
@@ -74,7 +74,7 @@ class Grammars:
 
         Raises InvalidArgument for a grammar that cannot be used.
         """
-        wanted = sequences[0].sampling.structured
+        wanted = _wanted(sequences)
         if wanted is None:
             return
         try:
@@ -115,6 +115,11 @@ class Grammars:
                     threading.stack_size(before)
             self._has_begun = True
         return self._thread
+
+
+def _wanted(sequences: Seq[Sequence]) -> StructuredOutput | None:
+    """Returns what the output of a group must match. A group without sequences is for the worker to reject."""
+    return sequences[0].sampling.structured if sequences else None
 
 
 _stack_size = threading.Lock()

@@ -112,3 +112,15 @@ def test_a_group_whose_grammar_was_refused_leaves_nothing(ordinary: DecodeBench)
     ordinary.worker.refuse(ordinary.inbox.session, made.group, made.ticket)
     assert ordinary.inbox.rejections == {5: Rejection.GRAMMAR}
     ordinary.run()
+
+
+async def test_what_a_gateway_should_not_send_reaches_the_worker_which_rejects_it(grammars: Grammars) -> None:
+    """A group without sequences, and two groups with one handle."""
+    compiling, heard = Compiling(grammars), list[str]()
+    compiling.run(Group(1, 0, []), lambda: heard.append("empty"), lambda: heard.append("refused"))
+    for name in ("first", "second"):
+        compiling.run(group(2, f"{name}[a-z]+"), lambda name=name: heard.append(name), lambda: heard.append("refused"))
+    compiling.after(2, lambda: heard.append("cancel"))
+    tasks = list(compiling._tasks)
+    await asyncio.gather(*tasks)
+    assert len(tasks) == 2 and sorted(heard) == ["cancel", "empty", "first", "second"]
