@@ -239,10 +239,7 @@ def _tokens(name: str, raw: bytes, limits: PromptLimits) -> list[int]:
 
 
 def _messages(name: str, raw: bytes, limits: PromptLimits) -> list[MessageBody] | None:
-    if _num_quotes(raw) > MAX_QUOTES:
-        what = f"must hold at most {MAX_MESSAGES} messages and {MAX_CONTENT_PARTS} parts of content"
-        raise InvalidArgument.of(name, what)
-    messages: list[MessageBody] | None = _decoded(name, raw, _MESSAGES)
+    messages: list[MessageBody] | None = _with_parts(name, raw, _MESSAGES, "messages")
     return messages
 
 
@@ -260,11 +257,16 @@ def _input(name: str, raw: bytes, limits: PromptLimits) -> str | list[InputItem]
 
 
 def _items(name: str, raw: bytes, limits: PromptLimits) -> list[InputItem] | None:
-    if _num_quotes(raw) > MAX_QUOTES:
-        what = f"must hold at most {MAX_MESSAGES} items and {MAX_CONTENT_PARTS} parts of content"
-        raise InvalidArgument.of(name, what)
-    items: list[InputItem] | None = _decoded(name, raw, _ITEMS)
+    items: list[InputItem] | None = _with_parts(name, raw, _ITEMS, "items")
     return items
+
+
+def _with_parts(name: str, raw: bytes, decoder: msgspec.json.Decoder[Any], noun: str) -> Any:
+    """Decodes a list whose entries have parts of content, if its size is within the limits."""
+    if _num_quotes(raw) > MAX_QUOTES:
+        what = f"must hold at most {MAX_MESSAGES} {noun} and {MAX_CONTENT_PARTS} parts of content"
+        raise InvalidArgument.of(name, what)
+    return _decoded(name, raw, decoder)
 
 
 def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.api.http_app import HttpApi
 from gateway.api.http_options import HttpOptions
 from gateway.api.server import HttpServer, bind_http
-from testing.gateway.parts import Script
-from tests.gateway.conftest import MakeRig
-from tests.gateway.test_http import Served
+from testing.gateway.parts import Script, expected_ids
+from tests.gateway.conftest import MakeRig, Rig
+
+
+class Served:
+    def __init__(self, rig: Rig, server: HttpServer, url: str) -> None:
+        self.rig, self.server, self.url = rig, server, url
+        self.client = httpx.AsyncClient(base_url=url, timeout=20)
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The decoded chunks of a stream, whose last line must be [DONE]."""
+        lines = (await self.post(path, stream=True, **body)).text.strip().split("\n\n")
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def text_of(self, prompt: str, count: int) -> str:
+        tokenizer = self.rig.assets.tokenizer
+        return str(tokenizer.decode(expected_ids(tokenizer.encode(prompt).ids, count)))
 
 
 @pytest.fixture

@@ -5,58 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from gateway.api.http_app import HttpApi
-from gateway.api.server import HttpServer, bind_http
 from gateway.intake.limits import MAX_BODY_BYTES
 from protos.v1 import decode_pb2 as pb
 from testing.gateway.parts import Fault, Script, expected_ids
-from tests.gateway.conftest import MakeRig, Rig
+from tests.gateway.http_served import serve as serve  # a fixture
 from tests.gateway.test_requests import until
-
-
-class Served:
-    def __init__(self, rig: Rig, server: HttpServer, url: str) -> None:
-        self.rig, self.server, self.url = rig, server, url
-        self.client = httpx.AsyncClient(base_url=url, timeout=20)
-
-    async def post(self, path: str, **body: Any) -> httpx.Response:
-        return await self.client.post(path, json=body)
-
-    async def events(self, path: str, **body: Any) -> list[Any]:
-        """The decoded chunks of a stream, whose last line must be [DONE]."""
-        lines = (await self.post(path, stream=True, **body)).text.strip().split("\n\n")
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-    def text_of(self, prompt: str, count: int) -> str:
-        tokenizer = self.rig.assets.tokenizer
-        return str(tokenizer.decode(expected_ids(tokenizer.encode(prompt).ids, count)))
-
-
-@pytest.fixture
-async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
-    running: list[Served] = []
-
-    async def start(script: Script | None = None, **options: Any) -> Served:
-        rig = await make_rig(script, **options)
-        sock = bind_http("127.0.0.1", 0)
-        app = HttpApi(rig.front).app(lambda: rig.workers.ready, show_metrics=True, timeout_s=20.0)
-        server = HttpServer(app, sock)
-        await server.start()
-        running.append(Served(rig, server, f"http://127.0.0.1:{sock.getsockname()[1]}"))
-        return running[-1]
-
-    yield start
-    for served in running:
-        await served.client.aclose()
-        await served.server.stop(1.0)
 
 
 async def test_a_completion_has_openais_shape_and_our_account(serve: Any) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from testing.gateway.parts import Fault, Script, beam_score, expected_ids
-from tests.gateway.test_http import Served, serve
+from tests.gateway.http_served import Served, serve
 
 __all__ = ["serve"]
 PROMPTS = ["the mill", "the wind"]

@@ -9,8 +9,8 @@ import pytest
 
 from protos.v1 import decode_pb2
 from testing.gateway.parts import Fault, Script
+from tests.gateway.http_served import Served
 from tests.gateway.http_served import serve as serve  # a fixture
-from tests.gateway.test_http import Served
 from tests.gateway.test_responses import text_of
 
 HI = [{"role": "user", "content": "hi"}]

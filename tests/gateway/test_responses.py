@@ -13,8 +13,8 @@ from common.errors import Internal
 from gateway.api.http_options import HttpOptions
 from protos.v1 import decode_pb2
 from testing.gateway.parts import Fault, Script, expected_ids
+from tests.gateway.http_served import Served
 from tests.gateway.http_served import serve as serve  # a fixture
-from tests.gateway.test_http import Served
 from tests.gateway.test_requests import until
 
 
