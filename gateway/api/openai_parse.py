@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -238,11 +238,6 @@ def _tokens(name: str, raw: bytes, limits: PromptLimits) -> list[int]:
     return ids
 
 
-def _messages(name: str, raw: bytes, limits: PromptLimits) -> list[MessageBody] | None:
-    messages: list[MessageBody] | None = _with_parts(name, raw, _MESSAGES, "messages")
-    return messages
-
-
 def _tools(name: str, raw: bytes, limits: PromptLimits) -> list[dict[str, Any]] | None:
     if len(raw) > MAX_TOOLS_BYTES:
         raise InvalidArgument.of(name, f"must take at most {MAX_TOOLS_BYTES} bytes as JSON, got {len(raw)}")
@@ -253,15 +248,11 @@ def _tools(name: str, raw: bytes, limits: PromptLimits) -> list[dict[str, Any]] 
 def _input(name: str, raw: bytes, limits: PromptLimits) -> str | list[InputItem] | None:
     if raw.startswith(b'"'):
         return _text(name, raw, limits)
-    return _items(name, raw, limits)
-
-
-def _items(name: str, raw: bytes, limits: PromptLimits) -> list[InputItem] | None:
-    items: list[InputItem] | None = _with_parts(name, raw, _ITEMS, "items")
+    items: list[InputItem] | None = _items(name, raw, limits)
     return items
 
 
-def _with_parts(name: str, raw: bytes, decoder: msgspec.json.Decoder[Any], noun: str) -> Any:
+def _with_parts(name: str, raw: bytes, limits: PromptLimits, *, decoder: msgspec.json.Decoder[Any], noun: str) -> Any:
     """Decodes a list whose entries have parts of content, if its size is within the limits."""
     if _num_quotes(raw) > MAX_QUOTES:
         what = f"must hold at most {MAX_MESSAGES} {noun} and {MAX_CONTENT_PARTS} parts of content"
@@ -285,8 +276,8 @@ _TEXT = msgspec.json.Decoder(str | None)
 _STRINGS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
 _TOOLS = msgspec.json.Decoder(list[dict[str, Any]] | None)
-_MESSAGES = msgspec.json.Decoder(list[MessageBody] | None)
-_ITEMS = msgspec.json.Decoder(list[InputItem] | None)
+_messages = partial(_with_parts, decoder=msgspec.json.Decoder(list[MessageBody] | None), noun="messages")
+_items = partial(_with_parts, decoder=msgspec.json.Decoder(list[InputItem] | None), noun="items")
 _READERS: Mapping[tuple[type[Body], str], Callable[[str, bytes, PromptLimits], Any]] = {
     (CompletionBody, "prompt"): _prompts,
     (ChatBody, "messages"): _messages,
