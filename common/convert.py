@@ -273,6 +273,7 @@ def layout_to_pb(layout: KvLayout) -> pb.KvLayout:
             dtype=g.dtype,
             kind=g.kind.value,
             window=g.window,
+            state_bytes=g.state_bytes,
         )
         for g in layout.groups
     ]
@@ -288,6 +289,7 @@ def layout_from_pb(message: pb.KvLayout) -> KvLayout:
             cast(DType, g.dtype),
             KvKind(g.kind),
             g.window if g.HasField("window") else None,
+            g.state_bytes,
         )
         for g in message.groups
     )

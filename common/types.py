@@ -40,11 +40,13 @@ class KvKind(str, Enum):
 
     FULL = "full"
     SLIDING = "sliding"
+    STATE = "state"
+    """A recurrent state instead of positions: a block has the state after its last computed position."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """A KV group of a model: the data of one token position, for all layers of the group."""
+    """A KV group of a model: what its blocks hold, for all layers of the group."""
 
     num_layers: int
     num_kv_heads: int
@@ -53,6 +55,8 @@ class KvSpec:
     kind: KvKind = KvKind.FULL
     window: int | None = None
     """Sliding window in tokens; None for full attention."""
+    state_bytes: int = 0
+    """Size of one layer's recurrent state; 0 for attention."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -60,7 +64,7 @@ class KvSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def block_bytes(self, block_size: int) -> int:
-        return self.bytes_per_token * block_size
+        return self.num_layers * self.state_bytes or self.bytes_per_token * block_size
 
     def max_blocks(self, max_model_len: int, block_size: int) -> int:
         """Returns the most blocks that one sequence of `max_model_len` tokens can hold in this group: those of its
@@ -71,18 +75,19 @@ class KvSpec:
     @property
     def slides(self) -> bool:
         """Whether a sequence stops needing its early blocks as it grows."""
-        return self.window is not None
+        return self.kind is not KvKind.FULL
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
         """Returns the index of the first block that positions from `num_computed` on read. The last computed block
-        counts as needed in any case.
+        counts as needed in any case. A state is read from that block alone, as if the window were 1.
 
         A sequence releases the blocks before it, and continues from a cached prefix of that length if the others are
         there. Schedulers and the ledger know nothing more of a kind of attention.
         """
-        if self.window is None:
+        if not self.slides:
             return 0
-        first = max(0, num_computed - self.window + 1) // block_size
+        window = self.window or 1
+        first = max(0, num_computed - window + 1) // block_size
         return min(first, max(0, -(-num_computed // block_size) - 1))
 
     def num_needed(self, num_computed: int, block_size: int) -> int:

@@ -42,7 +42,10 @@ class Binding:
     """An arena, its views, and the passes prepared over it: graphs on a GPU, one C call on a CPU."""
 
     arena: torch.Tensor  # uint8 [num_blocks, >= block_bytes]
-    caches: list[LayerCache]
+    caches: dict[int, LayerCache]
+    """Keys and values of each layer that attends."""
+    states: dict[int, tuple[torch.Tensor, int]]
+    """Recurrent states of each layer that has one, and its KV group."""
     graphs: DecodeGraphs | None = None
     fused: FusedDecoder | None = None
 
@@ -56,7 +59,7 @@ class Binding:
         if tensor.dtype != torch.uint8 or len(shape) != 2 or shape[1] < least or tensor.device.type != device.type:
             what = f"{tensor.dtype} {shape} on {tensor.device.type}"
             raise ValueError(f"an arena is uint8 [num_blocks, >= {least}] on {device.type}, not {what}")
-        return cls(tensor, layer_caches(tensor, layout, groups))
+        return cls(tensor, layer_caches(tensor, layout, groups), state_caches(tensor, layout, groups))
 
 
 def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
@@ -70,15 +73,29 @@ def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(arena, device=device)
 
 
-def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup]) -> list[LayerCache]:
+def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup]) -> dict[int, LayerCache]:
     """Returns strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena.
 
     The layers of a group lie one after the other in its blocks. A view covers blocks of other groups too.
     """
     found: dict[int, LayerCache] = {}
     for spec, group in zip(layout.groups, groups, strict=True):
-        found |= zip(group.layers, _places(arena, layout, spec), strict=False)  # the last places may be unused
-    return [found[layer] for layer in range(len(found))]
+        if not group.has_states:
+            found |= zip(group.layers, _places(arena, layout, spec), strict=False)  # the last places may be unused
+    return dict(sorted(found.items()))
+
+
+def state_caches(
+    arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup]
+) -> dict[int, tuple[torch.Tensor, int]]:
+    """Returns per-layer views fp32 [num_blocks, state_bytes / 4] of the block-major arena, with their KV groups."""
+    found: dict[int, tuple[torch.Tensor, int]] = {}
+    for number, (spec, group) in enumerate(zip(layout.groups, groups, strict=True)):
+        if group.has_states:
+            used = arena[:, : spec.block_bytes(layout.block_size)].view(torch.float32)
+            parts = used.split(spec.state_bytes // 4, dim=1)
+            found |= zip(group.layers, ((part, number) for part in parts), strict=False)
+    return found
 
 
 def _places(arena: torch.Tensor, layout: KvLayout, spec: KvSpec) -> list[LayerCache]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from common.types import DType, KvLayout
 from engine.errors import ModelError, UnsupportedModel, refuse_unless
-from engine.kv_groups import layout_of
+from engine.kv_groups import LayerGroup, LayerMemory, layout_of
 from engine.rope_config import RopeConfig, read_rope
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class ModelConfig:
     """None if positions are learned."""
     window: int | None = None
     """Sliding window: a query at position p sees keys p - window + 1 .. p. None: all keys up to p."""
-    layer_windows: tuple[int | None, ...] = ()
-    """The window of each layer, if they are not all `window`."""
+    memories: tuple[LayerMemory, ...] = ()
+    """What each layer remembers, if they do not all attend to `window`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -108,13 +108,10 @@ class ModelConfig:
             raise ModelError(f"{directory / 'config.json'} {what}") from error
         return _with_eos(replace(config, weight_format=_weight_format(raw)), raw, directory)
 
-    def windows(self) -> tuple[int | None, ...]:
-        """Returns the sliding window of each layer; None for full attention."""
-        return self.layer_windows or (self.window,) * self.num_layers
-
-    def kv_layout(self, block_size: int, dtype: DType) -> KvLayout:
-        """Returns what a block of each KV group stores."""
-        return layout_of(self.windows(), self.num_kv_heads, self.head_dim, dtype, block_size)
+    def kv_groups(self, block_size: int, dtype: DType) -> tuple[KvLayout, tuple[LayerGroup, ...]]:
+        """Returns what a block of each KV group stores, and the layers of each group."""
+        layers = self.memories or (LayerMemory(window=self.window),) * self.num_layers
+        return layout_of(layers, self.num_kv_heads, self.head_dim, dtype, block_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -169,7 +166,7 @@ def _foreign(directory: Path) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=-(-width // 8) * 8,
         max_model_len=foreign.longest(found),
-        layer_windows=foreign.layer_windows(found),
+        memories=foreign.layer_memories(found),
         checkpoint_dtype=_dtype({"dtype": text.dtype}),
     )
 

@@ -1,8 +1,11 @@
-"""The KV groups of a model: which layers share block tables because they attend alike.
+"""The KV groups of a model: which layers share block tables because they remember alike.
 
-All groups draw on one arena of equal blocks, so layers are cut into groups of equally many. Gemma 3 has five windowed
+All groups draw on one arena of equal blocks, so layers are cut into groups of equal size. Gemma 3 has five windowed
 layers for each full one: 26 layers make one group of 4 full layers and six groups of 4 windowed ones, of which the last
 has two unused places. vLLM's hybrid KV cache manager cuts in the same way (vllm/v1/core/kv_cache_utils.py).
+
+A layer with a recurrent state takes the same number of bytes at any length. As many states as fit into a block of the
+attention layers make a group; without such layers, all states make one.
 """
 
 from __future__ import annotations
@@ -14,40 +17,65 @@ from common.types import DType, KvKind, KvLayout, KvSpec
 
 
 @dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What one layer remembers of a sequence: keys and values, a recurrent state, both or nothing."""
+
+    attends: bool = True
+    window: int | None = None
+    """Sliding window of its attention in tokens; None for full attention."""
+    state_bytes: int = 0
+    """Size of its recurrent state; 0 if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that share block tables."""
 
     window: int | None
-    """Their sliding window in tokens; None for full attention."""
+    """Their sliding window in tokens; None for full attention and for states."""
     layers: tuple[int, ...]
     """Indices of the layers, in the order of their places in a block."""
+    has_states: bool = False
+    """Whether the blocks hold recurrent states of the layers instead of keys and values."""
 
 
-def cut(windows: Sequence[int | None]) -> tuple[int, tuple[LayerGroup, ...]]:
+def cut(windows: dict[int, int | None]) -> tuple[int, tuple[LayerGroup, ...]]:
     """Returns how many layers a block has places for, and the groups, full attention first.
 
-    `windows` has one entry for each layer.
+    `windows` has the sliding window of each layer that attends.
     """
     kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
+    for layer, window in windows.items():
         kinds.setdefault(window, []).append(layer)
     places = _places([len(layers) for layers in kinds.values()])
     ordered = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[1]))
-    groups = [
-        LayerGroup(window, tuple(layers[first : first + places]))
-        for window, layers in ordered
-        for first in range(0, len(layers), places)
-    ]
+    groups = [LayerGroup(window, part) for window, layers in ordered for part in _parts(layers, places)]
     return places, tuple(groups)
 
 
 def layout_of(
-    windows: Sequence[int | None], num_kv_heads: int, head_dim: int, dtype: DType, block_size: int
-) -> KvLayout:
-    """Returns what a block of each KV group stores. `windows` has one entry for each layer."""
-    places, groups = cut(windows)
-    kinds = ((KvKind.FULL if group.window is None else KvKind.SLIDING, group.window) for group in groups)
-    return KvLayout(block_size, tuple(KvSpec(places, num_kv_heads, head_dim, dtype, *kind) for kind in kinds))
+    layers: Sequence[LayerMemory], num_kv_heads: int, head_dim: int, dtype: DType, block_size: int
+) -> tuple[KvLayout, tuple[LayerGroup, ...]]:
+    """Returns what a block of each KV group stores, and the layers of each group."""
+    groups: list[LayerGroup] = []
+    specs: list[KvSpec] = []
+    if attention := {index: layer.window for index, layer in enumerate(layers) if layer.attends}:
+        places, cut_groups = cut(attention)
+        groups += cut_groups
+        kinds = ((KvKind.FULL if group.window is None else KvKind.SLIDING, group.window) for group in cut_groups)
+        specs += (KvSpec(places, num_kv_heads, head_dim, dtype, *kind) for kind in kinds)
+    if states := [index for index, layer in enumerate(layers) if layer.state_bytes]:
+        size = max(layer.state_bytes for layer in layers)
+        fitting = specs[0].block_bytes(block_size) // size if specs else len(states)
+        places = min(len(states), max(1, fitting))
+        parts = _parts(states, places)
+        groups += (LayerGroup(None, part, has_states=True) for part in parts)
+        specs += [KvSpec(places, 0, 0, dtype, KvKind.STATE, state_bytes=size)] * len(parts)
+    return KvLayout(block_size, tuple(specs)), tuple(groups)
+
+
+def _parts(layers: Sequence[int], places: int) -> list[tuple[int, ...]]:
+    return [tuple(layers[first : first + places]) for first in range(0, len(layers), places)]
 
 
 def _places(counts: Sequence[int]) -> int:

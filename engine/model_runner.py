@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -18,14 +18,13 @@ import torch
 
 from common.group_need import blocks_of
 from common.settings import AttentionBackend, WorkerSettings
-from common.types import DType, KvLayout
+from common.types import DType
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
 from engine.config import ModelConfig, ModelImpl
 from engine.device import open_device
 from engine.errors import ModelError
 from engine.foreign.model import TransformersModel
-from engine.kv_groups import cut
 from engine.loader import LoadFormat, Target, open_weights
 from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder
@@ -108,9 +107,8 @@ class ModelRunner:
         self.model = model or self._load()
         self.device.wait()  # another runner's stream may read the weights from now on
         if isinstance(self.model, TransformersModel):
-            self.config = replace(self.config, layer_windows=tuple(layer.window for layer in self.model.layers))
-        self.layout: KvLayout = self.config.kv_layout(settings.block_size, self._kv_dtype)
-        _, self.layer_groups = cut(self.config.windows())
+            self.config = replace(self.config, memories=self.model.memories)
+        self.layout, self.layer_groups = self.config.kv_groups(settings.block_size, self._kv_dtype)
         self.attention_by_layer = self._attention_by_layer()
         self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings)
         self._bound: Binding | None = None
@@ -178,7 +176,7 @@ class ModelRunner:
         elif bound.fused is not None and bound.fused.takes(batch):
             logits = bound.fused.run(batch)
         else:
-            logits = self._eager(batch, bound.caches)
+            logits = self._eager(batch, bound)
         self.device.wait()
         return logits
 
@@ -236,23 +234,24 @@ class ModelRunner:
         except Unavailable as error:
             raise ModelError(str(error)) from error
 
-    def _attention_by_layer(self) -> tuple[tuple[AttentionProvider, int], ...]:
-        """Returns a provider and a KV group for each layer of a transformers model. Layers of a group with the same
-        attention share a provider.
+    def _attention_by_layer(self) -> dict[int, tuple[AttentionProvider, int]]:
+        """Returns a provider and a KV group for each layer of a transformers model that attends. Layers of a group with
+        the same attention share a provider.
         """
         if not isinstance(self.model, TransformersModel):
-            return ()
+            return {}
         found: dict[object, AttentionProvider] = {}
-        base, providers = self._attention_spec(), []
-        group_of = {layer: number for number, group in enumerate(self.layer_groups) for layer in group.layers}
-        for index, layer in enumerate(self.model.layers):
+        base, providers = self._attention_spec(), {}
+        groups = [(number, group) for number, group in enumerate(self.layer_groups) if not group.has_states]
+        group_of = {layer: number for number, group in groups for layer in group.layers}
+        for index, layer in self.model.layers.items():
             sinks = None if layer.sinks is None else id(layer)
             key = (group_of[index], layer.scale, layer.window, layer.softcap, sinks)
             if key not in found:
                 how = {"softmax_scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
                 found[key] = self._choose_attention(replace(base, sinks=layer.sinks, **how))  # type: ignore[arg-type]
-            providers.append((found[key], group_of[index]))
-        return tuple(providers)
+            providers[index] = (found[key], group_of[index])
+        return providers
 
     @torch.inference_mode()
     def _load(self) -> Model:
@@ -270,24 +269,27 @@ class ModelRunner:
             self.weights_bytes = weights.num_bytes
         return model
 
-    def _fuse(self, caches: Sequence[LayerCache]) -> FusedDecoder | None:
+    def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:
         """Returns a pass over these in one call, if model, linears and attention are our own
         implementations on a CPU.
         """
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None
-        if (why := objection(model, caches)) is not None:
+        layers = list(caches.values())
+        if (why := objection(model, layers)) is not None:
             logger.debug("a pass is many calls: %s", why)
             return None
-        return FusedDecoder(model, self.config, caches)
+        return FusedDecoder(model, self.config, layers)
 
-    def _eager(self, batch: StepInput, caches: Sequence[LayerCache]) -> torch.Tensor:
+    def _eager(self, batch: StepInput, bound: Binding) -> torch.Tensor:
         """Starts a step of any shape. Returns fp32 logits [R, vocab]."""
         wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
-        tokens, rows, metadata = upload(batch, self.device, self.attention, self.attention_by_layer)
-        return self.model.forward(tokens, metadata, caches, None if every_row else rows).float()
+        tokens, rows, metadata = upload(
+            batch, self.device, self.attention, self.attention_by_layer, bound.states, self.layout.block_size
+        )
+        return self.model.forward(tokens, metadata, bound.caches, None if every_row else rows).float()
 
 
 def _max_model_len(config: ModelConfig, asked: int | None) -> int:

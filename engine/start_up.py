@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ def new_graphs(runner: ModelRunner, max_num_seqs: int) -> DecodeGraphs:
     return DecodeGraphs(runner.device, runner.attention, runner.max_blocks, logits)
 
 
-def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches: Sequence[LayerCache]) -> bool:
+def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches: Mapping[int, LayerCache]) -> bool:
     """Returns whether one bucket could be captured. If not, that is logged and counted, and no other should be tried.
 
     Raises the device's error if it is no longer usable.

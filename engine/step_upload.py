@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -16,10 +16,13 @@ def upload(
     batch: StepInput,
     device: Device,
     attention: AttentionProvider,
-    by_layer: Sequence[tuple[AttentionProvider, int]],
+    by_layer: Mapping[int, tuple[AttentionProvider, int]],
+    states: Mapping[int, tuple[torch.Tensor, int]],
+    block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
     """Returns token ids [T], the wanted rows [R] and the metadata of a step. `by_layer` has a provider and a KV group
-    for each layer if layers attend in different ways; otherwise `attention` is the provider of all layers.
+    for each layer that attends, if layers may attend in different ways; otherwise `attention` is the provider of all.
+    `states` has a view of the arena and a KV group for each layer with a recurrent state.
     """
     num_groups = len(batch.block_tables)
     tokens, positions, starts, lens, rows, *of_groups = device.upload(
@@ -31,7 +34,11 @@ def upload(
     for slots, table, on_host in zip(of_groups[:num_groups], of_groups[num_groups:], batch.block_tables, strict=True):
         host = HostBatch(batch.cu_seqlens_q, batch.context_lens, on_host)
         steps.append(GroupStep(slots, AttentionBatch(starts, lens, table, host, decode_only)))
-    for provider, group in dict.fromkeys(by_layer) or ((attention, 0),):
+    others = () if states else ((attention, 0),)
+    for provider, group in dict.fromkeys(by_layer.values()) or others:
         provider.prepare(steps[group].batch)
-    layers = [(provider, steps[group]) for provider, group in by_layer]
-    return tokens, rows, StepMetadata(positions, steps[0].slot_mapping, steps[0].batch, attention, layers)
+    layers = {layer: (provider, steps[group]) for layer, (provider, group) in by_layer.items()}
+    first = steps[0]
+    of_states = {layer: (view, steps[group]) for layer, (view, group) in states.items()}
+    metadata = StepMetadata(positions, first.slot_mapping, first.batch, attention, layers, of_states, block_size)
+    return tokens, rows, metadata

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,8 +27,11 @@ class StepMetadata:
     slot_mapping: torch.Tensor  # that of the first KV group, the only one of our own models
     batch: AttentionBatch  # likewise
     attention: AttentionProvider
-    by_layer: Sequence[tuple[AttentionProvider, GroupStep]] = ()
-    """One entry for each layer if layers attend in different ways."""
+    by_layer: Mapping[int, tuple[AttentionProvider, GroupStep]] = field(default_factory=dict)
+    """One entry for each layer that attends, if layers may attend in different ways."""
+    states: Mapping[int, tuple[torch.Tensor, GroupStep]] = field(default_factory=dict)
+    """For each layer with a recurrent state, its view of the arena: fp32 [num_blocks, numbers of a state], strided."""
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

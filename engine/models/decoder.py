@@ -6,7 +6,7 @@ Differences between the families are data in `ModelConfig` (biases, q/k norm, wi
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -84,7 +84,7 @@ class Decoder:
         return model
 
     def forward(
-        self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
         residual = embedding(token_ids, self.embed)  # [T, h]

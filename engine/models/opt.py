@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -92,7 +92,7 @@ class Opt:
         return model
 
     def forward(
-        self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
         x = embedding(token_ids, self._embed)  # [T, embed_dim]

@@ -43,6 +43,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "ll_copy_blocks": [PTR] * 4 + [I64] * 7,
     "ll_rms_norm": [PTR] * 5 + [I64] * 6 + [F32],
     "ll_silu_mul": [PTR] * 2 + [I64] * 5,
+    "ll_convolution": [PTR] * 8 + [I64] * 14,
+    "ll_recurrence": [PTR] * 11 + [I64] * 12,
     "ll_sample": [PTR] * 9 + [I64] * 4,
     "ll_log_softmax_top": [PTR] * 6 + [I64] * 5,
 }
@@ -150,6 +152,61 @@ def _silu_mul(out: Tensor, x: Tensor) -> None:
     )
 
 
+def _states(states: Tensor, block_table: Tensor) -> tuple[int, ...]:
+    """Returns strides and sizes of states over blocks, up to the number of blocks of a table."""
+    if states.dtype != torch.float32 or states.stride(1) != 1:
+        raise ValueError("states must be fp32 with contiguous rows")
+    return states.stride(0), block_table.stride(0), states.shape[0], block_table.shape[1]
+
+
+def _convolution(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    states: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+) -> None:
+    _last_contiguous(out, x, weight, block_table)
+    context_lens, cu_seqlens = context_lens.contiguous(), cu_seqlens.contiguous()
+    _call(
+        "ll_convolution", out.data_ptr(), x.data_ptr(), weight.data_ptr(), _pointer(bias), states.data_ptr(),
+        block_table.data_ptr(), context_lens.data_ptr(), cu_seqlens.data_ptr(),
+        out.stride(0), x.stride(0), *_states(states, block_table), context_lens.shape[0], x.shape[0], block_size,
+        *weight.shape, int(silu), _dtype(x), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _recurrence(
+    out: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    rates: Tensor | None,
+    states: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+) -> None:
+    _last_contiguous(block_table)
+    context_lens, cu_seqlens = context_lens.contiguous(), cu_seqlens.contiguous()
+    num_tokens, heads, width = values.shape
+    _call(
+        "ll_recurrence", out.data_ptr(), values.data_ptr(), keys.data_ptr(), queries.data_ptr(), decay.data_ptr(),
+        _pointer(beta), _pointer(rates), states.data_ptr(),
+        block_table.data_ptr(), context_lens.data_ptr(), cu_seqlens.data_ptr(),
+        *_states(states, block_table), context_lens.shape[0], num_tokens, block_size,
+        heads, *keys.shape[1:], width, torch.get_num_threads(),
+    )  # fmt: skip
+
+
 def _sample(
     out: Tensor,
     logits: Tensor,
@@ -195,6 +252,16 @@ _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
         _rms_norm,
     ),
     "silu_mul": ("(Tensor(a!) out, Tensor x) -> ()", _silu_mul),
+    "convolution": (
+        "(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(b!) states, Tensor block_table, "
+        "Tensor context_lens, Tensor cu_seqlens, int block_size) -> ()",
+        _convolution,
+    ),
+    "recurrence": (
+        "(Tensor(a!) out, Tensor values, Tensor keys, Tensor queries, Tensor decay, Tensor? beta, Tensor? rates, "
+        "Tensor(b!) states, Tensor block_table, Tensor context_lens, Tensor cu_seqlens, int block_size) -> ()",
+        _recurrence,
+    ),
     "sample": (
         "(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_p, Tensor min_p, Tensor top_k, Tensor seeds, "
         "Tensor sample_indices, Tensor positions) -> ()",

@@ -65,7 +65,7 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     shape = f"{config.num_layers} layers, {config.num_heads} query heads"
     yield f"model    {directory.name}: {shape}, implementation {config.family}"
     yield f"weights  {factors} = {sizing.gib(weights)}"
-    layout = config.kv_layout(
+    layout, _ = config.kv_groups(
         settings.block_size, "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
     )
     total = 0

@@ -1,0 +1,159 @@
+"""Layers with a recurrent state over blocks: a short causal convolution, and a gated linear recurrence.
+
+A block of a sequence's table holds the state after the block's last computed position: a chunk reads its start from the
+block of the position before it, and writes the state into each block that it fills or enters. One recurrence serves
+Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464). It is computed token
+by token even in a prompt, so a row has the same bits however a sequence is cut into steps. Does not depend on layers or
+on block ownership.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpu.loader import current, on_triton
+from kernels.cpu.selection import count_fallback
+
+MAX_TAPS = 16
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """The sequences of a step, T tokens packed one sequence after the other."""
+
+    block_table: Tensor  # int32 [B, max_blocks]
+    context_lens: Tensor  # int32 [B], this step's tokens included
+    cu_seqlens: Tensor  # int32 [B + 1]
+    block_size: int
+
+    def tokens(self) -> Iterator[tuple[int, int | None, int | None]]:
+        """Yields for each token its row, the block to read the state from if it is the first of a chunk (-1: the start
+        of the sequence), and the block to write the state to, if any.
+        """
+        size, starts = self.block_size, self.cu_seqlens.tolist()
+        for index, (end, table) in enumerate(zip(self.context_lens.tolist(), self.block_table.tolist(), strict=True)):
+            begin = end - (starts[index + 1] - starts[index])
+            for position in range(begin, end):
+                before = table[(position - 1) // size] if position else -1
+                is_kept = (position + 1) % size == 0 or position + 1 == end
+                row = starts[index] + position - begin
+                yield row, before if position == begin else None, table[position // size] if is_kept else None
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, batch: StateBatch
+) -> Tensor:
+    """Convolves each channel with its last `taps` inputs, optionally followed by SiLU. Returns [T, C].
+
+    x: [T, C], rows may be strided. weight: [C, taps], of x's dtype; bias: [C] or None.
+    states: fp32 [num_blocks, (taps - 1) * C], strided; the last inputs, oldest first. They are updated.
+    Raises ValueError if shapes do not fit, or for a block out of range, before anything is written.
+    """
+    channels, taps = weight.shape
+    if x.shape[1] != channels or states.shape[1] != (taps - 1) * channels or not 1 < taps <= MAX_TAPS:
+        raise ValueError(f"a convolution of [{channels}, {taps}] fits neither x {list(x.shape)} nor its states")
+    weight, bias = weight.to(x.dtype).contiguous(), None if bias is None else bias.to(x.dtype).contiguous()
+    if not _is_fast(x, "convolution"):
+        return _convolution(x, weight, bias, silu, states, batch)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty(x.shape)
+    where = (states, batch.block_table, batch.context_lens, batch.cu_seqlens, batch.block_size)
+    torch.ops.looseleaf.convolution(out, x, weight, bias, silu, *where)
+    return out
+
+
+def recurrence(
+    values: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    batch: StateBatch,
+    *,
+    beta: Tensor | None = None,
+    rates: Tensor | None = None,
+) -> Tensor:
+    """Updates S [H, N, P] token by token and answers queries: S = decay * S + key (x) value; out = query S [T, H, P].
+
+    values: fp32 [T, H, P]; keys, queries: fp32 [T, G, N], each for H / G heads; decay: fp32 [T, H], factors.
+    beta: fp32 [T, H]; the value becomes beta * (value - key S), where S has decayed already (delta rule).
+    rates: fp32 [1, N, P] for H = 1; decay is then [T, 1, P], and the numbers of S decay by exp(decay * rates) (Mamba).
+    states: fp32 [num_blocks, H * N * P], strided. They are updated.
+    Raises ValueError if shapes do not fit, or for a block out of range, before anything is written.
+    """
+    num_tokens, heads, width = values.shape
+    _, groups, n_state = keys.shape
+    expected = (num_tokens, heads, width) if rates is not None else (num_tokens, heads)
+    if heads % groups or decay.shape != expected or states.shape[1] != heads * n_state * width:
+        raise ValueError(f"values {list(values.shape)} and keys {list(keys.shape)} do not fit decay or states")
+    if rates is not None and (beta is not None or heads != 1 or rates.shape != (1, n_state, width)):
+        raise ValueError(f"rates {list(rates.shape)} are for one head, and not for the delta rule")
+    if not _is_fast(values, "recurrence"):
+        return _recurrence(values, keys, queries, decay, states, batch, beta, rates)
+    out = torch.empty_like(values, memory_format=torch.contiguous_format)
+    inputs = [each.contiguous() for each in (values, keys, queries, decay)]
+    optional = [None if each is None else each.contiguous() for each in (beta, rates)]
+    if optional[1] is not None:
+        optional[1] = optional[1] * LOG2_E
+    where = (states, batch.block_table, batch.context_lens, batch.cu_seqlens, batch.block_size)
+    torch.ops.looseleaf.recurrence(out, *inputs, *optional, *where)
+    return out
+
+
+def _is_fast(x: Tensor, name: str) -> bool:
+    """Returns whether the C++ kernels take `x`. If not, that is counted, unless the reference was asked for."""
+    library = current()
+    if library.handle is not None and not on_triton(x) and x.dtype in (torch.bfloat16, torch.float32):
+        return True
+    if library.isa != "reference":
+        count_fallback(name, f"no fast path for {x.dtype} on {x.device.type}")
+    return False
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, batch: StateBatch
+) -> Tensor:
+    """Reference for `convolution`, in plain torch."""
+    channels, taps = weight.shape
+    out = torch.empty_like(x)
+    past = x.new_zeros((taps - 1, channels), dtype=torch.float32)
+    for row, source, target in batch.tokens():
+        if source is not None:
+            past = states[source].view(taps - 1, channels) if source >= 0 else torch.zeros_like(past)
+        window = torch.cat((past, x[row][None].float()))
+        total = (window * weight.T.float()).sum(0) + (0 if bias is None else bias.float())
+        out[row] = (F.silu(total) if silu else total).to(x.dtype)
+        past = window[1:]
+        if target is not None:
+            states[target] = past.reshape(-1)
+    return out
+
+
+def _recurrence(
+    values: Tensor, keys: Tensor, queries: Tensor, decay: Tensor, states: Tensor, batch: StateBatch,
+    beta: Tensor | None, rates: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Reference for `recurrence`, in plain torch."""
+    heads, n_state, width = values.shape[1], keys.shape[2], values.shape[2]
+    out, times = torch.empty_like(values), heads // keys.shape[1]
+    state = values.new_zeros((heads, n_state, width))
+    for row, source, target in batch.tokens():
+        if source is not None:
+            state = states[source].view(heads, n_state, width) if source >= 0 else torch.zeros_like(state)
+        key, query = (each[row].repeat_interleave(times, 0) for each in (keys, queries))  # [H, N]
+        factor = decay[row][:, None, None] if rates is None else torch.exp(decay[row][:, None] * rates)
+        state = state * factor
+        value = values[row]
+        if beta is not None:
+            value = beta[row][:, None] * (value - torch.einsum("hn,hnp->hp", key, state))
+        state = state + key[:, :, None] * value[:, None]
+        out[row] = torch.einsum("hn,hnp->hp", query, state)
+        if target is not None:
+            states[target] = state.reshape(-1)
+    return out
