@@ -82,8 +82,10 @@ def steady(runner: ModelRunner, ids: list[int]) -> bool:
 def peculiar(runner: ModelRunner) -> str:
     """Describes the layers' attention where it differs from causal attention over all keys."""
     assert isinstance(runner.model, TransformersModel)
-    layers = runner.model.layers
+    layers = list(runner.model.layers.values())
     found = []
+    if states := len(runner.model.states):
+        found.append(f"states in {states} of {len(runner.model.memories)} layers")
     if windowed := sum(layer.window is not None for layer in layers):
         found.append("window" if windowed == len(layers) else f"window in {windowed} of {len(layers)} layers")
     found += [what for what in ("softcap", "sinks") if any(getattr(layer, what) is not None for layer in layers)]

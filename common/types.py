@@ -118,6 +118,11 @@ class KvLayout:
         return max(g.block_bytes(self.block_size) for g in self.groups)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a step changes blocks in place, so that it cannot be repeated over them."""
+        return any(g.kind is KvKind.STATE for g in self.groups)
+
+    @property
     def fingerprint(self) -> bytes:
         """Returns the SHA-256 of the layout. Two processes may share an arena only if theirs are equal."""
         text = json.dumps(asdict(self), sort_keys=True, default=str)

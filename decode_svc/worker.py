@@ -286,7 +286,7 @@ class DecodeWorker:
         began = time.monotonic()
         logits = self._runner.step(step.batch)
         self._preemption.costs.note_step(len(plan), time.monotonic() - began)
-        if not self._check(plan, step, copies):
+        if not self._check(plan, step, copies, has_run=True):
             return
         self._blocks.writes.copied(copies)
         for sequence in sequences:
@@ -294,11 +294,15 @@ class DecodeWorker:
         self._blocks.seal(sequences)
         self._progress.take(plan, logits)
 
-    def _check(self, plan: Plan, step: Step, copies: list[Sequence]) -> bool:
-        """Applies the reader rule. Returns False if stale groups were rejected."""
+    def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:
+        """Applies the reader rule. Returns False if stale groups were rejected. With them go all groups whose states a
+        step has advanced that does not count.
+        """
         stale = self._blocks.stale(plan, step, copies)
         if stale:
             logger.warning("reader rule: %d groups of %d had blocks that were reallocated", len(stale), len(plan))
+            if has_run and self._runner.layout.has_states:
+                stale = {group for group, _ in plan}
         for group in stale:
             self._reject(group, Rejection.LOST)
         return not stale

@@ -93,7 +93,12 @@ class BlockTable(Sequence[BlockRef]):
         return BlockRef(self._blocks[index], self._generations[index])
 
     def __setitem__(self, index: int, ref: BlockRef) -> None:
+        """Replaces a live entry, and with the first of them the names of the dropped ones."""
+        index = range(len(self))[index]
         self._blocks[index], self._generations[index] = ref
+        if index == self.first:
+            self._blocks[:index] = array("I", [ref.block]) * index
+            self._generations[:index] = array("Q", [ref.generation]) * index
         self.stamp = next(_STAMPS)
 
     def __iter__(self) -> Iterator[BlockRef]:

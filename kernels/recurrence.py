@@ -68,41 +68,51 @@ def convolution(
     return out
 
 
-def recurrence(
-    values: Tensor,
-    keys: Tensor,
-    queries: Tensor,
-    decay: Tensor,
-    states: Tensor,
-    batch: StateBatch,
-    *,
-    beta: Tensor | None = None,
-    rates: Tensor | None = None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The inputs of a recurrence over T tokens, for H heads of width P with states [N, P]."""
+
+    values: Tensor  # fp32 [T, H, P]
+    keys: Tensor  # fp32 [T, G, N], each for H / G heads
+    queries: Tensor  # as keys
+    decay: Tensor
+    """fp32 [T, H], factors; with `rates` [T, 1, P]."""
+    beta: Tensor | None = None
+    """fp32 [T, H]; the value becomes beta * (value - key S), where S has decayed already (delta rule)."""
+    rates: Tensor | None = None
+    """fp32 [1, N, P] for H = 1; each number of S decays by a factor exp(decay * rates) of its own (Mamba)."""
+
+    def __post_init__(self) -> None:
+        num_tokens, heads, width = self.values.shape
+        _, groups, n_state = self.keys.shape
+        expected = (num_tokens, heads) if self.rates is None else (num_tokens, 1, width)
+        if heads % groups or self.queries.shape != self.keys.shape or self.decay.shape != expected:
+            raise ValueError(f"values {list(self.values.shape)} and keys {list(self.keys.shape)} do not fit each other")
+        if self.rates is not None and (self.beta is not None or self.rates.shape != (1, n_state, width)):
+            raise ValueError(f"rates {list(self.rates.shape)} are for one head, and not for the delta rule")
+
+    @property
+    def state_size(self) -> int:
+        """Returns how many numbers a state has."""
+        return self.values.shape[1] * self.values.shape[2] * self.keys.shape[2]
+
+
+def recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
     """Updates S [H, N, P] token by token and answers queries: S = decay * S + key (x) value; out = query S [T, H, P].
 
-    values: fp32 [T, H, P]; keys, queries: fp32 [T, G, N], each for H / G heads; decay: fp32 [T, H], factors.
-    beta: fp32 [T, H]; the value becomes beta * (value - key S), where S has decayed already (delta rule).
-    rates: fp32 [1, N, P] for H = 1; decay is then [T, 1, P], and the numbers of S decay by exp(decay * rates) (Mamba).
     states: fp32 [num_blocks, H * N * P], strided. They are updated.
     Raises ValueError if shapes do not fit, or for a block out of range, before anything is written.
     """
-    num_tokens, heads, width = values.shape
-    _, groups, n_state = keys.shape
-    expected = (num_tokens, heads, width) if rates is not None else (num_tokens, heads)
-    if heads % groups or decay.shape != expected or states.shape[1] != heads * n_state * width:
-        raise ValueError(f"values {list(values.shape)} and keys {list(keys.shape)} do not fit decay or states")
-    if rates is not None and (beta is not None or heads != 1 or rates.shape != (1, n_state, width)):
-        raise ValueError(f"rates {list(rates.shape)} are for one head, and not for the delta rule")
-    if not _is_fast(values, "recurrence"):
-        return _recurrence(values, keys, queries, decay, states, batch, beta, rates)
-    out = torch.empty_like(values, memory_format=torch.contiguous_format)
-    inputs = [each.contiguous() for each in (values, keys, queries, decay)]
-    optional = [None if each is None else each.contiguous() for each in (beta, rates)]
-    if optional[1] is not None:
-        optional[1] = optional[1] * LOG2_E
+    if states.shape[1] != inputs.state_size:
+        raise ValueError(f"states of {states.shape[1]} numbers do not fit those of {inputs.state_size}")
+    if not _is_fast(inputs.values, "recurrence"):
+        return _recurrence(inputs, states, batch)
+    arrays = [each.contiguous() for each in (inputs.values, inputs.keys, inputs.queries, inputs.decay)]
+    beta = None if inputs.beta is None else inputs.beta.contiguous()
+    rates = None if inputs.rates is None else inputs.rates.contiguous() * LOG2_E
+    out = torch.empty_like(arrays[0])
     where = (states, batch.block_table, batch.context_lens, batch.cu_seqlens, batch.block_size)
-    torch.ops.looseleaf.recurrence(out, *inputs, *optional, *where)
+    torch.ops.looseleaf.recurrence(out, *arrays, beta, rates, *where)
     return out
 
 
@@ -135,25 +145,23 @@ def _convolution(
     return out
 
 
-def _recurrence(
-    values: Tensor, keys: Tensor, queries: Tensor, decay: Tensor, states: Tensor, batch: StateBatch,
-    beta: Tensor | None, rates: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
     """Reference for `recurrence`, in plain torch."""
-    heads, n_state, width = values.shape[1], keys.shape[2], values.shape[2]
-    out, times = torch.empty_like(values), heads // keys.shape[1]
+    values, beta, rates = inputs.values, inputs.beta, inputs.rates
+    heads, n_state, width = values.shape[1], inputs.keys.shape[2], values.shape[2]
+    out, times = torch.empty_like(values), heads // inputs.keys.shape[1]
     state = values.new_zeros((heads, n_state, width))
     for row, source, target in batch.tokens():
         if source is not None:
             state = states[source].view(heads, n_state, width) if source >= 0 else torch.zeros_like(state)
-        key, query = (each[row].repeat_interleave(times, 0) for each in (keys, queries))  # [H, N]
-        factor = decay[row][:, None, None] if rates is None else torch.exp(decay[row][:, None] * rates)
-        state = state * factor
-        value = values[row]
+        key, query = (each[row].repeat_interleave(times, 0)[:, :, None] for each in (inputs.keys, inputs.queries))
+        decay = inputs.decay[row]
+        state = state * (decay[:, None, None] if rates is None else torch.exp(decay[:, None] * rates))
+        value = values[row][:, None]  # [H, 1, P]
         if beta is not None:
-            value = beta[row][:, None] * (value - torch.einsum("hn,hnp->hp", key, state))
-        state = state + key[:, :, None] * value[:, None]
-        out[row] = torch.einsum("hn,hnp->hp", query, state)
+            value = beta[row][:, None, None] * (value - (key * state).sum(1, keepdim=True))
+        state = state + key * value
+        out[row] = (query * state).sum(1)
         if target is not None:
             states[target] = state.reshape(-1)
     return out

@@ -153,7 +153,7 @@ class PrefillWorker:
         if not self._check(plan, step):
             return
         logits = self._runner.step(step.batch)
-        if not self._check(plan, step):
+        if not self._check(plan, step, has_run=True):
             return
         completed = take_prompt_logprobs(plan, logits)
         for _, chunk in plan:
@@ -166,14 +166,16 @@ class PrefillWorker:
             else:
                 self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
-    def _check(self, plan: Plan, step: Step) -> bool:
+    def _check(self, plan: Plan, step: Step, has_run: bool = False) -> bool:
         """Applies the reader rule: every block must still have the generation in the table. Returns False if stale jobs
-        were aborted.
+        were aborted. With them go all jobs whose states a step has advanced that does not count.
         """
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:
             return True
         logger.warning("reader rule: %d prompts of %d had blocks that were reallocated", len(stale), len(plan))
+        if has_run and self._runner.layout.has_states:
+            stale = {job for job, _ in plan}
         for job in stale:
             self._fail(job, Aborted("a block of the prompt was reclaimed"))
         return False

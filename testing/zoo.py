@@ -50,9 +50,13 @@ class Animal:
 
 
 HEADS = ("num_key_value_heads",)
+MAMBA2: dict[str, Any] = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+STATE_ONLY = ("num_key_value_heads", "num_attention_heads", "max_position_embeddings", "intermediate_size")
+"""Keys that models without attention do not have."""
 ZOO: dict[str, Animal] = {
     "apertus": Animal("apertus"),
     "arcee": Animal("arcee"),
+    "bamba": Animal("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
     "cohere": Animal("cohere", {"logit_scale": 0.25}),
     "cohere2": Animal("cohere2", {**MIXED, "logit_scale": 0.25}),
     "deepseek-v3": Animal(
@@ -65,6 +69,8 @@ ZOO: dict[str, Animal] = {
     ),
     "ernie4_5": Animal("ernie4_5"),
     "exaone4": Animal("exaone4", MIXED),
+    "falcon-h1": Animal("falcon_h1", {**MAMBA2, "mamba_d_ssm": 128, "ssm_in_multiplier": 0.8}),
+    "falcon-mamba": Animal("falcon_mamba", {"state_size": 8, "time_step_rank": 8}, without=STATE_ONLY),
     "gemma": Animal("gemma", {"head_dim": 16}),
     "gemma2": Animal(
         "gemma2",
@@ -81,12 +87,36 @@ ZOO: dict[str, Animal] = {
     ),
     "granite": Animal("granite", {"attention_multiplier": 0.3, "logits_scaling": 4.0, "residual_multiplier": 0.5}),
     "granitemoe": Animal("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite-hybrid": Animal(
+        "granitemoehybrid",
+        {
+            **MAMBA2, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["mamba", "attention", "mamba"],
+            "shared_intermediate_size": 64,
+        },
+    ),
     "helium": Animal("helium", {"head_dim": 16}),
     "hunyuan": Animal("hunyuan_v1_dense", {"head_dim": 16}),
+    "jamba": Animal(
+        "jamba",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+            "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "lfm2": Animal("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "llama": Animal("llama"),
+    "mamba2": Animal("mamba2", {"num_heads": 16, "head_dim": 8, "state_size": 16, "n_groups": 2}, without=STATE_ONLY),
     "mistral-window": Animal("mistral", WINDOW),
     "mixtral": Animal("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "nemotron": Animal("nemotron"),
+    "nemotron-h": Animal(
+        "nemotron_h",
+        {
+            "mamba_num_heads": 16, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16,
+            "hybrid_override_pattern": "M*-M", "num_hidden_layers": 4,
+        },
+    ),
     "olmo": Animal("olmo"),
     "olmo2": Animal("olmo2"),
     "olmo3": Animal("olmo3", MIXED),
@@ -109,25 +139,24 @@ ZOO: dict[str, Animal] = {
     "qwen2-moe": Animal("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 64}),
     "qwen3": Animal("qwen3", {"head_dim": 16}),
     "qwen3-moe": Animal("qwen3_moe", {**MOE, "head_dim": 16}),
+    "qwen3-next": Animal(
+        "qwen3_next",
+        {
+            **MOE, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "seed-oss": Animal("seed_oss", {"head_dim": 16}),
     "smollm3": Animal("smollm3"),
     "stablelm": Animal("stablelm"),
     "starcoder2": Animal("starcoder2", WINDOW),
 }  # fmt: skip
 REFUSED: dict[str, Animal] = {
-    "bamba": Animal("bamba"),
     "bloom": Animal("bloom", without=("num_key_value_heads", "intermediate_size", "max_position_embeddings")),
     "falcon": Animal("falcon", without=("num_key_value_heads", "intermediate_size")),
-    "falcon-h1": Animal("falcon_h1"),
     "gptj": Animal("gptj", without=("num_key_value_heads", "intermediate_size")),
-    "jamba": Animal("jamba"),
-    "mamba2": Animal(
-        "mamba2",
-        {"num_heads": 16, "head_dim": 8, "state_size": 16, "n_groups": 1},
-        without=("num_key_value_heads", "num_attention_heads", "max_position_embeddings", "intermediate_size"),
-    ),
     "mpt": Animal("mpt", without=("num_key_value_heads", "intermediate_size")),
-    "qwen3-next": Animal("qwen3_next", {**MOE, "head_dim": 16}),
 }
 
 

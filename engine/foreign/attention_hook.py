@@ -2,14 +2,14 @@
 
 A thread sets the answer while it runs a model (`answered_by`), because keyword arguments do not reach the attention of
 all families (not of Nemotron and StableLM). At start a `Recorder` answers with zeros and records the requirements of
-each layer.
+each layer. `state_hook` leads the calls of recurrent layers to the same answers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.errors import UnsupportedModel
 from engine.models.attention import LayerCache, StepMetadata
+from kernels.recurrence import Recurrence, StateBatch, convolution, recurrence
 from kernels.write_blocks import write_blocks
 
 NAME = "looseleaf"
@@ -45,11 +46,37 @@ class LayerFacts:
     sinks: Tensor | None  # fp32 [num_heads]
 
 
+@dataclass(slots=True)
+class StateFacts:
+    """The size of a layer's recurrent state."""
+
+    convolution: int = 0
+    """Numbers that the convolution keeps."""
+    recurrence: int = 0
+    """Numbers that the recurrence keeps; 0 if the layer has only a convolution."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of the state in a block, in whole cache lines."""
+        return -(-4 * (self.convolution + self.recurrence) // 64) * 64
+
+
 class Call(Protocol):
-    """The answer to a layer's attention: a `Pass` or a `Recorder`."""
+    """The answer to a layer's attention and recurrence: a `Pass` or a `Recorder`."""
+
+    layer: int
+    """Index of the recurrent layer that is running."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
         """Maps q [T, H, D], k [T, KVH, D] and v [T, KVH, DV] to [T, H, DV]."""
+        ...
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """Maps x [T, C] to [T, C] (see `kernels.recurrence.convolution`)."""
+        ...
+
+    def recur(self, layer: int, inputs: Recurrence) -> Tensor:
+        """Returns the answers fp32 [T, H, P] of the recurrence (see `kernels.recurrence.recurrence`)."""
         ...
 
 
@@ -60,8 +87,14 @@ def attend(
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} makes a mask of its own")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    call: Call = _RUNNING.call
+    call = running()
+    assert call is not None
     return call.attend(int(module.layer_idx), q, k, v, asked)[None], None
+
+
+def running() -> Call | None:
+    """Returns the answer of this thread, if it is running a model of ours."""
+    return getattr(_RUNNING, "call", None)
 
 
 @contextlib.contextmanager
@@ -90,7 +123,9 @@ class Recorder:
     """Records the requirements of every layer, and answers with zeros."""
 
     def __init__(self) -> None:
+        self.layer = -1
         self.layers: dict[int, LayerFacts] = {}
+        self.states: dict[int, StateFacts] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
         """Answers a call of attention (see `Call.attend`). Raises UnsupportedModel for unknown arguments."""
@@ -115,13 +150,35 @@ class Recorder:
         )  # fmt: skip
         return q.new_zeros((*q.shape[:2], v.shape[2]))
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """Answers a convolution (see `Call.convolve`)."""
+        facts = self._state_of(layer)
+        if facts.convolution:
+            raise UnsupportedModel(f"layer {layer} has several convolutions")
+        facts.convolution = (weight.shape[1] - 1) * weight.shape[0]
+        return x.new_zeros(x.shape)
+
+    def recur(self, layer: int, inputs: Recurrence) -> Tensor:
+        """Answers a recurrence (see `Call.recur`)."""
+        facts = self._state_of(layer)
+        if facts.recurrence:
+            raise UnsupportedModel(f"layer {layer} has several recurrences")
+        facts.recurrence = inputs.state_size
+        return inputs.values.new_zeros(inputs.values.shape)
+
+    def _state_of(self, layer: int) -> StateFacts:
+        return self.states.setdefault(layer, StateFacts())
+
 
 @dataclass(slots=True)
 class Pass:
-    """One step: K and V are written to blocks, and attention reads them from there."""
+    """One step: K and V are written to blocks, and attention reads them from there. States are updated in blocks."""
 
     step: StepMetadata
-    caches: Sequence[LayerCache]
+    caches: Mapping[int, LayerCache]
+    facts: Mapping[int, StateFacts]
+    """Sizes of the states of each layer that has one."""
+    layer: int = -1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
         """Answers one layer (see `Call.attend`)."""
@@ -132,6 +189,22 @@ class Pass:
         write_blocks(q, k, v, step.positions, group.slot_mapping, cache.keys, cache.values, None)
         run = provider.decode if group.batch.decode_only else provider.prefill
         return run(q, cache.keys, cache.values, group.batch)[..., :value_dim]
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """Answers a convolution (see `Call.convolve`)."""
+        states, batch = self._states_of(layer)
+        return convolution(x, weight, bias, silu, states[:, : self.facts[layer].convolution], batch)
+
+    def recur(self, layer: int, inputs: Recurrence) -> Tensor:
+        """Answers a recurrence (see `Call.recur`)."""
+        states, batch = self._states_of(layer)
+        first, facts = self.facts[layer].convolution, self.facts[layer]
+        return recurrence(inputs, states[:, first : first + facts.recurrence], batch)
+
+    def _states_of(self, layer: int) -> tuple[Tensor, StateBatch]:
+        states, group = self.step.states[layer]
+        batch = group.batch
+        return states, StateBatch(batch.block_table, batch.context_lens, batch.cu_seqlens_q, self.step.block_size)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

@@ -9,10 +9,20 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError, UnsupportedModel
+import torch
 
-KINDS = ("full_attention", "sliding_attention")
-"""Layers that remember keys and values by position."""
+from engine.errors import ModelError, UnsupportedModel
+from engine.foreign import state_hook
+from engine.kv_groups import LayerMemory
+
+ATTENDING = ("full_attention", "sliding_attention", "hybrid")
+"""Kinds of layers that remember keys and values by position."""
+RECURRENT = ("linear_attention", "conv", "hybrid")
+"""Kinds of layers that have a recurrent state."""
+OTHERS = ("mlp", "moe")
+"""Kinds of layers that remember nothing."""
+UNLIMITED = 32_768
+"""Positions of a model whose configuration has no limit, because its states have none."""
 STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 """Kinds of rotary positions that rotate a position the same way in every step, or are made to (`model.steady_rope`)."""
 
@@ -46,6 +56,8 @@ def text_of(config: Any) -> Any:
 def head_sizes(config: Any) -> tuple[int, int, int]:
     """Returns (query heads, KV heads, the larger of a key's and a value's width) as they are cached."""
     text = text_of(config)
+    if not any(layer.attends for layer in layer_memories(config)):
+        return 1, 1, 8
     heads = int(text.num_attention_heads)
     if getattr(text, "kv_lora_rank", None):  # multi-head latent attention, cached as the heads that it unfolds to
         return heads, heads, max(int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim), int(text.v_head_dim))
@@ -57,18 +69,39 @@ def longest(config: Any) -> int:
     """Returns how many positions the model has. Raises ModelError."""
     text = text_of(config)
     length = getattr(text, "max_position_embeddings", None)
+    if not length and not any(layer.attends for layer in layer_memories(config)):
+        return UNLIMITED
     if not length:
         raise ModelError("config.json has no max_position_embeddings")
     return int(length)
 
 
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Returns each layer's sliding window, as the configuration announces it (a loaded model's own is recorded)."""
+def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
+    """Returns what each layer remembers, as the configuration announces it (a loaded model's own is recorded). Sizes of
+    states are those of a model without weights.
+    """
     text = text_of(config)
     num_layers, window = int(text.num_hidden_layers), getattr(text, "sliding_window", None) or None
     default = "sliding_attention" if window and getattr(text, "use_sliding_window", True) else "full_attention"
     kinds = getattr(text, "layer_types", None) or [default] * num_layers
-    return tuple(int(window) if window and kind == "sliding_attention" else None for kind in kinds)
+    states = _state_bytes(config) if set(kinds) & set(RECURRENT) else {}
+    return tuple(
+        LayerMemory(
+            kind in ATTENDING,
+            int(window) if window and kind == "sliding_attention" else None,
+            states.get(layer, 0) if kind in RECURRENT else 0,
+        )
+        for layer, kind in enumerate(kinds)
+    )
+
+
+def _state_bytes(config: Any) -> dict[int, int]:
+    """Returns the size of each recurrent layer's state."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return {layer: state_hook.facts_of(mixer).num_bytes for layer, mixer in state_hook.mixers_of(model).items()}
 
 
 def rope_kinds(config: Any) -> set[str]:
@@ -85,8 +118,8 @@ def _refuse(config: Any, name: str) -> None:
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UnsupportedModel(f"quantization_config ({method}) needs a native implementation, which {name} has not")
-    kinds = set(getattr(text, "layer_types", None) or KINDS[:1])
-    if other := sorted(kinds - set(KINDS)):
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if other := sorted(kinds - {*ATTENDING, *RECURRENT, *OTHERS}):
         raise UnsupportedModel(f"architecture {name} has layers of kind {', '.join(other)}, which is not supported")
     if unsteady := sorted(rope_kinds(config) - set(STABLE_ROPE)):
         raise UnsupportedModel(f"RoPE scaling {', '.join(unsteady)} is not supported by the transformers backend")

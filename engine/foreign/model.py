@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,10 +19,11 @@ from common.digests import check_digests
 from engine.checkpoint import weight_files
 from engine.config import ModelConfig
 from engine.errors import ModelError, UnsupportedModel
-from engine.foreign import attention_hook, packed_weight
+from engine.foreign import attention_hook, packed_weight, state_hook
 from engine.foreign import config as foreign_config
-from engine.foreign.attention_hook import LayerFacts, Pass, Recorder
+from engine.foreign.attention_hook import LayerFacts, Pass, Recorder, StateFacts
 from engine.foreign.steady import Steady
+from engine.kv_groups import LayerMemory
 from engine.loader import LoadFormat, Target
 from engine.models.attention import LayerCache, StepMetadata
 
@@ -48,9 +49,12 @@ class TransformersModel:
         steady_rope(self._model, max_len)
         matrices = packed_weight.pack(self._model, target.deterministic, target.bits)
         self.num_bytes = sum(map(_bytes, self._model.parameters())) + sum(map(_bytes, (m.raw for m in matrices)))
-        self.layers = self._recorded(config, target.device)
+        state_hook.install(self._model)
+        self.layers, self.states = self._recorded(config, target.device)
+        """Requirements of each layer that attends, and the size of the state of each recurrent layer."""
         for each in matrices:
             each.settle()
+        self._num_layers = config.num_layers
         self._layers_at = _layers_of(self._model, config.num_layers)
 
     @property
@@ -58,11 +62,23 @@ class TransformersModel:
         """The settings that affect the bits, in addition to the runner's own numerics: `name=value` pairs."""
         return f"model=transformers/{self._version}{'+variant' if self.is_variant else ''}"
 
+    @property
+    def memories(self) -> tuple[LayerMemory, ...]:
+        """What each layer remembers of a sequence."""
+        return tuple(
+            LayerMemory(
+                index in self.layers,
+                self.layers[index].window if index in self.layers else None,
+                self.states[index].num_bytes if index in self.states else 0,
+            )
+            for index in range(self._num_layers)
+        )
+
     def forward(
-        self, token_ids: torch.Tensor, step: StepMetadata, caches: Sequence[LayerCache], rows: torch.Tensor | None
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
-        return self._run(token_ids, step.positions, rows, Pass(step, caches))
+        return self._run(token_ids, step.positions, rows, Pass(step, caches, self.states))
 
     def shallow(self, num_layers: int) -> Self:
         """Returns the same model with fewer layers (see `Decoder.shallow`)."""
@@ -89,8 +105,10 @@ class TransformersModel:
         logits: torch.Tensor = answer.logits[0]
         return logits
 
-    def _recorded(self, config: ModelConfig, device: torch.device) -> tuple[LayerFacts, ...]:
-        """Records the requirements of each layer, by a pass over two tokens without attention."""
+    def _recorded(
+        self, config: ModelConfig, device: torch.device
+    ) -> tuple[dict[int, LayerFacts], dict[int, StateFacts]]:
+        """Records the requirements of each layer, by a pass over two tokens without attention and recurrence."""
         recorder = Recorder()
         tokens = torch.arange(RECORDED_TOKENS, device=device)
         try:
@@ -99,11 +117,18 @@ class TransformersModel:
             raise
         except Exception as error:
             raise UnsupportedModel(f"{type(self._model).__name__} cannot run over blocks: {error!r}"[:500]) from error
-        missing = sorted(set(range(config.num_layers)) - set(recorder.layers))
-        if missing or len(recorder.layers) != config.num_layers:
+        attending = {index for index, layer in enumerate(config.memories) if layer.attends}
+        if missing := sorted(attending ^ set(recorder.layers)):
             raise UnsupportedModel(
                 f"{type(self._model).__name__} does not let us attend for {len(missing)} of its "
-                f"{config.num_layers} layers (layer {missing[0] if missing else max(recorder.layers)})"
+                f"{config.num_layers} layers (layer {missing[0]})"
+            )
+        sizes = {index: layer.state_bytes for index, layer in enumerate(config.memories) if layer.state_bytes}
+        if sizes != (found := {index: facts.num_bytes for index, facts in recorder.states.items()}):
+            layer = min(index for index in sizes.keys() | found if sizes.get(index) != found.get(index))
+            raise UnsupportedModel(
+                f"layer {layer} of {type(self._model).__name__} keeps a state of {found.get(layer, 0)} bytes where "
+                f"{sizes.get(layer, 0)} were expected"
             )
         for index, layer in recorder.layers.items():
             expected = (config.num_heads, config.num_kv_heads)
@@ -112,7 +137,7 @@ class TransformersModel:
                     f"layer {index} has {layer.num_heads} heads over {layer.num_kv_heads} of {_width(layer)}, not "
                     f"{expected[0]} over {expected[1]} of {config.head_dim}: layers of several sizes are not supported"
                 )
-        return tuple(recorder.layers[index] for index in range(config.num_layers))
+        return recorder.layers, recorder.states
 
 
 def num_parameters(directory: Path) -> int:

@@ -134,6 +134,8 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             return _plus(weight.times(x, True), bias)
     elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and _is_matrix(args[1]):
         return args[1].times(args[0], False)
+    elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and _is_matrix(args[0]):
+        return args[0].times(args[1].transpose(-1, -2), True).transpose(-1, -2)
     elif func is Tensor.__rmatmul__ and _is_matrix(args[0]):
         return args[0].times(args[1], False)
     elif func in (torch.addmm, Tensor.addmm) and len(args) == 3 and not kwargs and _is_matrix(args[2]):

@@ -39,7 +39,7 @@ def read(tmp_path: Path, raw: dict[str, Any]) -> ModelConfig:
 def test_opt_13b_needs_800_kib_of_kv_a_token(tmp_path: Path) -> None:
     config = read(tmp_path, OPT_13B)
     for dtype in ("float16", "bfloat16"):
-        layout = config.kv_layout(16, dtype)  # type: ignore[arg-type]
+        layout, _ = config.kv_groups(16, dtype)  # type: ignore[arg-type]
         assert layout.groups[0].bytes_per_token == 819_200
         assert 2048 // 16 * layout.block_bytes == 1.5625 * 2**30
 
@@ -48,7 +48,7 @@ def test_families_differ_where_they_should(tmp_path: Path) -> None:
     assert read(tmp_path, hf_config("qwen2")).qkv_bias and not read(tmp_path, hf_config("qwen2")).o_bias
     assert read(tmp_path, hf_config("qwen3")).qk_norm
     windowed = read(tmp_path, hf_config("mistral") | {"sliding_window": 64})
-    assert windowed.window == 64 and windowed.kv_layout(16, "bfloat16").groups[0].kind is KvKind.SLIDING
+    assert windowed.window == 64 and windowed.kv_groups(16, "bfloat16")[0].groups[0].kind is KvKind.SLIDING
     assert read(tmp_path, hf_config("llama") | {"sliding_window": 64}).window is None
     assert read(tmp_path, hf_config("qwen2") | {"sliding_window": 64}).window is None
     by_type = {k: v for k, v in hf_config("qwen3").items() if k != "architectures"}

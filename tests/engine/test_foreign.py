@@ -13,7 +13,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.errors import ModelError, UnsupportedModel
-from engine.foreign import packed_weight, row_check
+from engine.foreign import attention_hook, packed_weight, row_check
 from engine.foreign.model import TransformersModel
 from engine.model_runner import ModelRunner, RunnerSettings
 from testing.oracle import Oracle
@@ -21,6 +21,7 @@ from testing.zoo import REFUSED, ZOO, make_foreign
 
 transformers = pytest.importorskip("transformers")
 NUM_TOKENS = 150
+STATEFUL = ("mamba2", "falcon-mamba", "bamba", "falcon-h1", "qwen3-next", "lfm2")
 CLOSE, CLOSE_RMS = 2e-5, 5e-6
 """Of the logits' standard deviation."""
 Make = Callable[[str], Path]
@@ -94,27 +95,45 @@ def test_what_is_peculiar_to_a_family_matters(checkpoint: Make, name: str, field
     directory = checkpoint(name)
     runner = runner_of(directory)
     model = runner.model
-    assert isinstance(model, TransformersModel) and any(getattr(layer, field) is not None for layer in model.layers)
+    assert isinstance(model, TransformersModel)
+    assert any(getattr(layer, field) is not None for layer in model.layers.values())
     plain = {"scale": 16**-0.5}.get(field)
-    model.layers = tuple(replace(layer, **{field: plain}) for layer in model.layers)
+    model.layers = {index: replace(layer, **{field: plain}) for index, layer in model.layers.items()}
     runner.attention_by_layer = runner._attention_by_layer()
     tokens = prompt(runner.config.vocab_size)
     got = Oracle(runner).logits(tokens, chunk=24)
     assert distance(got, by_transformers(directory, tokens, torch.float32)) > 0.01
 
 
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("forgotten", ["convolution", "recurrence"])
+def test_what_a_chunk_leaves_to_the_next_matters(
+    checkpoint: Make, monkeypatch: pytest.MonkeyPatch, name: str, forgotten: str
+) -> None:
+    """If every chunk began with an empty state, the comparison above would fail."""
+    kernel = getattr(attention_hook, forgotten)
+
+    def forgetful(*args: Any) -> torch.Tensor:
+        *inputs, states, batch = args
+        states.zero_()
+        return kernel(*inputs, states, batch)
+
+    directory = checkpoint(name)
+    runner = runner_of(directory)
+    tokens = prompt(runner.config.vocab_size)
+    monkeypatch.setattr(attention_hook, forgotten, forgetful)
+    got = Oracle(runner).logits(tokens, chunk=24)
+    far = distance(got, by_transformers(directory, tokens, torch.float32)) > 0.01
+    assert far == (forgotten == "convolution" or name != "lfm2"), "LFM2 has convolutions alone"
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("bamba", "layers of kind linear_attention"),
         ("bloom", "config.json has no max_position_embeddings"),
         ("falcon", "computes attention in its own way"),
-        ("falcon-h1", "layers of kind hybrid"),
         ("gptj", "computes attention in its own way"),
-        ("jamba", "layers of kind linear_attention"),
-        ("mamba2", "layers of kind linear_attention"),
         ("mpt", "cannot run over blocks"),
-        ("qwen3-next", "layers of kind linear_attention"),
     ],
 )
 def test_what_would_give_wrong_numbers_is_refused_by_name(checkpoint: Make, name: str, why: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from common.types import BlockRef, KvKind, KvLayout, KvSpec, SamplingParams, StoppingParams
 from engine.block_table import BlockTable
-from engine.kv_groups import LayerGroup, cut
+from engine.kv_groups import LayerGroup, LayerMemory, cut, layout_of
 from engine.sequence import Sequence
 
 FULL = KvSpec(1, 1, 8, "bfloat16")
@@ -24,12 +24,12 @@ def refs(count: int, first: int = 100) -> list[BlockRef]:
 
 
 def test_layers_that_attend_alike_are_one_group() -> None:
-    assert cut((None,) * 12) == (12, (LayerGroup(None, tuple(range(12))),))
-    assert cut((64,) * 3) == (3, (LayerGroup(64, (0, 1, 2)),))
+    assert cut(dict.fromkeys(range(12))) == (12, (LayerGroup(None, tuple(range(12))),))
+    assert cut(dict.fromkeys(range(3), 64)) == (3, (LayerGroup(64, (0, 1, 2)),))
 
 
 def test_gemma_3_has_one_full_group_and_six_with_a_window() -> None:
-    windows = [None if layer % 6 == 5 else 512 for layer in range(26)]
+    windows = {layer: None if layer % 6 == 5 else 512 for layer in range(26)}
     places, groups = cut(windows)
     assert places == 4 and [group.window for group in groups] == [None] + [512] * 6
     assert groups[0].layers == (5, 11, 17, 23)
@@ -38,8 +38,29 @@ def test_gemma_3_has_one_full_group_and_six_with_a_window() -> None:
 
 
 def test_kinds_of_almost_equal_number_are_padded_rather_than_split() -> None:
-    places, groups = cut([None, 8] * 5 + [8])
+    places, groups = cut(dict(enumerate([None, 8] * 5 + [8])))
     assert places == 6 and [len(group.layers) for group in groups] == [5, 6]
+
+
+def test_as_many_states_share_a_block_as_fit_beside_keys_and_values() -> None:
+    attends, state = LayerMemory(), LayerMemory(attends=False, state_bytes=640)
+    layout, groups = layout_of([attends, state, state, attends, state], 2, 8, "bfloat16", 16)
+    assert layout.block_bytes == 2 * 2 * 2 * 8 * 2 * 16 == 2048, "two layers of keys and values; three states fit"
+    assert [(group.layers, group.has_states) for group in groups] == [((0, 3), False), ((1, 2, 4), True)]
+    assert layout.groups[1] == KvSpec(3, 0, 0, "bfloat16", KvKind.STATE, state_bytes=640)
+    small, parts = layout_of([attends, state, state], 2, 8, "bfloat16", 4)
+    assert [group.layers for group in parts] == [(0,), (1,), (2,)] and small.block_bytes == 640
+    alone, _ = layout_of([state] * 3, 1, 8, "bfloat16", 16)
+    assert alone.block_bytes == 3 * 640 and len(alone.groups) == 1
+    both, parts = layout_of([LayerMemory(state_bytes=64)] * 2, 2, 8, "bfloat16", 16)
+    assert [group.layers for group in parts] == [(0, 1), (0, 1)] and len(both.groups) == 2
+
+
+def test_a_state_is_needed_where_it_stands_and_nowhere_else() -> None:
+    spec = KvSpec(1, 0, 0, "bfloat16", KvKind.STATE, state_bytes=64)
+    assert spec.slides and spec.bytes_per_token == 0 and spec.block_bytes(16) == spec.block_bytes(32) == 64
+    assert [spec.first_needed(n, 16) for n in (0, 1, 15, 16, 17, 32, 33)] == [0, 0, 0, 0, 1, 1, 2]
+    assert all(spec.num_needed(n, 16) == 1 for n in range(1, 100))
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 1024])
@@ -66,6 +87,9 @@ def test_a_table_drops_its_head_and_keeps_its_places() -> None:
     blocks, generations = np.zeros(6, np.int32), np.zeros(6, np.uint64)
     table.copy_to(blocks, generations)
     assert blocks.tolist() == [105] * 6 and generations.tolist() == [1005] * 6, "every entry may be checked"
+    table[-1] = BlockRef(8, 8)
+    assert list(table) == [BlockRef(8, 8)] * 6, "a replaced block is named nowhere any more"
+    table[5] = given[5]
     table.append(BlockRef(7, 7))
     assert table.live == [given[5], BlockRef(7, 7)] and table.copy().live == table.live
     assert other.live == given, "a copy is another table"

@@ -60,12 +60,14 @@ FLOORS = {"hits": 20, "rebuild": 5, "LOST": 3, "prefill aborts": 3, "answers los
 """Least number of times in the whole run: a machine that seldom gets deep finds nothing."""
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "bamba"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """One KV group, and four: one with full attention and three with a window of two blocks."""
+    """One KV group; four, of which one has full attention and three a window of two blocks; attention beside states."""
     directory = tmp_path_factory.mktemp("model")
     if request.param == "llama":
         model = make_checkpoint(directory, "llama", dtype=torch.bfloat16)
+    elif request.param == "bamba":
+        model = make_foreign(directory, ZOO["bamba"], dtype=torch.bfloat16)
     else:
         animal = ZOO["gemma3"]
         narrow = replace(animal, changes=animal.changes | {"sliding_window": 2 * BLOCK_SIZE})

@@ -26,18 +26,20 @@ CHOICES: tuple[Choice, ...] = ("swap", "give-back", "auto")
 NUM_WORLDS = int(os.environ.get("LOOSELEAF_TEST_WORLDS", "6"))
 
 
-@pytest.fixture(scope="module", params=["full attention", "windows", "both"])
+@pytest.fixture(scope="module", params=["full attention", "windows", "both", "states"])
 def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[ModelRunner]:
-    """Blocks of 4, 8 and 16; all layers attend to everything, to the last positions, or some to this and some to
-    that."""
+    """Blocks of 4, 8 and 16; all layers attend to everything, to the last positions, some to this and some to that, or
+    some have a recurrent state instead.
+    """
     directory = tmp_path_factory.mktemp("model")
     match request.param:
         case "full attention":
             model = make_checkpoint(directory, "qwen3", seed=9, dtype=torch.bfloat16)
         case "windows":
             model = make_checkpoint(directory, "mistral", seed=9, dtype=torch.bfloat16, sliding_window=13)
-        case _:
-            model = make_foreign(directory, ZOO["gemma3"], seed=9, dtype=torch.bfloat16)
+        case other:
+            name = "gemma3" if other == "both" else "bamba"
+            model = make_foreign(directory, ZOO[name], seed=9, dtype=torch.bfloat16)
     settings = {"num_threads": 1, "max_model_len": 256, "device": "cpu"}
     return [ModelRunner(RunnerSettings(model, block_size=size, **settings)) for size in (4, 8, 16)]  # type: ignore[arg-type]
 

@@ -25,8 +25,10 @@ from testing.quantized import FORMATS, make_quantized
 from testing.system import assert_nothing_held
 from testing.zoo import ZOO, make_foreign
 
-FOREIGN = ("deepseek-v3", "gemma3")
-MORE_FOREIGN = ("gemma2", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe")
+FOREIGN = ("deepseek-v3", "gemma3", "bamba")
+MORE_FOREIGN = (
+    "falcon-h1", "gemma2", "glm4", "gpt-oss", "mamba2", "mixtral", "phi3", "qwen3-moe", "qwen3-next"
+)  # fmt: skip
 """By `make families` only: each takes 20 s."""
 MAX_MODEL_LEN = 176
 TIGHT = {"num_blocks": 48, "max_model_len": MAX_MODEL_LEN}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from block_store.arena.header import HeaderState
-from common.types import SamplingParams, StoppingParams
+from common.types import KvLayout, SamplingParams, StoppingParams
 from decode_svc import swap
 from decode_svc.outputs import Rejection
 from engine.model_runner import ModelRunner, RunnerSettings
@@ -25,6 +25,7 @@ from testing.equality.meddler import Meddler, When
 from testing.equality.workers import Workers
 from testing.ledger.block_thief import Thief
 from testing.oracle import Oracle
+from testing.zoo import ZOO, make_foreign
 
 BLOCK_SIZE = 4
 WHEN = pytest.mark.parametrize("when", get_args(When))
@@ -94,6 +95,13 @@ class Scene:
         self.thief.close()
         self.workers.assert_idle()
         self.workers.close()
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """A model whose steps change blocks in place."""
+    model = make_foreign(tmp_path_factory.mktemp("model"), ZOO["bamba"], dtype=torch.bfloat16)
+    return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=128, device="cpu", block_size=BLOCK_SIZE))
 
 
 @pytest.fixture
@@ -166,6 +174,31 @@ def test_a_block_taken_inside_the_step_of_prefill_that_writes_it(make_scene: Mak
     assert not differences(TWO, expected, scene.answer(TWO))
     assert meddler.taken is not None and scene.workers.num_returned >= 1
     assert out[0] == out[1] and scene.workers.rejections == []
+
+
+@WHEN
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["", "as if it could be repeated"])
+def test_a_step_over_states_is_not_repeated(
+    hybrid: ModelRunner, redis_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    when: When, role: str, is_repeated: bool,
+) -> None:  # fmt: skip
+    """Of two groups in a step one loses a block. The states of the other have advanced."""
+    scene = Scene(Workers(hybrid, tmp_path, redis_client, budget=7), hybrid, monkeypatch)
+    expected = scene.expect(TWO)
+    if is_repeated:
+        monkeypatch.setattr(KvLayout, "has_states", False)
+
+    def pick(batch: StepInput) -> int | None:
+        begins_within_a_block = (batch.context_lens[0] - batch.cu_seqlens_q[1]) % BLOCK_SIZE > 0
+        has_copied = role == "prefill" or batch.context_lens[0] > 12  # a copy is made again from its source
+        fits = len(batch.context_lens) == 2 and begins_within_a_block and has_copied
+        return int(batch.slot_mappings[0][-1]) // BLOCK_SIZE if fits else None  # of the second group alone
+
+    meddler, _ = scene.meddle(getattr(scene.workers, role), when, pick)
+    wrong = differences(TWO, expected, scene.answer(TWO))
+    assert meddler.taken is not None and bool(wrong) == is_repeated
+    scene.close()
 
 
 @WHEN

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.types import KvSpec
+from common.types import KvKind, KvSpec
 from decode_svc import swap
+from decode_svc.copy_on_write import CopyOnWrite
 from engine.block_table import BlockTable
 from engine.config import ARCHITECTURES
 from engine.model_runner import ModelRunner, RunnerSettings
@@ -28,7 +29,11 @@ from testing.quantized import FORMATS, make_quantized
 from testing.zoo import ZOO, make_foreign
 from worker import cached_prefix, sealing
 
-FOREIGN = ("deepseek-v3", "gemma2", "gemma3", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe")
+STATEFUL = ("mamba2", "bamba", "qwen3-next")
+"""States alone, and two kinds of states beside attention."""
+FOREIGN = (
+    "deepseek-v3", "gemma2", "gemma3", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe", *STATEFUL
+)  # fmt: skip
 """Run by the backend over transformers; `tests/engine/test_foreign.py` compares their logits with transformers'."""
 QUANTIZED = ("qwen3-awq", "llama-int8", "gemma3-int4")
 """A checkpoint of 4 bits, and weights that are rounded on load, of a model of ours and of one of transformers."""
@@ -122,6 +127,7 @@ def test_handed_over_cold_and_cached(subject: Subject, make_workers: Make, budge
     again = workers.answer(subject.cases)
     subject.check([asked.answer for asked in again])
     assert all(asked.cached_tokens >= 16 for asked in again)
+    assert not workers.rejections, "nothing was lost that a retry had to hide"
     workers.assert_idle()
 
 
@@ -130,6 +136,7 @@ def test_preempted_by_swap(subject: Subject, make_workers: Make) -> None:
     subject.check([asked.answer for asked in workers.answer(subject.cases)])
     counts = workers.preemption.counts
     assert counts.swapped_groups == counts.resumed_groups > 0 and counts.given_back_groups == 0
+    assert not workers.rejections
     workers.assert_idle()
 
 
@@ -215,13 +222,30 @@ def hand_over_what_was_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTable, "live", property(lambda table: table[:]))
 
 
+def skip_the_copies_of_states(patch: pytest.MonkeyPatch) -> None:
+    """Copy-on-write copies keys and values alone."""
+
+    def without_states(writes: CopyOnWrite, copying: Any) -> None:
+        runner = writes._runner
+        kept = [i for i, group in enumerate(runner.layout.groups) if group.kind is not KvKind.STATE]
+        pairs = [(s.copy_from[i].block, s.tables[i][-1].block) for s in copying for i in kept]
+        runner.copy_blocks(*([pair[side] for pair in pairs] for side in (0, 1)))
+
+    patch.setattr(CopyOnWrite, "copy", without_states)
+
+
+WINDOW_BUGS = (drop_too_early, take_the_window_of_another_length, mix_up_the_groups, hand_over_what_was_dropped)
+STATE_BUGS = (*WINDOW_BUGS[1:], skip_the_copies_of_states)
+
+
 @pytest.mark.parametrize(
-    "bug", [drop_too_early, take_the_window_of_another_length, mix_up_the_groups, hand_over_what_was_dropped]
+    ("family", "bug"),
+    [*(("gemma3", bug) for bug in WINDOW_BUGS), *(("bamba", bug) for bug in STATE_BUGS)],
 )
-def test_a_bug_in_the_handling_of_windows_shows(
-    subject_of: Callable[[Any], Subject], make_workers: Make, monkeypatch: pytest.MonkeyPatch, bug: Any
+def test_a_bug_in_the_handling_of_windows_and_states_shows(
+    subject_of: Callable[[Any], Subject], make_workers: Make, monkeypatch: pytest.MonkeyPatch, family: str, bug: Any
 ) -> None:
-    subject = subject_of("gemma3")
+    subject = subject_of(family)
     workers = make_workers(subject, budget=64)
     bug(monkeypatch)
     for _ in ("cold", "cached"):

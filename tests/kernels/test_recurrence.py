@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.selection import fallbacks
-from kernels.recurrence import StateBatch, convolution, recurrence
+from kernels.recurrence import Recurrence, StateBatch, convolution, recurrence
 
 NUM_TOKENS, BLOCK_SIZE, TAPS = 23, 4, 4
 NUM_BLOCKS = -(-NUM_TOKENS // BLOCK_SIZE)
@@ -42,7 +42,7 @@ class Inputs:
 
         beta = None if self.beta is None else of(self.beta)
         inputs = map(of, (self.values, self.keys, self.queries, self.decay))
-        return recurrence(*inputs, states, batch, beta=beta, rates=self.rates)
+        return recurrence(Recurrence(*inputs, beta, self.rates), states, batch)
 
 
 def inputs(kind: Kind, width: int = 40, n_state: int = 5) -> Inputs:
@@ -160,6 +160,12 @@ def test_bad_arguments_are_refused_before_anything_is_written(isa: str) -> None:
     [(_, batch)] = batches((NUM_TOKENS,))
     with pytest.raises(ValueError, match="do not fit"):
         given.run(states[:, 1:], batch)
+    with pytest.raises(ValueError, match="one head"):
+        Recurrence(
+            given.values[:, :1], given.keys[:, :1], given.queries[:, :1], given.values[:, :1], rates=torch.ones(3)
+        )
+    with pytest.raises(ValueError, match="do not fit each other"):
+        Recurrence(given.values, given.keys, given.queries, given.values)
     with pytest.raises(ValueError, match="fits neither"):
         convolution(torch.randn(23, 5), torch.randn(5, 1), None, True, arena(0), batch)
     if isa == "reference":

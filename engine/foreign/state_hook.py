@@ -1,0 +1,175 @@
+"""Answers the functions with which transformers' recurrent layers mix positions, and records the size of their states.
+
+These layers call functions of their own module: a causal convolution, and one of three recurrences. `install` replaces
+these functions in the modules that a model's layers come from. Outside a pass of ours, they still do what they did.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.errors import UnsupportedModel
+from engine.foreign.attention_hook import HARMLESS, StateFacts, running
+from kernels.recurrence import Recurrence
+
+IGNORED = {"chunk_size", "use_mambapy", "use_associative_scan"}
+"""Arguments that choose how a result is computed."""
+_STATE_ARGUMENTS = ("output_final_state", "return_final_states", "return_last_state")
+
+
+def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
+    """Returns the modules with a causal convolution, which have a recurrent state, by the index of their layer."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if convolution_of(module) is not None:
+            layer = getattr(module, "layer_idx", None)
+            if not isinstance(layer, int) or layer in found:
+                raise UnsupportedModel(f"{type(module).__name__} is not the one recurrent part of a layer")
+            found[layer] = module
+    return found
+
+
+def convolution_of(module: nn.Module) -> nn.Conv1d | None:
+    return next((child for child in module.children() if isinstance(child, nn.Conv1d)), None)
+
+
+def facts_of(mixer: nn.Module) -> StateFacts:
+    """Returns the size of a recurrent layer's state, from the sizes that transformers' modules of all families name
+    alike.
+    """
+    convolution = convolution_of(mixer)
+    assert convolution is not None
+    kept = (convolution.kernel_size[0] - 1) * convolution.out_channels
+    for names in (
+        ("num_v_heads", "head_k_dim", "head_v_dim"),
+        ("num_heads", "head_dim", "ssm_state_size"),
+        ("intermediate_size", "ssm_state_size"),
+    ):
+        if all(hasattr(mixer, name) for name in names):
+            return StateFacts(kept, math.prod(getattr(mixer, name) for name in names))
+    return StateFacts(kept)
+
+
+def install(model: nn.Module) -> None:
+    """Replaces the functions that the model's recurrent layers call. May be repeated."""
+    for layer, mixer in mixers_of(model).items():
+        mixer.register_forward_pre_hook(functools.partial(_enter, layer))
+        module = sys.modules[type(mixer).__module__]
+        for name, answer in _ANSWERS.items():
+            original = getattr(module, name, None)
+            if original is not None and not hasattr(original, "looseleaf"):
+                setattr(module, name, _answered(original, answer))
+
+
+def _enter(layer: int, mixer: nn.Module, args: Any) -> None:
+    if (call := running()) is not None:
+        call.layer = layer
+
+
+def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if running() is None else answer(*args, **kwargs)
+
+    replaced.looseleaf = True  # type: ignore[attr-defined]
+    return replaced
+
+
+def _refuse_unknown(function: str, asked: dict[str, Any]) -> None:
+    """Raises UnsupportedModel for an argument that would change the numbers."""
+    allowed = {*HARMLESS, *IGNORED, *_STATE_ARGUMENTS}
+    if unknown := sorted(name for name, value in asked.items() if value is not None and name not in allowed):
+        raise UnsupportedModel(f"{function} takes {', '.join(unknown)}")
+    if any(asked.get(name) for name in _STATE_ARGUMENTS):
+        raise UnsupportedModel(f"{function} asks for the final state")
+
+
+def _recur(inputs: Recurrence) -> Tensor:
+    """Returns the answers fp32 [T, H, P] of the layer that is running."""
+    call = running()
+    assert call is not None
+    return call.recur(call.layer, inputs)
+
+
+def _convolve(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **asked: Any
+) -> Tensor:
+    """`causal_conv1d_fn`: maps [1, C, T] to the same shape. weight: [C, taps]."""
+    _refuse_unknown("causal_conv1d_fn", asked)
+    if activation not in (None, "silu", "swish"):
+        raise UnsupportedModel(f"causal_conv1d_fn takes activation {activation}")
+    call = running()
+    assert call is not None
+    out = call.convolve(call.layer, hidden_states[0].T, weight, bias, activation is not None)
+    return out.T[None]
+
+
+def _mamba2(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **asked: Any,
+) -> Tensor:  # fmt: skip
+    """`mamba2_chunk_scan`: maps [1, T, H, P] to fp32 of the same shape. dt: [1, T, H]; A: [H]; B, C: [1, T, G, N]."""
+    _refuse_unknown("mamba2_chunk_scan", asked)
+    steps = _time_steps(dt[0], dt_bias, dt_softplus).clamp(*dt_limit)
+    x = hidden_states[0].float()
+    decay = torch.exp(A.float() * steps)
+    out = _recur(Recurrence(x * steps[..., None], B[0].float(), C[0].float(), decay))
+    return (out if D is None else out + D.float()[:, None] * x)[None]
+
+
+def _mamba(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **asked: Any,
+) -> Tensor:  # fmt: skip
+    """`mamba_selective_scan`: maps [1, P, T] to fp32 of that shape. dt, z: [1, P, T]; A: [P, N]; B, C: [1, N, T]."""
+    _refuse_unknown("mamba_selective_scan", asked)
+    x, steps = hidden_states[0].T.float(), _time_steps(dt[0].T, delta_bias, delta_softplus)
+    keys, queries = B[0].T.float()[:, None], C[0].T.float()[:, None]
+    out = _recur(Recurrence((x * steps)[:, None], keys, queries, steps[:, None], rates=A.float().T[None]))[:, 0]
+    out = out if D is None else out + D.float() * x
+    return (out if z is None else out * F.silu(z[0].T.float())).T[None]
+
+
+def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Returns the lengths of the steps of a discretized state space, in fp32."""
+    dt = dt.float() if bias is None else dt.float() + bias.float()
+    return F.softplus(dt) if softplus else dt
+
+
+def _gated_delta(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: None = None,
+    use_qk_l2norm_in_kernel: bool = False, **asked: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`torch_chunk_gated_delta_rule`: maps value [1, T, H, P] to the same shape. query, key: [1, T, G, N]; g, beta:
+    [1, T, H].
+    """
+    _refuse_unknown("torch_chunk_gated_delta_rule", asked)
+    queries, keys = query[0].float(), key[0].float()
+    if use_qk_l2norm_in_kernel:
+        queries, keys = _normalized(queries), _normalized(keys)
+    queries = queries * queries.shape[-1] ** -0.5
+    decay = torch.exp(g[0].float())
+    out = _recur(Recurrence(value[0].float(), keys, queries, decay, beta=beta[0].float()))
+    return out.to(query.dtype)[None], None
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Returns vectors of length 1, as transformers' `l2norm`."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba,
+    "torch_chunk_gated_delta_rule": _gated_delta,
+}
