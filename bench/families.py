@@ -95,7 +95,8 @@ def peculiar(runner: ModelRunner) -> str:
 
 
 def runner_of(path: Path, dtype: str) -> ModelRunner:
-    return ModelRunner(RunnerSettings(path, dtype=dtype, model_impl="transformers", device="cpu"))  # type: ignore[arg-type]
+    how = {"dtype": dtype, "model_impl": "transformers", "device": "cpu", "block_size": 16}
+    return ModelRunner(RunnerSettings(path, **how))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

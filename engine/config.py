@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from common.types import DType, KvLayout
+from common.types import DTYPE_BYTES, DType, KvLayout
 from engine.errors import ModelError, UnsupportedModel, refuse_unless
-from engine.kv_groups import LayerGroup, LayerMemory, layout_of
+from engine.kv_groups import LayerGroup, LayerMemory, default_block_size, layout_of
 from engine.rope_config import RopeConfig, read_rope
 
 if TYPE_CHECKING:
@@ -110,8 +110,14 @@ class ModelConfig:
 
     def kv_groups(self, block_size: int, dtype: DType) -> tuple[KvLayout, tuple[LayerGroup, ...]]:
         """Returns what a block of each KV group stores, and the layers of each group."""
-        layers = self.memories or (LayerMemory(window=self.window),) * self.num_layers
-        return layout_of(layers, self.num_kv_heads, self.head_dim, dtype, block_size)
+        return layout_of(self._layers(), self.num_kv_heads, self.head_dim, dtype, block_size)
+
+    def default_block_size(self, dtype: DType) -> int:
+        """Returns the block size in tokens if the user has chosen none."""
+        return default_block_size(self._layers(), 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype])
+
+    def _layers(self) -> tuple[LayerMemory, ...]:
+        return self.memories or (LayerMemory(window=self.window),) * self.num_layers
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -74,6 +74,15 @@ def layout_of(
     return KvLayout(block_size, tuple(specs)), tuple(groups)
 
 
+def default_block_size(layers: Sequence[LayerMemory], bytes_per_token: int) -> int:
+    """Returns the smallest of 16, 32, 64, 128 and 256 tokens with which the states of all layers, of which one is kept
+    for each block, take no more memory than the keys and values of that block. `bytes_per_token` is a layer's.
+    """
+    states = sum(layer.state_bytes for layer in layers)
+    per_token = bytes_per_token * sum(layer.attends for layer in layers)
+    return next((size for size in (16, 32, 64, 128) if size * per_token >= states), 256)
+
+
 def _parts(layers: Sequence[int], places: int) -> list[tuple[int, ...]]:
     return [tuple(layers[first : first + places]) for first in range(0, len(layers), places)]
 

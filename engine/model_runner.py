@@ -61,7 +61,8 @@ class RunnerSettings:
     """Run a model of transformers even if its rows depend on their batch."""
     quantization: Literal["int8", "int4"] | None = None
     """Round the matrices of a checkpoint that is not quantized to 8 or 4 bits."""
-    block_size: int = 16
+    block_size: int | None = None
+    """None: 16, more if the model has recurrent states."""
     max_model_len: int | None = None
     """Longest sequence in tokens; None: the model's own limit."""
     num_threads: int = 0
@@ -99,6 +100,7 @@ class ModelRunner:
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
         self.device = open_device(settings.device, settings.num_threads, urgent)
         self._kv_dtype: DType = self.dtype if settings.kv_cache_dtype == "auto" else "float8_e4m3fn"
+        self._block_size = settings.block_size or self.config.default_block_size(self._kv_dtype)
         self.device.enter()
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
@@ -108,7 +110,7 @@ class ModelRunner:
         self.device.wait()  # another runner's stream may read the weights from now on
         if isinstance(self.model, TransformersModel):
             self.config = replace(self.config, memories=self.model.memories)
-        self.layout, self.layer_groups = self.config.kv_groups(settings.block_size, self._kv_dtype)
+        self.layout, self.layer_groups = self.config.kv_groups(self._block_size, self._kv_dtype)
         self.attention_by_layer = self._attention_by_layer()
         self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings)
         self._bound: Binding | None = None
@@ -222,7 +224,7 @@ class ModelRunner:
             raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
         return AttentionSpec(
             device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
-            settings.block_size, dtype, kv_dtype, c.head_dim**-0.5, c.window, self.max_model_len,
+            self._block_size, dtype, kv_dtype, c.head_dim**-0.5, c.window, self.max_model_len,
             settings.deterministic,
         )  # fmt: skip
 

@@ -71,7 +71,7 @@ def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSe
         "",
         settings.model,
         attached.arena.arena_id,
-        settings.block_size,
+        model.layout.block_size,
         domain,
         domain,
         model.max_model_len,

@@ -15,6 +15,9 @@ from tokenizers import Tokenizer
 from common.digests import check_digests
 from common.errors import StartupError
 
+UNLIMITED = 32_768
+"""Longest sequence of a model whose config has no limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
@@ -41,7 +44,9 @@ class ModelAssets:
     vocab_size: int
     """Token ids below this are accepted. It is the model's vocabulary, not the tokenizer's, which may be smaller."""
     max_position: int
-    """max_position_embeddings: the longest sequence, as long as no worker says otherwise."""
+    """max_position_embeddings: the longest sequence, as long as no worker says otherwise. Models without attention have
+    no such limit in their config.
+    """
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
@@ -67,7 +72,7 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
         name=served_name or path.resolve().name,
         tokenizer=tokenizer,
         vocab_size=_positive(config, "vocab_size", path),
-        max_position=_positive(config, "max_position_embeddings", path),
+        max_position=_positive({"max_position_embeddings": UNLIMITED} | config, "max_position_embeddings", path),
         eos_token_ids=_eos_ids(generation, config),
         defaults=_defaults(generation, path),
         chat_template=_chat_template(path, tokenizer_config, "default"),

@@ -14,7 +14,7 @@ from pydantic_settings import CliPositionalArg
 
 from block_store.server import sizing
 from common.settings import Settings, settings_config
-from common.types import DTYPE_BYTES, KvSpec
+from common.types import DTYPE_BYTES, DType, KvKind, KvSpec
 from looseleaf.serve.model_source import resolve
 
 if TYPE_CHECKING:
@@ -34,7 +34,12 @@ class PlanSettings(Settings):
     sequences: int = Field(1, ge=1, description="sequences of that length at once")
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: as dtype")
-    block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
+    block_size: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="token positions in a block; default: 16, more for recurrent states",
+    )
     memory: float | None = Field(None, gt=0, description="GiB of a host; default: what is available here")
 
     @field_validator("context", mode="before")
@@ -65,19 +70,23 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     shape = f"{config.num_layers} layers, {config.num_heads} query heads"
     yield f"model    {directory.name}: {shape}, implementation {config.family}"
     yield f"weights  {factors} = {sizing.gib(weights)}"
-    layout, _ = config.kv_groups(
-        settings.block_size, "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
-    )
+    kv_dtype: DType = "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
+    layout, groups = config.kv_groups(settings.block_size or config.default_block_size(kv_dtype), kv_dtype)
     total = 0
     for group, count in Counter(layout.groups).items():
-        blocks = group.num_needed(context, settings.block_size)
+        blocks = group.num_needed(context, layout.block_size)
         total += count * blocks * layout.block_bytes
+        if group.kind is KvKind.STATE:
+            yield f"states   {count} x {group.num_layers} layers x {group.state_bytes:,} bytes, at any length"
+            kept = f"one is cached for every {layout.block_size} tokens"
+            yield f"         {blocks:,} block of {layout.block_bytes:,} bytes; {kept}"
+            continue
         yield f"KV       {count} x {group.kind.value} attention: {_per_token(group)}"
         read = f"{context:,} tokens" if group.window is None else f"window of {group.window:,} tokens"
-        yield f"         {read} / {settings.block_size} = {blocks:,} blocks of {layout.block_bytes:,} bytes"
+        yield f"         {read} / {layout.block_size} = {blocks:,} blocks of {layout.block_bytes:,} bytes"
     places = sum(group.num_layers for group in layout.groups)
-    if places > config.num_layers:
-        yield f"         {places - config.num_layers} of {places} layers' places in blocks stay empty"
+    if places > (needed := sum(len(group.layers) for group in groups)):
+        yield f"         {places - needed} of {places} layers' places in blocks stay empty"
     together = sizing.gib(total * settings.sequences)
     yield f"         {sizing.gib(total)} a sequence, x {settings.sequences:,} = {together}"
     yield from _hosts(settings, weights, total)

@@ -64,7 +64,12 @@ class ServeSettings(Settings):
         description="serve a model whose rows depend on their batch, so that tokens may differ by load",
     )
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
-    block_size: int = Field(16, ge=1, le=256, description="token positions in a block")
+    block_size: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="token positions in a block; default: 16, more for recurrent states",
+    )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
     max_queue: int | None = Field(None, ge=1, description="most sequences admitted at once; default: the gateway's")

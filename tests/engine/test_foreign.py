@@ -37,7 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def runner_of(directory: Path, **settings: Any) -> ModelRunner:
-    given = {"dtype": "float32", "model_impl": "transformers", "num_threads": 2, "device": "cpu"} | settings
+    given = {"dtype": "float32", "model_impl": "transformers", "num_threads": 2, "device": "cpu", "block_size": 16}
+    given |= settings
     return ModelRunner(RunnerSettings(directory, **given))
 
 

@@ -132,7 +132,7 @@ async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(ho
 
 
 async def served_swapped_and_killed(model: Path, vocab_size: int, **settings: Any) -> None:
-    cases = make_cases(vocab_size)
+    cases, settings = make_cases(vocab_size), {"block_size": 16} | settings
     how = RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu", **settings)
     runner = ModelRunner(how)
     oracle, groups = Oracle(runner), len(runner.layout.groups)

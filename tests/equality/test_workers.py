@@ -70,9 +70,10 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subj
         else:
             make_checkpoint(directory, base, **how)
         rounded: Any = quantization if quantization != "awq" else None
-        runner = ModelRunner(
-            RunnerSettings(directory, num_threads=1, max_model_len=256, device="cpu", quantization=rounded)
+        settings = RunnerSettings(
+            directory, num_threads=1, max_model_len=256, device="cpu", quantization=rounded, block_size=16
         )
+        runner = ModelRunner(settings)
         assert runner.dtype == "bfloat16"
         cases, oracle = make_cases(runner.config.vocab_size), Oracle(runner)
         return Subject(runner, cases, [expect(oracle, case) for case in cases])

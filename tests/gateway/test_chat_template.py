@@ -90,7 +90,7 @@ def test_assets_are_read_from_a_directory(tmp_path: Path) -> None:
         ("config", "{", "config.json"),
         ("config", "[]", "config.json"),
         ("config", {"max_position_embeddings": 5}, "vocab_size"),
-        ("config", {"vocab_size": 400}, "max_position_embeddings"),
+        ("config", {"vocab_size": 400, "max_position_embeddings": 0}, "max_position_embeddings"),
         ("generation_config", {"temperature": "hot"}, "temperature"),
         ("tokenizer", "{}", "tokenizer.json"),
     ],
