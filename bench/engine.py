@@ -61,7 +61,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     start_up.capture(runner, num_seqs)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1
-    rows, sampler = DecodeRows(runner.layout.block_size), Sampler()
+    rows, sampler = DecodeRows(runner.layout.block_size, len(runner.layout.groups)), Sampler()
 
     def around() -> None:
         """Does the parts of a step outside the pass."""
