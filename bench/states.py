@@ -2,7 +2,8 @@
 
 Uses random weights of Mamba-2's 130M shape, on this CPU with as many threads as it has cores. Measures, in turn,
 a prompt and decode steps, each at several lengths of the past: with states a step takes the same time at any length.
-transformers runs its own cache and its own code for a CPU, in float32, which is faster there than bf16; ours runs in bf16.
+transformers runs its own cache and its own code for a CPU, in float32, which is
+faster there than bf16. Ours runs in bf16.
 The last line is one JSON object.
 """
 

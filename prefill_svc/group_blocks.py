@@ -48,8 +48,13 @@ class GroupBlocks:
     # --- admission
 
     def admit(self, job: Job) -> bool:
-        """Acquires the cached prefixes and allocates the rest, for all sequences or for none."""
-        held, num_groups = self._attached.held, len(self._layout.groups)
+        """Acquires the cached prefixes and allocates the rest, for all sequences or for none.
+
+        A single sequence gets blocks of groups that slide from `grow`, because it will release most of them before it
+        needs more. Several sequences share blocks, and get all of them now.
+        """
+        held = self._attached.held
+        at_once = [len(job.sequences) > 1 or not group.slides for group in self._layout.groups]
         cached: list[CachedPrefix] = []
         for index in range(len(job.sequences)):
             cached.append(self._cached_prefix(job, index, cached[0].num_blocks if cached else 0))
@@ -58,7 +63,7 @@ class GroupBlocks:
             blocks_of(s.num_tokens, self._block_size) - head for s, head in zip(job.sequences, heads, strict=True)
         ]
         try:
-            fresh = iter(held.alloc(sum(missing) * num_groups))
+            fresh = iter(held.alloc(sum(missing) * sum(at_once)))
         except (Exhausted, LedgerUnavailable):
             held.release_many(table for prefix in cached for table in prefix.tables)
             return False
@@ -66,8 +71,23 @@ class GroupBlocks:
             if prefix.num_blocks < heads[index]:
                 prefix = self._trunk_prefix(job.trunk, heads[index])
                 held.share(ref for table in prefix.tables for ref in table)
-            own = [[next(fresh) for _ in range(missing[index])] for _ in range(num_groups)]
+            own = [[next(fresh) for _ in range(missing[index] if now else 0)] for now in at_once]
             self._begin(job.sequences[index], prefix, own)
+        return True
+
+    def grow(self, chunk: Chunk) -> bool:
+        """Allocates the blocks that a chunk needs and `admit` has left out, all or none. Returns whether it has all."""
+        num_blocks = blocks_of(chunk.end, self._block_size)
+        missing = [max(0, num_blocks - len(table)) for table in chunk.sequence.tables]
+        if not any(missing):
+            return True
+        try:
+            fresh = iter(self._attached.held.alloc(sum(missing)))
+        except (Exhausted, LedgerUnavailable):
+            return False
+        for table, count in zip(chunk.sequence.tables, missing, strict=True):
+            for _ in range(count):
+                table.append(next(fresh))
         return True
 
     def _shared(self, job: Job, index: int, trunk: CachedPrefix) -> int:

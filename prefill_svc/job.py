@@ -80,6 +80,15 @@ class Job:
     def is_drawn(self) -> bool:
         return self.candidates is not None or len(self.drawn) == len(self.branches)
 
+    def start_over(self) -> None:
+        """Forgets what has been computed. The job's blocks have been released."""
+        self.started_ns = 0
+        self.drawn.clear()
+        self.candidates = None
+        for sequence in self.sequences:
+            sequence.num_computed = sequence.num_sealed = sequence.num_cached = 0
+            sequence.prompt_logprobs.clear()
+
     @property
     def num_uncomputed(self) -> int:
         """The most positions that have yet to be computed. The cached ones become known only at admission."""

@@ -122,7 +122,12 @@ class PrefillWorker:
         """Hands over finished jobs, plans and runs. This is `step` without its guard. Returns whether anything ran."""
         for conclude in list(self._parked.values()):
             conclude()
-        if plan := self._constrained(self._scheduler.plan(self._admit)):
+        planned = self._scheduler.plan(self._admit, self._blocks.grow)
+        if not planned and (job := self._scheduler.give_way()) is not None:
+            logger.info("no block left: a prompt gives up its blocks and waits again")
+            self._blocks.release(job.sequences)
+            job.start_over()
+        if plan := self._constrained(planned):
             guarded_run(lambda: self._run(plan), lambda: self._fail_all(plan), self._runner, logger)
         return bool(plan)
 

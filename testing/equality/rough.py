@@ -189,7 +189,8 @@ class RoughWorld:
         if request.job is not None:
             if request.job in self.prefill._parked:
                 return "parked"
-            return "prefilled" if request.job in self.prefill._scheduler._running else "queued"
+            running = [each.job for each in self.prefill._scheduler._running]
+            return "prefilled" if request.job in running else "queued"
         if request.handle is not None:
             claiming = any(group.handle == request.handle for group in self.decode._claims)
             return "claimed" if claiming else "decoded"
