@@ -199,8 +199,8 @@ class DecodeWorker:
                 self._reject(group, Rejection.INTERNAL)
 
     def _schedule(self) -> None:
-        """Chooses the groups to run. Higher priorities displace lower ones, and preempted groups come
-        before new ones.
+        """Chooses the groups to run. Groups of a higher priority displace those of a lower one. Preempted and waiting
+        groups start in one order, (priority, arrival).
         """
         while (group := self._scheduler.in_the_way()) is not None:
             self._preempt(group)
