@@ -23,7 +23,7 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one request on this worker; scheduled, preempted and finished together."""
+    """The samples of one request on this worker. They are scheduled, preempted and finished together."""
 
     handle: int
     attempt: int
@@ -87,7 +87,9 @@ class DecodeScheduler:
         return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
-        """Returns the group to preempt: the latest one of the lowest priority, or None if only the oldest is left."""
+        """Returns the group to preempt, which is the latest one of the lowest priority, or None if only the oldest is
+        left.
+        """
         groups = [*self._waiting, *self.running]
         if len(groups) < 2:
             return None
