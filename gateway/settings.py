@@ -11,8 +11,8 @@ from gateway.tools.formats import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(ServerSettings):
-    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has uses
-    vLLM's name.
+    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has is named
+    as in vLLM.
     """
 
     model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")

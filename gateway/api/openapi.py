@@ -39,7 +39,7 @@ class _Operation:
 
 
 _EITHER = ("prompt", "messages")
-"""The fields of which a /tokenize body must have one."""
+"""The fields of a /tokenize body, which must have one of them."""
 _MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 _OPERATIONS = (
     _Operation(
