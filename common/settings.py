@@ -1,6 +1,6 @@
-"""The base of every service's settings: variables and flags from one definition, which rejects mistakes.
+"""The base of every service's settings. It derives variables and flags from one definition, and rejects mistakes.
 
-A field `max_num_seqs` of a service with prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
+A field `max_num_seqs` of a service with the prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
 LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags override variables, and variables override defaults. pydantic-settings ignores a
 mistyped variable even with extra="forbid"; this base does not.
 """
@@ -25,14 +25,14 @@ class Settings(BaseSettings):
     """The base class. Derive from it, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call
     `load(argv)`.
 
-    The values of fields with `repr=False` are secrets: `load` removes them from the command line that others see.
+    The values of fields with `repr=False` are secrets: `load` removes them from the command line that other users see.
     """
 
     model_config = SettingsConfigDict(extra="forbid")
 
     @classmethod
     def load(cls, argv: Sequence[str]) -> Self:
-        """Returns settings from flags and environment. On an error it prints the cause and exits with status 2."""
+        """Returns settings from flags and the environment. On an error, prints the cause and exits with status 2."""
         hide_values([f"--{name.replace('_', '-')}" for name, field in cls.model_fields.items() if not field.repr])
         try:
             cls.refuse_unknown_variables()
@@ -41,7 +41,9 @@ class Settings(BaseSettings):
             prog = str(cls.model_config.get("cli_prog_name"))
             for item in error.errors():
                 name = "--" + ".".join(str(part) for part in item["loc"]).replace("_", "-")
-                got = "" if item["type"] == "missing" else f" (got {item.get('input')!r})"  # missing: all the others
+                got = (
+                    "" if item["type"] == "missing" else f" (got {item.get('input')!r})"
+                )  # "missing" would show all inputs
                 print(f"{prog}: setting {name}: {item['msg']}{got}", file=sys.stderr)
             sys.exit(2)
         except SettingsError as error:
@@ -81,9 +83,9 @@ class ServerSettings(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
-    """gRPC port; 0 takes any free one."""
+    """gRPC port; 0 chooses any free one."""
     ready_file: str | None = None
-    """A file into which the bound host:port is written once the service is ready."""
+    """A file into which the bound host:port is written when the service is ready."""
     secret_file: Path | None = Field(
         None, description="a file with the launch's secret, which every internal call must carry; the same everywhere"
     )
@@ -98,7 +100,7 @@ class ServerSettings(Settings):
 
 
 class WorkerSettings(ServerSettings):
-    """The settings that prefill and decode workers share. A setting that vLLM also has uses vLLM's name."""
+    """The settings that prefill and decode workers share. A setting that vLLM also has is named as in vLLM."""
 
     model: str = Field(description="Hugging Face model directory")
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")

@@ -28,7 +28,7 @@ class DeviceBlocks:
 
     @classmethod
     def allocate(cls, device: CudaDevice, num_blocks: int, block_bytes: int) -> DeviceBlocks:
-        """Allocates blocks of zeros, which last until this process ends. Raises CudaError (CUDA_ERROR_OUT_OF_MEMORY)."""
+        """Allocates blocks of zeros, which last until this process ends. Raises CudaError (out of memory)."""
         pointer = device.alloc(device_bytes(num_blocks, block_bytes))
         return cls(device, pointer, num_blocks, block_bytes, is_owner=True)
 

@@ -1,4 +1,4 @@
-"""Builds workers of every kind around a loaded model: prefill, decode, or both on one model."""
+"""Builds workers of every kind around a loaded model: prefill, decode, or both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Loaded:
 
 
 def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
-    """Attaches both roles to the block store, which answers once all expected workers have asked."""
+    """Attaches both roles to the block store, which answers when all expected workers have asked."""
     runner, sharing = loaded.runner, loaded.sharing
     assert sharing is not None
     name = worker_name("worker", settings.worker_id)
@@ -63,7 +63,7 @@ def take_turns(settings: BothSettings, runner: ModelRunner) -> bool:
 
 
 async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) -> None:
-    """Binds, runs `join`, which may take long, and serves until a signal."""
+    """Binds, runs `join`, which may take long, and serves until a signal arrives."""
     server = internal_server(settings)
     server.bind()
     await serve_roles(settings, server, await asyncio.to_thread(join))

@@ -1,6 +1,7 @@
 """`looseleaf blocks [ADDRESS]`: the block map of a running block store, with the holders of each block.
 
-A prefix hash reveals nothing of its tenant, whose salt is part of the hashed data, so no tenant is shown.
+A prefix hash reveals nothing about its tenant, because the tenant's salt is part of the hashed data. No tenant is
+therefore shown.
 """
 
 from __future__ import annotations

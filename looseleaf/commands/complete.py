@@ -1,4 +1,6 @@
-"""`looseleaf complete PROMPT`: streams the continuation of a prompt to stdout, or several in sequence."""
+"""`looseleaf complete PROMPT`: streams the continuation of a prompt to stdout, or several continuations, one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
-    """Prints the samples in sequence; if `numbered`, each with its index and, for a beam, its score."""
+    """Prints the samples one after the other. If `numbered` is set, prints the index of each and, for a beam, its
+    score.
+    """
     begun = -1
     for delta in in_turn(deltas):
         if numbered and delta.index != begun:
@@ -55,7 +59,9 @@ def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
 
 
 def in_turn(deltas: Iterable[Delta]) -> Iterator[Delta]:
-    """Yields the deltas sample by sample: the first sample's as they arrive, then those of the second, and so on."""
+    """Yields the deltas sample by sample: those of the first sample as they arrive, then those of the second, and so
+    on.
+    """
     current = 0
     waiting: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:

@@ -1,5 +1,5 @@
-"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine, one line each, with advice for
-problems.
+"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine. Prints one line for each, with advice
+for problems.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def report(check: Check) -> bool:
-    """Prints one line. Returns whether the check passed. A check that fails in an unknown way is a problem too."""
+    """Prints one line. Returns whether the check passed. A check that fails in an unknown way is also a problem."""
     try:
         state, text = "ok     ", check.look()
     except (Problem, StartupError) as error:
         state, text = "problem", str(error)
-    except Exception as error:  # a doctor reports, whatever it meets
+    except Exception as error:  # the doctor reports every kind of failure
         state, text = "problem", f"{type(error).__name__}: {error}"
     print(f"{state}  {check.name:<14} {text}")
     return state != "problem"
@@ -115,7 +115,7 @@ def cpu_kernels() -> str:
 
 
 def gpu() -> str:
-    """Returns the devices that torch sees. The driver may see others that this torch cannot use."""
+    """Returns the devices that torch sees. The driver may see other devices, which this torch cannot use."""
     if (obstacle := why_no_gpu()) is not None:
         return f"none, the CPU computes: {obstacle}"
     cuda: Any = importlib.import_module("torch").cuda

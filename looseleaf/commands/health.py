@@ -19,7 +19,7 @@ from common.trust import TrustFiles
 
 
 class HealthSettings(Settings):
-    """Exit status 0 if the service at ADDRESS is ready to serve, 1 if not."""
+    """Exits with status 0 if the service at ADDRESS is ready to serve, and with 1 if not."""
 
     model_config = settings_config("LOOSELEAF_HEALTH_", "looseleaf health")
 

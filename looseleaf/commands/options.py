@@ -12,7 +12,7 @@ from looseleaf.options import GenerateOptions
 
 
 class ClientSettings(Settings):
-    """The gateway's address and sampling parameters. Absent values take the model's or the gateway's default."""
+    """The gateway's address and sampling parameters. Absent values use the model's or the gateway's default."""
 
     address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
     api_key: str | None = Field(None, repr=False, description="credential (or by variable)")

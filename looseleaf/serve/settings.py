@@ -1,4 +1,4 @@
-"""Settings of `looseleaf serve` and of `LLM`. A flag that vLLM also has uses vLLM's name."""
+"""Settings of `looseleaf serve` and of `LLM`. A flag that vLLM also has is named as in vLLM."""
 
 from __future__ import annotations
 
