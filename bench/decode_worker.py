@@ -24,17 +24,17 @@ from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 
 RESERVE = 16
-"""Blocks that the worker allocates ahead. The same number as a worker's default."""
+"""Number of blocks that the worker allocates in advance, the same as a worker's default."""
 
 
 class Stopwatch:
-    """The seconds spent inside some calls, by two clocks."""
+    """The seconds spent inside some calls, measured by two clocks."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
 
     def times(self, owner: Any, *names: str) -> None:
-        """Measures these methods of `owner` from now on."""
+        """Starts to measure these methods of `owner`."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 

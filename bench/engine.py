@@ -64,7 +64,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     rows, sampler = DecodeRows(runner.layout.block_size), Sampler()
 
     def around() -> None:
-        """Does the parts of a step outside the pass."""
+        """Does the work of a step that is outside the pass."""
         rows.lay_out(batch.sequences)
         sampler.draw(logits, batch.sequences)
 
@@ -85,7 +85,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
 
 
 def prefill(runner: ModelRunner, num_tokens: int) -> dict[str, float]:
-    """Computes one prompt of `num_tokens` in one chunk. Reports the best of three tries."""
+    """Computes one prompt of `num_tokens` in one chunk. Reports the best of three runs."""
     vocab, times = runner.config.vocab_size, []
     for _ in range(3):
         batch = Batch.of(runner, [[token % vocab for token in range(num_tokens)]], 1)

@@ -29,7 +29,7 @@ NUM_BLOCKS = 1024
 LEASE_S = 3600.0
 """Longer than any run, because this benchmark does not renew leases."""
 PINGS_WANTED = 5.0
-"""The limit for the median of an operation on 64 blocks, in PINGs of the same run."""
+"""The limit for the median time of an operation on 64 blocks, in PINGs of the same run."""
 T = TypeVar("T")
 
 

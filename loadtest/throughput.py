@@ -73,7 +73,7 @@ async def client_loop(client: AsyncClient, work: Iterator[list[int]], length: in
 
 
 async def run(address: str, settings: ThroughputSettings) -> Seen:
-    """Sends all requests once, after a few to warm up."""
+    """Sends all requests once, after a few that warm up the server."""
     lengths = (settings.prompt_tokens, settings.prompt_tokens)
     async with AsyncClient(address) as client:
         await asyncio.gather(*(client.generate(p, max_tokens=4) for p in prompts(4, seed=1, lengths=lengths)))

@@ -99,7 +99,7 @@ def row(seen: Seen) -> dict[str, float]:
 
 
 def used(server: Served, model: Path) -> dict[str, float]:
-    """Returns the memory of all its processes. "beyond" excludes KV and one copy of the weights."""
+    """Returns the memory of all processes of the server. "beyond" excludes KV and one copy of the weights."""
     return memory(server.pid, llama_bytes(json.loads((model / "config.json").read_text()))).row()
 
 

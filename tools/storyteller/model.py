@@ -130,7 +130,7 @@ class Llama(nn.Module):
         GPT-2.
 
         The embedding is wide (0.4), so that the layers do not drown out the token's identity. The last norm's weight is
-        small to match, because the embedding is also the output layer.
+        accordingly small, because the embedding is also the output layer.
         """
         scaled = 0.02 / (2 * self.shape.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
