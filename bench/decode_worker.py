@@ -1,9 +1,9 @@
-"""`python -m bench.decode_worker`: measures a decode worker's step without the forward pass.
+"""`python -m bench.decode_worker`: measures a decode worker's step, excluding the forward pass.
 
 Runs a real worker with a real arena and a private Redis, but without RPC: schedule, reserve, lay out, reader rule,
 sample, seal, end, send. Prompts differ in length, so blocks fill in different steps. `outside` is the step thread's CPU
-time without the forward pass, as the mean of all steps. `ledger` is the CPU time and the wall time of ledger calls. The
-last line is one JSON object.
+time excluding the forward pass, as the mean over all steps. `ledger` is the CPU time and the wall time of ledger calls.
+The last line is one JSON object.
 """
 
 from __future__ import annotations

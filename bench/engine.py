@@ -44,7 +44,7 @@ def bytes_per_s(runner: ModelRunner) -> float:
 
 
 def median_s(call: Callable[[], object], times: int) -> float:
-    """Returns the median seconds of a call, after three calls to warm up."""
+    """Returns the median duration of a call in seconds, after three calls to warm up."""
     seconds = []
     for _ in range(times + 3):
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Ratios that `python -m bench.kernels` prints: the gain from the prefetch in decode attention, the gain from shared
-blocks, and the cost of row invariance. The two alternatives run in turn in one process, and the best time of each
-counts, which limits the effect of a busy machine. The cost compares our kernel, which adds in a fixed order, with a
-kernel of torch that may add in any order. A cost below 1 means that row invariance is free.
+blocks, and the cost of row invariance. Each ratio compares two alternatives. They run in turn in one process, and the
+best time of each counts, which limits the effect of a busy machine. The cost compares our kernel, which adds in a fixed
+order, with a kernel of torch that may add in any order. A cost below 1 means that row invariance is free.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from protos.v1 import decode_pb2 as pb
 
 
 class Submission(NamedTuple):
-    """A group that a gateway hands over."""
+    """A group that a gateway has submitted."""
 
     group: Group
     ticket: Ticket

@@ -63,7 +63,7 @@ def domain_of(model: Model) -> bytes:
 
 
 def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSettings) -> WorkerRecord:
-    """Returns the registry's entry of a role, without its address, load and epoch."""
+    """Returns the registry's entry for a role, except for its address, load and epoch."""
     domain = domain_of(model).hex()
     return WorkerRecord(
         needs.worker_id,

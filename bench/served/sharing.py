@@ -122,8 +122,8 @@ def saved_share(steps: Sequence[StepRecord]) -> float:
 
 
 def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
-    """Returns the cost of requests of n samples until decode has them, and the blocks that decode copies afterwards.
-    All figures are means per request.
+    """Returns what requests with n samples cost until decode has them, and the number of blocks that decode copies
+    afterwards. All figures are means per request.
     """
     server, num = load.server, len(load.prompts)
     before, dispatched = server.steps()[-1], server.dispatched("prefill")

@@ -146,7 +146,7 @@ class Arena:
 
     @property
     def fixed(self) -> FixedHeader:
-        """The current fixed page. Another process may have entered a new ledger since this one mapped the arena."""
+        """The current fixed page. Another process may have recorded a new ledger since this one mapped the arena."""
         return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
 
     @property
@@ -197,8 +197,8 @@ class Arena:
         return int(self._rebuild_count[0])
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
-        """Writes the identity of the blocks' ledger. Other processes can see it before this thread's next read. For
-        `rebuild`.
+        """Writes the identity of the blocks' ledger. Other processes can see it before this thread's next read. Only
+        `rebuild` calls this.
         """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)

@@ -99,7 +99,7 @@ class HeldBlocks:
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve as far as blocks are available; the beat thread does so after every answered beat."""
+        """Fills the reserve as far as blocks are available; the beat thread calls this after every answered beat."""
         self._calls.check_fence()
         self._reserve.level()
 

@@ -88,7 +88,7 @@ class Reserve:
     def _refill(self, num_blocks: int) -> None:
         """Allocates until `num_blocks` can be taken and, if there is room, the minimum reserve is left after that.
 
-        The next beat allocates the rest.
+        The next beat allocates the remaining blocks.
         """
         self._calls.check_fence()
         missing = num_blocks - len(self._refs)

@@ -322,7 +322,7 @@ def server_run_id(client: redis.Redis) -> str:
 
 
 def source(name: str) -> str:
-    """Returns the text of an operation's script, without the library."""
+    """Returns the text of an operation's script, excluding the library."""
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
 
 

@@ -207,8 +207,8 @@ class Gate:
             self._admit(waiter, reserved=False)
 
     def _with_reserve(self) -> Iterator[_Waiter]:
-        """Takes out of their queues, one by one, the waiters that may enter although all places are taken, and yields
-        them.
+        """Takes out of their queues, one by one, the waiters that may be let in although all places are taken, and
+        yields them.
         """
         if self._shares.num_tenants < 2:
             return

@@ -155,7 +155,7 @@ class EventStream(Response):
         on_error: OnError,
         at_end: contextlib.ExitStack,
     ) -> None:
-        """`form` says how the stream ends. `at_end` is closed once there is nothing more to send."""
+        """`form` says how the stream ends. `at_end` is closed when there is nothing more to send."""
         self._form = form
         self._work = work
         self._on_error = on_error

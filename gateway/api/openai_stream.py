@@ -262,5 +262,5 @@ class Answer:
 
 
 def _ended_with_calls(last: Delta, choice: Choice) -> bool:
-    """Returns whether the model ended its answer after it had called tools."""
+    """Returns whether the model ended its answer itself after calling tools."""
     return last.finish_reason is FinishReason.STOP and choice.reader is not None and choice.reader.has_calls

@@ -24,7 +24,7 @@ INLINE_IDS = 256
 
 
 def chat_templates(assets: ModelAssets) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """Returns the model's chat template and the one for requests with tools, which is usually the same."""
+    """Returns the model's chat template and the template for requests with tools, which is usually the same one."""
     if assets.chat_template is None:
         return None, None
     plain = ChatTemplate(assets.chat_template, assets.special_tokens)

@@ -210,8 +210,8 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """Returns (text, bytes) of a token, which may be special. A part of a character is spelled "bytes:\\xe2", as by
-        OpenAI.
+        """Returns (text, bytes) of a token, which may be special. A part of a character is written as "bytes:\\xe2", as
+        OpenAI does.
         """
         found = self._texts.get(token_id)
         if found is None:

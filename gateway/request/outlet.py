@@ -20,7 +20,7 @@ Write = Callable[[list[Delta]], Coroutine[Any, Any, None] | None]
 else an awaitable to run.
 """
 LAST_WORD_S = 5.0
-"""Time to wait for a client that does not read after its request has failed."""
+"""Time to wait, after a request has failed, for a client that does not read."""
 MIN_PAUSE_S = 0.001
 """Shorter pauses are not worth a timer."""
 MESSAGE_COST_S = 0.00025

@@ -134,7 +134,7 @@ class RequestState:
         metrics.tokens(count)
 
     def sum_up(self) -> None:
-        """Adds the request's account to the last delta, once every sample has ended."""
+        """Adds the request's account to the last delta. Called when every sample has ended."""
         last = self.outlet.pending[-1]
         assert last.finish_reason is not None
         last.summary, self.outcome = self.summary(), last.finish_reason.value

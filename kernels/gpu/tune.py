@@ -46,7 +46,7 @@ def layers_of(case: tuple[int, int, int], args: argparse.Namespace, device: str)
 
 
 def alternatives(a: Attention, chip: Chip) -> Iterator[tuple[Tiling, int]]:
-    """Yields the choice in the tables, followed by all others."""
+    """Yields the alternative that the tables contain, followed by all other alternatives."""
     chosen, splits = plan(a, chip, None)
     yield chosen, splits
     deep = a.cu_seqlens_q is not None and not a.deterministic

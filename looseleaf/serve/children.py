@@ -91,8 +91,8 @@ class Child:
         return self._process.pid
 
     def later(self, line: int) -> str:
-        """Returns a flag for a service that starts before this one is ready: it waits for this line of the ready
-        file.
+        """Returns a flag for a service that starts before this one is ready. That service waits for this line of the
+        ready file.
         """
         return later(self._ready_file, line)
 

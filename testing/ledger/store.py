@@ -98,7 +98,7 @@ class TestStore:
         return TicketId(epoch, secret)
 
     def moment(self) -> Inspection:
-        """Returns the state of the ledger without the remaining lease times."""
+        """Returns the state of the ledger, excluding the remaining lease times."""
         now = inspect(self.ledger, with_blocks=True)
         return replace(now, holders=tuple(replace(holder, lease_ms=0) for holder in now.holders))
 

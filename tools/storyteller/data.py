@@ -102,7 +102,7 @@ def _pieces(title: str, body: str) -> list[str]:
 
 
 def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> Iterator[str]:
-    """Returns `num` documents: chats, 4.5 % old tales (9 % of the tokens), and stories for the rest."""
+    """Returns `num` documents: chats, old tales (4.5 % of the documents, 9 % of the tokens), and stories."""
     for _ in range(num):
         draw = rng.random()
         if draw < TALE_SHARE:
