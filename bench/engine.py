@@ -30,7 +30,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m
 
 
 def bytes_per_s(runner: ModelRunner) -> float:
-    """Returns the bytes per second that the runner's device can read, or on a GPU read and write."""
+    """Returns the number of bytes per second that the runner's device can read, or, on a GPU, read and write."""
     if runner.device.name == "cpu":
         return memory_limit(0.5) * 1e9
     source = torch.randint(255, (4 << 30,), dtype=torch.uint8, device=runner.device.torch_device)

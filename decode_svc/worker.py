@@ -1,7 +1,7 @@
 """The work of a decode worker's step thread (long: the order of a step is in one place).
 
-Claim, reserve, compute, seal, sample, publish, release. Does not depend on gRPC: each session passes a `send`, which
-the step thread calls once per step.
+A step consists of claim, reserve, compute, seal, sample, publish and release. Does not depend on gRPC: each session
+passes a `send`, which the step thread calls once per step.
 """
 
 from __future__ import annotations

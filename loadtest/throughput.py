@@ -1,7 +1,7 @@
 """Measures tokens per second through the whole stack, on a CPU or a GPU: `python -m loadtest.throughput`.
 
 Serves a model with random weights on this machine and keeps a number of requests of one shape in flight until all are
-done. Prints tokens per second, time to first token and between tokens; the last line is JSON.
+done. Prints tokens per second, the time to the first token and the time between tokens; the last line is JSON.
 """
 
 from __future__ import annotations

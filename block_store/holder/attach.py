@@ -107,7 +107,8 @@ class Attached:
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
-        """Registers, with retries while Redis is silent, lost or damaged, or while a dead predecessor's floor counts.
+        """Registers, with retries while Redis is silent, lost or damaged, or while a dead predecessor's floor still
+        counts.
 
         Raises the last LedgerError after `timeout_s`.
         """

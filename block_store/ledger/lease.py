@@ -66,7 +66,7 @@ class Lease:
             raise
 
     def keep(self) -> None:
-        """Beats if the last beat was more than a fifth of a lease ago; called during long work in the beat thread."""
+        """Beats if the last beat was more than a fifth of a lease ago. Called during long work in the beat thread."""
         if time.monotonic() - self._beaten_at > self.lease_s / 5:
             self.beat()
 

@@ -6,10 +6,10 @@ are free. Workers then register again and assert their blocks (`Rejoining.rejoin
 
 The order of steps ensures that no block is allocated twice and that no worker writes into another's block. A writer
 first records its generation, slot and state in the header and then reads the rebuild count. It writes into the block
-only if the count is still that of its ledger. The rebuild first raises the count and then reads the header. On both
-sides, a full fence separates the two steps. Either the rebuild sees the writer, and the block waits for its slot, or
-the writer sees the new count and writes nothing. Generations of the new ledger have the count as their upper half, so
-they are higher than every generation in the header.
+only if the count is still that of its ledger. The rebuild first raises the count and then reads the header. In the
+writer and in the rebuild, a full fence separates the two steps. Either the rebuild sees the writer, and the block waits
+for its slot, or the writer sees the new count and writes nothing. Generations of the new ledger have the count as their
+upper half, so they are higher than every generation in the header.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class Workers:
         return not usable
 
     def keep_promise(self, place: Place) -> None:
-        """Ends a promise: the group has its blocks or no longer wants them."""
+        """Ends a promise, because the group has its blocks or no longer needs them."""
         self._promised.pop(place, None)
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ READ = ("config.json", "generation_config.json", "tokenizer_config.json", "token
 
 @dataclass(frozen=True, slots=True)
 class ModelAssets:
-    """One model as clients see it."""
+    """A model as clients see it."""
 
     name: str
     tokenizer: Tokenizer

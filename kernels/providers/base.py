@@ -121,7 +121,9 @@ class AttentionProvider(Protocol):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Returns None, or why this provider cannot serve such a model, worded as the end of a sentence."""
+        """Returns None, or the reason why this provider cannot serve such a model. The reason is worded as the end of a
+        sentence.
+        """
         ...
 
     def prepare(self, batch: AttentionBatch) -> None:

@@ -34,9 +34,11 @@ class BlocksSettings(Settings):
     model_config = settings_config("LOOSELEAF_BLOCKS_", "looseleaf blocks")
 
     address: CliPositionalArg[str] = Field("127.0.0.1:50054", description="host:port of the block store's gRPC")
-    all: bool = Field(False, description="free blocks too")
+    all: bool = Field(False, description="also print free blocks")
     directory: Path | None = Field(
-        None, description="of the block store, which says how to ask it; default: found below /dev/shm by its address"
+        None,
+        description="the block store's directory, which contains its credentials; default: found below "
+        "/dev/shm by the address",
     )
     timeout: float = Field(10.0, gt=0, description="seconds to wait for the answer")
 

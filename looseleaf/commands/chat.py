@@ -22,7 +22,9 @@ class ChatSettings(ClientSettings):
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf chat")
 
-    message: CliPositionalArg[str | None] = Field(None, description="what to say; without it, turn by turn")
+    message: CliPositionalArg[str | None] = Field(
+        None, description="message to send; without it, a conversation turn by turn"
+    )
     system: str | None = Field(None, description="a system message to begin with")
     max_tokens: int | None = 512
 

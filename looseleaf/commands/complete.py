@@ -24,10 +24,16 @@ class CompleteSettings(ClientSettings):
 
     prompt: CliPositionalArg[str] = Field(description="the text to continue; - reads it from stdin")
     max_tokens: int | None = 128
-    n: int | None = Field(None, description="samples, printed one after the other; of beams how many are returned")
-    beam_width: int | None = Field(None, description="beams of a beam search; default: tokens are drawn")
-    length_penalty: float | None = Field(None, description="beams: above 0 favours longer ones")
-    early_stopping: Literal["true", "false", "never"] | None = Field(None, description="beams: when to end")
+    n: int | None = Field(
+        None, description="number of samples, printed one after the other; in a beam search, number of beams to return"
+    )
+    beam_width: int | None = Field(
+        None, description="number of beams of a beam search; default: tokens are drawn at random"
+    )
+    length_penalty: float | None = Field(None, description="for beams: a value above 0 favours longer ones")
+    early_stopping: Literal["true", "false", "never"] | None = Field(
+        None, description="for beams: when the search ends"
+    )
 
     @property
     def has_several(self) -> bool:

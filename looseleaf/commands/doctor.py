@@ -41,7 +41,7 @@ class DoctorSettings(Settings):
     model_config = settings_config("LOOSELEAF_DOCTOR_", "looseleaf doctor")
 
     model: CliPositionalArg[str | None] = Field(None, description="model directory to check")
-    redis_url: str | None = Field(None, description="the Redis to check; default: a private one is tried")
+    redis_url: str | None = Field(None, description="the Redis server to check; default: tries to start a private one")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="HTTP port to check")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port to check")
@@ -195,7 +195,7 @@ def port(host: str, number: int, answers: Callable[[str, int], bool]) -> str:
 
 
 def http_answers(host: str, number: int) -> bool:
-    """Returns whether a ready gateway answers there."""
+    """Returns whether a ready gateway answers at this address."""
     connection = HTTPConnection(host, number, timeout=1.0)
     try:
         connection.request("GET", "/health")
@@ -207,7 +207,7 @@ def http_answers(host: str, number: int) -> bool:
 
 
 def grpc_answers(host: str, number: int) -> bool:
-    """Returns whether a ready service answers there."""
+    """Returns whether a ready service answers at this address."""
     with open_blocking_channel(f"{host}:{number}") as channel:
         return state_of(channel, "", 1.0) == "SERVING"
 

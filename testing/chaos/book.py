@@ -1,6 +1,6 @@
 """The requests of a chaos run and the right answers: seeded requests with shared prefixes, answered by the oracle.
 
-The oracle is one process with a batch of one and no cache. It does not use the services.
+The oracle is a single process with a batch of one and no cache. It does not use the services.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ class RoughWorld:
         self.decode.step()
 
     def finish(self) -> list[Request]:
-        """Heals all faults and runs the requests to their end. Returns the requests that were not cancelled."""
+        """Ends all faults and runs the requests to their end. Returns the requests that were not cancelled."""
         for pump in range(MAX_PUMPS):
             for attachment in self.attachments.values():
                 attachment.line.heal()
