@@ -115,7 +115,7 @@ class Changed:
 
     def _refuse(self, stamp: Stamp, error: Exception) -> None:
         if stamp != self._refused:
-            logger.error("certificates have changed and cannot be used, the ones before stay: %s", error)
+            logger.error("certificates have changed but cannot be used; the previous ones stay: %s", error)
         self._refused = stamp
 
 

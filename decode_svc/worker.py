@@ -332,7 +332,7 @@ class DecodeWorker:
     def start_over(self, reason: str) -> None:
         """Rejects all groups and registers again, because a fenced worker no longer holds any blocks."""
         groups = self._groups()
-        logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
+        logger.warning("starting over: %s; %d groups are rejected", reason, len(groups))
         for group in groups:
             for sequence in group.live:  # renewing gives all blocks back at once
                 sequence.forget_blocks()

@@ -245,7 +245,7 @@ class PrefillWorker:
         """Fails all jobs with a retryable error and registers again, because a fenced worker no longer holds any
         blocks.
         """
-        logger.warning("starting over: %s; %d prompts are sent away", reason, len(self._emits))
+        logger.warning("starting over: %s; %d prompts are rejected", reason, len(self._emits))
         self._scheduler.drop_all()
         self._parked.clear()
         emits, self._emits = self._emits, {}

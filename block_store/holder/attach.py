@@ -214,7 +214,7 @@ class Attached:
             try:
                 self._registry.withdraw(self._record.worker_id)
             except LedgerUnavailable as error:
-                logger.warning("the worker's record goes stale by itself: %s", error)
+                logger.warning("the worker's record was not removed and will expire: %s", error)
 
     def close(self) -> None:
         """Releases everything and ends the incarnation."""

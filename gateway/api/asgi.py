@@ -167,7 +167,7 @@ class EventStream(Response):
             with self._at_end:
                 await while_connected(receive, self._serve(scope, receive, send))
         except Cancelled:
-            logger.debug("a client went away")
+            logger.debug("a client has disconnected")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = EventSender(scope, send)

@@ -92,5 +92,5 @@ def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
             if runner is not None:
                 runner.use_threads(wanted.num_threads)
         return loaded
-    logging.getLogger("spare").warning("the worker's model is set up otherwise: loading it again")
+    logging.getLogger("spare").warning("the worker's model has different settings: loading it again")
     return Loaded.of(settings, both=loaded.sharing is not None)
