@@ -200,7 +200,7 @@ class DecodeWorker:
 
     def _schedule(self) -> None:
         """Chooses the groups to run. Groups of a higher priority displace those of a lower one. Preempted and waiting
-        groups start in one order, (priority, arrival).
+        groups start in a single order, (priority, arrival).
         """
         while (group := self._scheduler.in_the_way()) is not None:
             self._preempt(group)

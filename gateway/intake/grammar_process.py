@@ -3,8 +3,8 @@
 It loads the tokenizer once and forks for every grammar. The child compiles under limits of CPU time, stack and address
 space, so a grammar that makes the compiler loop or crash ends only its own child.
 
-Standard input contains one trial per line (`TRIAL`), and standard output one verdict per line: `{"id": 1, "error":
-null}`.
+Standard input contains one trial per line (`TRIAL`), and standard output one verdict per line:
+`{"id": 1, "error": null}`.
 """
 
 from __future__ import annotations
