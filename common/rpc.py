@@ -180,7 +180,7 @@ def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel
 
 
 async def wait_for_signal(failed: asyncio.Event) -> bool:
-    """Returns on SIGTERM or SIGINT (False), or when `failed` is set (True)."""
+    """Waits for SIGTERM or SIGINT, and then returns False. If `failed` is set first, returns True."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -28,8 +28,8 @@ from testing.system import prompts
 
 
 class RolesSettings(Settings):
-    """Compares three arrangements of the roles: split; both in one process, in turns; both in one process at the same
-    time, where each uses half of the cores.
+    """Compares three arrangements of the roles: two processes; one process in which they take turns; and one process in
+    which they run at the same time, each on half of the cores.
     """
 
     model_config = settings_config("LOOSELEAF_ROLES_", "loadtest.roles")

@@ -95,7 +95,7 @@ async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
 
 
 async def _time(client: AsyncClient, prompt: list[int], tokens: int) -> float:
-    """Returns the seconds to the first token, after the last token has arrived."""
+    """Waits until the last token has arrived. Returns the seconds to the first token."""
     started, first_s = time.perf_counter(), 0.0
     async for piece in client.stream(prompt, max_tokens=tokens, ignore_eos=True, temperature=0.0):
         if piece.token_ids and not first_s:

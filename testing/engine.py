@@ -1,7 +1,7 @@
 """A scheduler of thirty lines for tests and benchmarks: it prefills prompts in chunks under a budget, and then decodes
 all sequences together.
 
-Blocks come in a random order from an arena filled with NaN, and are never returned. Does not use the ledger.
+Blocks are taken in random order from an arena filled with NaN, and are never returned. Does not use the ledger.
 """
 
 from __future__ import annotations

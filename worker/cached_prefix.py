@@ -66,9 +66,9 @@ def usable_length(present: dict[int, list[bool]], layout: KvLayout) -> int:
 def _with_windows(
     held: HeldBlocks, tables: list[list[BlockRef]], named: dict[int, list[bytes]], layout: KvLayout
 ) -> CachedPrefix:
-    """Takes references to the blocks of a prefix that groups with a window need, all or none. `named` has the hashes of
-    all blocks of the prefix. If one of the blocks has since been evicted, or is needed for another worker's floor, the
-    prefix is given up.
+    """Takes references to all blocks of a prefix that the groups with a window need, or to none of them. `named` has
+    the hashes of all blocks of the prefix. If one of the blocks has since been evicted, or is needed for another
+    worker's floor, the prefix is given up.
     """
     length = len(next(iter(named.values())))
     wanted = {group: hashes[_first(layout, group, length) :] for group, hashes in named.items()}

@@ -53,7 +53,7 @@ def create_on_device(
 
 
 def open_blocks(arena: Arena, cuda: Cuda) -> None:
-    """Opens the store's memory or, if the store leaves the allocation to the worker, allocates it. For workers.
+    """Opens the store's memory or, if the store leaves the allocation to the worker, allocates it. Workers call this.
 
     The mapping exists until the process ends. Raises NoDeviceMemory, ArenaBusy if another process owns the memory,
     ArenaLost, or CudaUnavailable if there is no such device here.

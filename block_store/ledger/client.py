@@ -220,7 +220,7 @@ class LedgerClient:
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
         """Registers in a rebuilt ledger and asserts `refs` there: all blocks that are held, may be written to, or are
-        in reserve here. After `join`, calls are sent there. Takes no lock; for one thread.
+        in reserve here. After `join`, calls are sent there. Takes no lock, so only one thread may call it.
 
         Raises the errors of `register`, and Fenced. After LedgerUnavailable, the next call continues where this one
         ended.

@@ -1,4 +1,4 @@
-"""Reads the ledger: counts, holders, and the map of blocks. For `Inspect`, for the invariants and for operators."""
+"""Reads the ledger: counts, holders, and the map of blocks. Used by `Inspect`, by the invariants and by operators."""
 
 from __future__ import annotations
 

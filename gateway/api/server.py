@@ -99,7 +99,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def say_goodbye(server: RpcServer, seconds: float) -> None:
-    """Reports to load balancers for `seconds` that the gateway is about to stop, while it continues to serve. A second
+    """For `seconds`, tells load balancers that the gateway is about to stop, while it continues to serve. A second
     signal ends the wait.
     """
     await server.set_ready(False)

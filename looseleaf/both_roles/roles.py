@@ -70,8 +70,8 @@ async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) ->
 
 
 async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
-    """Turns this process into the worker that `python -m package flags` would start, with the model that one thread has
-    loaded.
+    """Turns this process into the worker that `python -m package flags` would start, with the model that has already
+    been loaded in a single thread.
     """
     if package == "prefill_svc":
         of_prefill = PrefillSettings.load(flags)

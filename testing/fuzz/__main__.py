@@ -54,7 +54,7 @@ class Fuzzer:
     """One run against one system."""
 
     def __init__(self, llm: LLM, seed: int, only: str = "") -> None:
-        """`only` is the beginning of the names of the targets."""
+        """Inputs are sent only to targets whose names begin with `only`."""
         self._llm, self._seed, self._grpc = llm, seed, GrpcSender()
         secret = trust_at(llm.addresses.block_store).metadata
         self._targets: list[tuple[str, Method | None]] = [("http", None)] * 4

@@ -155,7 +155,7 @@ class Story:
             self.say(*templates)
 
     def one_of(self, *templates: str) -> None:
-        """Returns one of several templates. Used where brackets would be hard to read."""
+        """Returns one of several templates. It is used where brackets would be hard to read."""
         self.say(self.rng.choice(templates))
 
     def paragraph(self) -> None:

@@ -29,8 +29,8 @@ def tells_of(story: str, pair: tuple[str, str]) -> bool:
 
 
 def rates(answer: Callable[[str, int], tuple[str, bool]], seeds: range) -> dict[tuple[str, str], tuple[int, int]]:
-    """Returns, for each pair, the stories that name both and the answers that ended by themselves.
-    `answer(request, seed)` returns the text and whether it ended.
+    """Returns, for each pair, the number of stories that name both characters and the number of answers that ended by
+    themselves. `answer(request, seed)` returns a text and whether it ended.
     """
     found = {}
     for pair in PAIRS:

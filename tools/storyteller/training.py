@@ -1,4 +1,4 @@
-"""The training loop: a constant learning rate, followed by a linear decay that can be requested at any time; and
+"""The training loop: a constant learning rate, followed by a linear decay that can be requested at any time. Writes
 checkpoints.
 
 Runs on one CPU thread or on a GPU. A checkpoint is a safetensors file with model, optimizer state and progress.
