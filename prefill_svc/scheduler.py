@@ -1,9 +1,9 @@
 """Decides which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
 
-Prompts are served in order of arrival within a priority, in chunks under a token budget, several prompts per step. A
-prompt is admitted, with all branches of its group, only if blocks for all of it are available, except for those that
-it will release again as it goes on: these are obtained chunk by chunk. While the first prompt of the queue waits for
-blocks, no other prompt overtakes it.
+Prompts of one priority are served in order of arrival, in chunks under a token budget, with several prompts per step. A
+prompt is admitted, with all branches of its group, only if blocks for all of it are available, except for those that it
+will release again while it is computed: these are allocated chunk by chunk. While the first prompt of the queue waits
+for blocks, no other prompt overtakes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PrefillScheduler:
         self._arrivals = 0
 
     def add(self, job: Job) -> None:
-        """Queues a job. Raises ResourceExhausted if `max_queue` prompts already wait."""
+        """Queues a job. Raises ResourceExhausted if `max_queue` prompts are already waiting."""
         if self.num_waiting >= self._max_queue:
             raise ResourceExhausted(f"the prefill queue holds its {self._max_queue} requests", retry_after_s=1.0)
         heapq.heappush(self._waiting, _Waiting(job.priority, self._arrivals, job))
@@ -67,10 +67,10 @@ class PrefillScheduler:
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]], grow: Callable[[Chunk], bool]) -> int:
-        """Returns how many tokens of the budget the job's sequences take.
+        """Returns the number of tokens of the budget that the job's sequences take.
 
-        The sequences are computed in order: the others begin in the step that completes the trunk, or later. A step
-        writes K and V of each layer before it reads any, so the blocks that they share with the trunk are ready.
+        The sequences are computed in order: the other sequences begin in the step that completes the trunk, or later. A
+        step writes K and V of each layer before it reads any, so the blocks that they share with the trunk are ready.
         """
         taken = 0
         for sequence in job.sequences:

@@ -1,6 +1,4 @@
-"""Tiny random checkpoints of families that transformers defines, with weights that make their special
-features matter.
-"""
+"""Tiny random checkpoints of families that transformers defines, with weights for which special features matter."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-"""transformers maps these names onto a family's own."""
+"""transformers maps these names to the family's own names."""
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 WINDOW: dict[str, Any] = {"sliding_window": 24}
 MIXED: dict[str, Any] = {
