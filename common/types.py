@@ -1,4 +1,4 @@
-"""Values that cross package boundaries, as frozen dataclasses.
+"""Values that cross package boundaries, as frozen dataclasses (long: one home for all of them).
 
 They do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes. Times
 are in nanoseconds or seconds, according to their names.
