@@ -33,7 +33,7 @@ def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
         if convolution_of(module) is not None:
             layer = getattr(module, "layer_idx", None)
             if not isinstance(layer, int) or layer in found:
-                raise UnsupportedModel(f"{type(module).__name__} is not the one recurrent part of a layer")
+                raise UnsupportedModel(f"{type(module).__name__} does not belong to one layer alone")
             found[layer] = module
     return found
 
