@@ -23,6 +23,7 @@ import transformers
 from engine.config import ModelConfig
 from engine.tiny import make_checkpoint
 from looseleaf import LLM
+from testing.system import assert_nothing_held
 
 BLOCK_SIZE = 16
 NEW_TOKENS = 8
@@ -73,11 +74,14 @@ def serve(model: Path, tokens: list[int], ends: list[int], max_len: int) -> dict
         [whole] = llm.generate([tokens], max_tokens=NEW_TOKENS, **how)
         first_s = time.monotonic() - began
         print(f"{len(tokens):,} tokens prefilled and {NEW_TOKENS} decoded in {first_s:.1f} s")
+        kept = assert_nothing_held(llm.addresses.block_store).cached
+        assert kept == (max_len - 1) // BLOCK_SIZE, f"{kept:,} blocks are cached"  # the last token has no KV
         began = time.monotonic()
         parts = [llm.generate([tokens[:end]], max_tokens=1, **how)[0] for end in ends]
     return {
-        "blocks": computed, "kv_bytes": computed * layout.block_bytes, "prefill_s": round(first_s, 1),
-        "samples_s": round(time.monotonic() - began, 1), "cached": [part.usage.cached_tokens for part in parts],
+        "blocks": computed, "cached_blocks": kept, "kv_bytes": computed * layout.block_bytes,
+        "prefill_s": round(first_s, 1), "samples_s": round(time.monotonic() - began, 1),
+        "cached": [part.usage.cached_tokens for part in parts],
         "answers": [(part.token_ids[0], part.samples[0].logprobs[0].logprob) for part in parts],
         "output": whole.token_ids,
     }  # fmt: skip
