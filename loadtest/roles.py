@@ -1,7 +1,8 @@
-"""Compares prefill and decode in two processes and in one (`--roles both`): `python -m loadtest.roles`.
+"""Compares running prefill and decode in two processes with running both in one (`--roles both`).
 
-Serves the 125M shape with random weights on this machine, one arrangement after the other and then all of them again,
-while each client sends one request after the other. Prints the median over the rounds; the last line is JSON.
+`python -m loadtest.roles` serves the 125M shape with random weights on this machine. Each round serves the arrangements
+one after another, while each client sends its requests one at a time. Prints the median over the rounds; the last line
+is JSON.
 Arrangements are measured some seconds apart, so a machine with other users needs more rounds.
 """
 

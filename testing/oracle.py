@@ -100,7 +100,7 @@ class Oracle:
         return self._runner.new_arena(-(-num_tokens // layout.block_size) * len(layout.groups), fill=0xFF)
 
     def _decode(self, prompt_ids: Sequence[int], outputs: Sequence[int]) -> torch.Tensor:
-        """Computes the newest output. Returns logits [1, vocab]."""
+        """Runs the model on the newest output token. Returns logits [1, vocab]."""
         position = len(prompt_ids) + len(outputs) - 1
         return self._runner.step(_one_sequence(outputs[-1:], position, self._runner.layout, last_only=True))
 
