@@ -69,11 +69,12 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     weights, factors = parameters * dtype_bytes, f"{parameters:,} parameters x {dtype_bytes} bytes"
     if config.weight_format is not None and (stored := stored_bytes(directory)):
         weights, factors = stored, f"{parameters:,} parameters, quantized"
-    shape = f"{config.num_layers} layers, {config.num_heads} query heads"
-    yield f"model    {directory.name}: {shape}, implementation {config.family}"
-    yield f"weights  {factors} = {sizing.gib(weights)}"
     kv_dtype: DType = "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
     layout, groups = config.kv_groups(settings.block_size or config.default_block_size(kv_dtype), kv_dtype)
+    attends = any(group.kind is not KvKind.STATE for group in layout.groups)
+    shape = f"{config.num_layers} layers, {f'{config.num_heads} query heads' if attends else 'no attention'}"
+    yield f"model    {directory.name}: {shape}, implementation {config.family}"
+    yield f"weights  {factors} = {sizing.gib(weights)}"
     total = 0
     for group, count in Counter(layout.groups).items():
         blocks = group.num_needed(context, layout.block_size)

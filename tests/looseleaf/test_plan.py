@@ -56,6 +56,21 @@ def test_parameters_are_those_of_the_files_or_of_the_definition(
         assert planned(capsys, str(directory), "--memory", "8") == with_files
 
 
+def test_states_take_the_same_memory_at_any_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of 24 layers keeps 24 heads x 128 x 64 numbers of its recurrence and 3 x 1,792 of its convolution."""
+    model = str(Path(__file__).parents[2] / "models/configs/mamba2-130m")
+    said = planned(capsys, model, "--context", "1K", "--memory", "8")
+    each = 4 * (24 * 128 * 64 + 3 * 1792)
+    assert "24 layers, no attention" in said and f"states   1 x 24 layers x {each:,} bytes, at any length" in said
+    assert f"1 block of {24 * each:,} bytes; one is cached for every 256 tokens" in said
+    longer = planned(capsys, model, "--context", "32K", "--memory", "8")
+    assert "18.5 MiB a sequence" in said and longer == said
+    hybrid = make_foreign(tmp_path, ZOO["bamba"])
+    said = planned(capsys, str(hybrid), "--memory", "8")
+    assert "KV       1 x full attention" in said and "512 tokens / 256 = 2 blocks of" in said
+    assert "states   1 x 2 layers x" in said, "keys and values of 128 tokens would take less than they do"
+
+
 def test_quantized_weights_take_what_their_files_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_quantized(tmp_path / "four", tmp_path / "twin", FORMATS["gptq-4"])
     said = [planned(capsys, str(tmp_path / name), "--dtype", "float32") for name in ("four", "twin")]
