@@ -61,14 +61,14 @@ CLIENTS = (
         "llama-index", "llama-index-llms-openai-like", "pip", ("llama-index-llms-openai-like==0.8.1",),
         "use_llama_index.py",
     ),
-    Client("litellm", "litellm", "pip", ("litellm==1.106.2",), "use_litellm.py"),
+    Client("litellm", "litellm", "pip", ("litellm==1.106.2", "mcp==2.3.0"), "use_litellm.py"),
     Client("instructor", "instructor", "pip", ("instructor==1.17.0",), "use_instructor.py"),
     Client(
         "ai-sdk", "ai, @ai-sdk/openai-compatible (npm)", "npm",
         ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/openai@4.0.118", "zod@4.6.7"), "use_ai_sdk.mjs",
     ),
     Client("anthropic", "anthropic (Python)", "pip", ("anthropic==2.12.0",), "use_anthropic.py"),
-    Client("lm-eval", "lm-eval", "pip", ("lm-eval[api]==0.4.13", "transformers>=5,<6"), "use_lm_eval.py"),
+    Client("lm-eval", "lm-eval", "pip", ("lm-eval[api]==0.4.13", "transformers==5.23.0"), "use_lm_eval.py"),
     Client("guidellm", "guidellm", "pip", ("guidellm==0.8.1",), "use_guidellm.py"),
     Client("aiperf", "aiperf", "pip", ("aiperf==0.13.0",), "use_aiperf.py"),
     Client("schemathesis", "schemathesis", "pip", ("schemathesis==4.32.5",), "use_schemathesis.py"),
@@ -101,8 +101,6 @@ def _npm(client: Client) -> None:
     if shutil.which("node") is None or shutil.which("npm") is None:
         raise NotInstalled("there is no node or no npm")
     _run(["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(client.directory), *client.packages])
-    # Node looks for packages beside the script, so the scripts are copied to the packages.
-    (client.directory / "package.json").touch()
 
 
 def _deb(client: Client) -> None:
@@ -126,7 +124,9 @@ def _run(command: list[str], cwd: Path | None = None) -> None:
     except subprocess.TimeoutExpired:
         raise NotInstalled(f"{command[0]} took more than {INSTALL_TIMEOUT_S} s") from None
     if done.returncode != 0:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip() and "WARN" not in line.upper()]
+        said = [
+            line for line in (done.stdout + done.stderr).splitlines() if line.strip() and "WARN" not in line.upper()
+        ]
         raise NotInstalled((said or ["no reason given"])[-1].strip()[:200])
 
 

@@ -62,6 +62,8 @@ def write(rows: Sequence[Row]) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     now = datetime.now(UTC).strftime("%Y-%m-%d")
     lines = ["| client | version | as expected | works | limits |", "|---|---|---|---|---|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row.cells()) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row.cells()) + " |" for row in rows
+    ]
     where = f"`make test-third-party`, {now}, commit {commit.strip()} and this page, Python {platform.python_version()}"
     PAGE.write_text(f"{_HEAD}Run: {where}.\n\n" + "\n".join(lines) + "\n", encoding="utf-8")

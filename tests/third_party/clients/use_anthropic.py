@@ -9,7 +9,13 @@ from tried import MODEL, URL, refused, run, works
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 ASK: Any = [{"role": "user", "content": "Tell me a story."}]
-asked: Any = {"model": MODEL, "max_tokens": 16, "messages": ASK, "system": "Be brief.", "extra_body": {"temperature": 0}}
+asked: Any = {
+    "model": MODEL,
+    "max_tokens": 16,
+    "messages": ASK,
+    "system": "Be brief.",
+    "extra_body": {"temperature": 0},
+}
 
 
 @works("messages.create with usage")
@@ -75,7 +81,9 @@ def thinking() -> None:
 @refused("images", "image")
 def images() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
-    client.messages.create(**{**asked, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]})
+    client.messages.create(
+        **{**asked, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    )
 
 
 run()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from tried import MODEL, TOOLS_URL, URL, run, works
 
 ASK: Any = [{"role": "user", "content": "Who is the hero?"}]
@@ -15,6 +15,7 @@ ASK: Any = [{"role": "user", "content": "Who is the hero?"}]
 class Hero(BaseModel):
     """The hero of a story."""
 
+    model_config = ConfigDict(extra="forbid")  # else a small model adds fields until max_tokens
     name: str = Field(max_length=12)
     kind: Literal["fox", "wolf"]
 
@@ -63,6 +64,7 @@ def partial() -> None:
 @works("a list of objects")
 def several() -> None:
     class Heroes(BaseModel):
+        model_config = ConfigDict(extra="forbid")
         heroes: list[Hero] = Field(min_length=2, max_length=2)
 
     made = client(instructor.Mode.JSON_SCHEMA).chat.completions.create(

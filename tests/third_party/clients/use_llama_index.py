@@ -1,6 +1,4 @@
-"""`llama-index-llms-openai-like`."""
-
-from __future__ import annotations
+"""`llama-index-llms-openai-like`. It reads the annotations of tools, so they are not postponed here."""
 
 import asyncio
 from typing import Any, Literal
@@ -61,9 +59,7 @@ def tools() -> None:
     reply = agent.chat_with_tools([tool], chat_history=ASK, tool_required=True)
     calls = agent.get_tool_calls_from_response(reply)
     assert calls[0].tool_name == "get_weather" and calls[0].tool_kwargs["city"] in ("Paris", "Rome")
-    told = [
-        ChatMessage(role="tool", content="sun", additional_kwargs={"tool_call_id": call.tool_id}) for call in calls
-    ]
+    told = [ChatMessage(role="tool", content="sun", additional_kwargs={"tool_call_id": call.tool_id}) for call in calls]
     assert agent.chat_with_tools([tool], chat_history=[*ASK, reply.message, *told]).message
 
 
