@@ -38,6 +38,10 @@ class Row:
     missing: str | None = None
     """Why the client is not installed."""
 
+    def note(self, what: str, error: str | None) -> None:
+        """Adds something that was tried outside of the script. `error` is None if it is as it should be."""
+        self.tried.append({"what": what, "remark": "", "refused": False, "error": error})
+
     @property
     def failures(self) -> list[str]:
         """What did not do as expected, with the reason."""

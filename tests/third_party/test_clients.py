@@ -52,6 +52,6 @@ def test_a_client_does_what_its_users_expect(
     }
     done = run(client, variables)
     row.tried = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert row.tried, done.stdout + done.stderr
+    if done.returncode != 0 or not row.tried:
+        row.note("the script to its end", done.stdout[-1000:] + done.stderr[-4000:])
     assert not row.failures, "\n".join(row.failures)

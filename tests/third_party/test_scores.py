@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from looseleaf import LLM
 from tests.third_party.conftest import STORYTELLER
 from tests.third_party.install import CLIENTS, NotInstalled, install
+from tests.third_party.page import Row
 from tests.third_party.test_clients import run
 
 pytestmark = [pytest.mark.third_party, pytest.mark.timeout(1500)]
@@ -38,7 +39,7 @@ def score(model: Any, tokenizer: Tokenizer, context: str, continuation: str) -> 
     return float(rows.gather(1, wanted[:, None]).sum()), bool((rows.argmax(-1) == wanted).all())
 
 
-def test_lm_eval_scores_as_transformers_do(in_fp32: LLM, tmp_path: Path) -> None:
+def test_lm_eval_scores_as_transformers_do(in_fp32: LLM, rows: dict[str, Row], tmp_path: Path) -> None:
     [client] = [client for client in CLIENTS if client.name == "lm-eval"]
     try:
         install(client)
@@ -50,13 +51,17 @@ def test_lm_eval_scores_as_transformers_do(in_fp32: LLM, tmp_path: Path) -> None
     [file] = (tmp_path / "out").rglob("samples_*.jsonl")
     model = AutoModelForCausalLM.from_pretrained(STORYTELLER, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
-    compared = 0
+    differences = []
     for line in file.read_text().splitlines():
         sample = json.loads(line)
         for number, [[found, is_greedy]] in enumerate(sample["resps"]):
             asked = sample["arguments"][f"gen_args_{number}"]
             expected, greedy = score(model, tokenizer, asked["arg_0"], asked["arg_1"])
-            assert abs(float(found) - expected) < MOST_DIFFERENCE, (asked, found, expected)
             assert (str(is_greedy) == "True") == greedy, asked
-            compared += 1
-    assert compared > 15
+            differences.append(abs(float(found) - expected))
+    assert len(differences) > 15
+    wrong = f"{max(differences)} apart" if max(differences) > MOST_DIFFERENCE else None
+    if client.name in rows:
+        what = f"{len(differences)} log-likelihoods in fp32 within {MOST_DIFFERENCE} of those of transformers"
+        rows[client.name].note(what, wrong)
+    assert wrong is None, wrong
