@@ -1,9 +1,9 @@
-"""`python -m bench.decode_worker`: measures a decode worker's step without the forward pass.
+"""`python -m bench.decode_worker`: measures a decode worker's step, excluding the forward pass.
 
 Runs a real worker with a real arena and a private Redis, but without RPC: schedule, reserve, lay out, reader rule,
 sample, seal, end, send. Prompts differ in length, so blocks fill in different steps. `outside` is the step thread's CPU
-time without the forward pass, as the mean of all steps. `ledger` is the CPU time and the wall time of ledger calls. The
-last line is one JSON object.
+time excluding the forward pass, as the mean over all steps. `ledger` is the CPU time and the wall time of ledger calls.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 
 RESERVE = 16
-"""Blocks that the worker allocates ahead. The same number as a worker's default."""
+"""Number of blocks that the worker allocates in advance, the same as a worker's default."""
 
 
 class Stopwatch:
-    """The seconds spent inside some calls, by two clocks."""
+    """The seconds spent inside some calls, measured by two clocks."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
 
     def times(self, owner: Any, *names: str) -> None:
-        """Measures these methods of `owner` from now on."""
+        """Starts to measure these methods of `owner`."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 

@@ -2,7 +2,7 @@
 
 Uses greedy sampling, and random weights of a 125M Llama shape unless a model directory is given. A step's floor is the
 time to read weights and KV once, at the rate measured in the same run: reading 256 MB on a CPU, copying 4 GiB on a GPU.
-`outside` is the part of a step outside the pass, which lays out arrays and draws tokens.
+`outside` is the time of a step outside the pass, in which arrays are laid out and tokens are drawn.
 `python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
 """
 
@@ -30,7 +30,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m
 
 
 def bytes_per_s(runner: ModelRunner) -> float:
-    """Returns the bytes per second that the runner's device can read, or on a GPU read and write."""
+    """Returns the number of bytes per second that the runner's device can read, or, on a GPU, read and write."""
     if runner.device.name == "cpu":
         return memory_limit(0.5) * 1e9
     source = torch.randint(255, (4 << 30,), dtype=torch.uint8, device=runner.device.torch_device)
@@ -44,7 +44,7 @@ def bytes_per_s(runner: ModelRunner) -> float:
 
 
 def median_s(call: Callable[[], object], times: int) -> float:
-    """Returns the median seconds of a call, after three calls to warm up."""
+    """Returns the median duration of a call in seconds, after three calls to warm up."""
     seconds = []
     for _ in range(times + 3):
         start = time.perf_counter()
@@ -61,10 +61,10 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     start_up.capture(runner, num_seqs)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1
-    rows, sampler = DecodeRows(runner.layout.block_size), Sampler()
+    rows, sampler = DecodeRows(runner.layout.block_size, len(runner.layout.groups)), Sampler()
 
     def around() -> None:
-        """Does the parts of a step outside the pass."""
+        """Does the work of a step that is outside the pass."""
         rows.lay_out(batch.sequences)
         sampler.draw(logits, batch.sequences)
 
@@ -85,7 +85,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
 
 
 def prefill(runner: ModelRunner, num_tokens: int) -> dict[str, float]:
-    """Computes one prompt of `num_tokens` in one chunk. Reports the best of three tries."""
+    """Computes one prompt of `num_tokens` in one chunk. Reports the best of three runs."""
     vocab, times = runner.config.vocab_size, []
     for _ in range(3):
         batch = Batch.of(runner, [[token % vocab for token in range(num_tokens)]], 1)

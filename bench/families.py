@@ -1,9 +1,9 @@
 """`python -m bench.families`: compares every family of the zoo with transformers and writes the table in
 docs/models.md.
 
-Uses tiny random checkpoints in fp32 on this CPU. The distance is the largest difference of a logit from transformers',
-as a fraction of the logits' standard deviation, over 150 positions in chunks of 24. The table also shows whether a row
-has the same bits when tokens are computed one by one and in chunks.
+Uses tiny random checkpoints in fp32 on this CPU. The distance is the largest difference between a logit and that of
+transformers, as a fraction of the logits' standard deviation, over 150 positions in chunks of 24. The table also shows
+whether a row has the same bits when tokens are computed one by one and in chunks.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Shape:
     batches: tuple[int, ...] = (1, 16, 64, 256)
     contexts: tuple[int, ...] = (512, 4096, 32_768)
     prefills: tuple[tuple[int, int, int], ...] = ((1, 2048, 6144), (1, 8192, 8192), (16, 512, 512))
-    """(number of sequences, queries of each, context of each)"""
+    """(number of sequences, queries per sequence, context per sequence)"""
     skewed: tuple[int, int, int] = (63, 512, 131_072)
     """A decode step with one long context among short ones: (short sequences, their context, the long one)."""
     copies: tuple[int, ...] = (1, 8, 64, 512)

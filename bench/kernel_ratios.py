@@ -1,7 +1,7 @@
 """Ratios that `python -m bench.kernels` prints: the gain from the prefetch in decode attention, the gain from shared
-blocks, and the cost of row invariance. Both sides run in turn in one process, and the best time of each counts, which
-limits the effect of a busy machine. The cost compares our kernel, which adds in a fixed order, with a kernel of torch
-that may add in any order. A cost below 1 means that row invariance is free.
+blocks, and the cost of row invariance. Each ratio compares two alternatives. They run in turn in one process, and the
+best time of each counts, which limits the effect of a busy machine. The cost compares our kernel, which adds in a fixed
+order, with a kernel of torch that may add in any order. A cost below 1 means that row invariance is free.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Ratio:
 
 
 def ratio_of(ours: Callable[[], object], other: Callable[[], object], seconds: float) -> float:
-    """Returns the best time of `ours` over the best time of `other`. Both run in turn for twice `seconds` in all, and
-    at least five times each.
+    """Returns the best time of `ours` divided by the best time of `other`. They run in turn, for twice `seconds` in all
+    and at least five times each.
     """
     best = [float("inf"), float("inf")]
     end = time.perf_counter() + 2 * seconds
@@ -106,5 +106,5 @@ _RATIOS = {"paged_attention": _decode, "paged_prefill": _prefill, "linear": _lin
 
 
 def measure_ratios(kernel: str, seconds: float) -> list[Ratio]:
-    """Returns the ratios that belong to a kernel. Each side of each ratio runs for `seconds`."""
+    """Returns the ratios that belong to a kernel. Each of the two alternatives of a ratio runs for `seconds`."""
     return list(_RATIOS[kernel](seconds)) if kernel in _RATIOS else []

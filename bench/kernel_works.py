@@ -61,7 +61,7 @@ def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
 
 
 def paged_prefill_work(length: int, chunk: int) -> Work:
-    """Returns a prompt in chunks. Each chunk attends to the blocks of the chunks before it."""
+    """Returns a prompt in chunks. Each chunk attends to the blocks of all earlier chunks."""
     arena, q = _arena(length // BLOCK_SIZE, 1), torch.randn(length, HEADS, HEAD_DIM).to(BF16)
     table = torch.randperm(length // BLOCK_SIZE).int()[None]
     ends = [(end, torch.tensor([end], dtype=torch.int32)) for end in range(chunk, length + 1, chunk)]
@@ -118,7 +118,7 @@ def _packed(n_in: int, n_out: int, provider: Provider) -> PackedLinear:
 
 
 def _linear(rows: int, n_out: int, provider: Provider) -> Work:
-    """Returns the work of twelve weights in turn, like those of the layers. Few rows are bound by reading
+    """Returns the work of twelve weights in turn, like those of the layers. With few rows, the time is bound by reading
     the weights.
     """
     layers = itertools.cycle([_packed(HIDDEN, n_out, provider) for _ in range(LAYERS)])

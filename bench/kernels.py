@@ -2,9 +2,9 @@
 
 The last line is JSON: `cases` with the share of each, and `ratios` (bench.kernel_ratios: the gain from the prefetch,
 the cost of row invariance). Limits are measured in the same run, before and after every case, and the best of them
-counts: memory by reading 256 MB, arithmetic by the better of a packed bf16 product and torch's fp32 product. A share
-means something only on a quiet machine (see `load`) and for data larger than the caches. A share above 1 shows that one
-of these two conditions was not met. `bench.kernel_works` defines the calls.
+counts: memory by reading 256 MB, arithmetic by the better of a packed bf16 product and torch's fp32 product. A share is
+meaningful only on a quiet machine (see `load`) and for data larger than the caches. A share above 1 shows that one of
+these two conditions was not met. `bench.kernel_works` defines the calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Result:
     unit: str
     limit: float
     share: float
-    load: float  # runnable processes per core over the last minute; above about 1 the share is not reliable
+    load: float  # runnable processes per core over the last minute; above about 1, the share is not reliable
 
 
 def timed(call: Callable[[], object], seconds: float) -> list[float]:
@@ -71,15 +71,15 @@ def compute_limit(seconds: float) -> float:
 
 
 def raise_limits(limits: dict[str, float], seconds: float) -> None:
-    """Updates the limits with a new measurement. Other processes can only lower it, so the best of all tries is nearest
-    to the machine's limit.
+    """Updates the limits with a new measurement. Other processes can only lower it, so the best of all measurements is
+    closest to the machine's limit.
     """
     limits["memory"] = max(limits.get("memory", 0.0), memory_limit(seconds))
     limits["compute"] = max(limits.get("compute", 0.0), compute_limit(seconds))
 
 
 def measure(work: Work, seconds: float, limits: dict[str, float]) -> Result:
-    """Returns the cases without their shares, which `with_share` fills in once all limits are known."""
+    """Returns the cases without their shares, which `with_share` fills in when all limits are known."""
     times = timed(work.call, seconds)
     raise_limits(limits, seconds / 4)
     amount, unit = (work.num_bytes / 1e9, "GB/s") if work.limit == "memory" else (work.flops / 1e12, "TFLOP/s")

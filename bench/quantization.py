@@ -55,7 +55,7 @@ class Decoding:
 
 
 def decode_ms(runners: dict[str, ModelRunner], num_seqs: int, context: int, steps: int) -> dict[str, float]:
-    """Returns the median milliseconds of a step, by variant."""
+    """Returns the median duration of a step in milliseconds, by variant."""
     arms = {name: Decoding(runner, num_seqs, context) for name, runner in runners.items()}
     for _ in range(steps + 3):
         for arm in arms.values():
@@ -64,7 +64,7 @@ def decode_ms(runners: dict[str, ModelRunner], num_seqs: int, context: int, step
 
 
 def prefill_ms(runners: dict[str, ModelRunner], num_tokens: int, times: int = 5) -> dict[str, float]:
-    """Returns the median milliseconds of one prompt in one chunk, by variant."""
+    """Returns the median time to compute one prompt in one chunk, in milliseconds, by variant."""
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(times):
         for name, runner in runners.items():

@@ -1,13 +1,14 @@
-"""`python -m bench.structured`: what a JSON schema costs a decode step and the time to the first token.
+"""`python -m bench.structured`: measures how a JSON schema affects a decode step and the time to the first token.
 
-Steps: a model's shape with random weights, `--batch` sequences at position `--context`. The arms take turns step by
-step, so that other load on the machine meets all of them: free text, the same with a JSON schema for one sequence or
-for all, and with a schema whose strings are bounded. A step is forward pass, masks, draw and the tokens' bookkeeping.
-Sequences draw at random, so they wander through the schema; one that ends starts over. The tokenizer is a byte-level
-BPE that is trained on this repository's files, with as many tokens as they give up to the shape's vocabulary.
+The first part measures steps of a model's shape with random weights, with `--batch` sequences at position `--context`.
+The arms take turns step by step, so that other load on the machine affects all of them: free text, text with a JSON
+schema for one sequence or for all, and text with a schema whose strings are bounded. A step consists of the forward
+pass, the masks, the draw and the tokens' bookkeeping. Tokens are drawn at random, so sequences wander through the
+schema; a sequence that ends starts over. The tokenizer is a byte-level BPE that is trained on this repository's files.
+It has as many tokens as they yield, up to the shape's vocabulary.
 
-Served: `looseleaf serve` with the built-in model. Requests of `--batch` streams, with and without the schema in turn.
-The schema is new in the first round, so that the first round's time contains its compilation.
+The second part serves the built-in model with `looseleaf serve`. It sends requests in `--batch` streams, alternately
+with and without the schema. The schema is new in the first round, so the first round's time includes its compilation.
 
 The last line is one JSON object.
 """
@@ -48,7 +49,7 @@ HERO: dict[str, Any] = {
 }
 SCHEMA = {"type": "array", "items": HERO, "minItems": 60, "maxItems": 80}
 BOUNDED = json.loads(json.dumps(SCHEMA).replace('"type": "string"', '"type": "string", "maxLength": 40'))
-"""The same with bounded strings, whose masks cost several times as much."""
+"""The same schema with bounded strings, whose masks cost several times as much."""
 EOS = 2
 
 
@@ -73,7 +74,7 @@ def _grammar(schema: dict[str, Any]) -> StructuredOutput:
 
 
 class Arm:
-    """Some sequences of one step, which is computed again and again while their tokens move on."""
+    """The sequences of a step that is computed again and again while their tokens advance."""
 
     def __init__(
         self, runner: ModelRunner, grammars: Grammars, args: argparse.Namespace, schemas: list[dict[str, Any] | None]
@@ -143,7 +144,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def one(client: AsyncClient, number: int, options: dict[str, Any]) -> tuple[float, float]:
-    """One stream: milliseconds to the first token, and between tokens."""
+    """Runs one stream. Returns the milliseconds to the first token, and between tokens."""
     began, first, count, last = time.perf_counter(), 0.0, 0, 0.0
     async for delta in client.stream(f"Hero number {number}:", temperature=1.0, seed=number, max_tokens=120, **options):
         last = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Starts the block store: `python -m block_store --directory DIR`. Builds every object it needs."""
+"""Starts the block store: `python -m block_store --directory DIR`. Builds every object that it needs."""
 
 from __future__ import annotations
 

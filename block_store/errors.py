@@ -14,7 +14,7 @@ class LedgerError(BlockStoreError):
 
 
 class Fenced(LedgerError):
-    """The holder's lease ended and it was reaped. Stop, drop the writer slot, and register again."""
+    """The holder's lease has ended, and the holder has been reaped. Stop, free the writer slot, and register again."""
 
 
 class Stale(LedgerError):
@@ -30,7 +30,9 @@ class Gone(LedgerError):
 
 
 class StaleDataset(LedgerError):
-    """The ledger was or will be rebuilt (or another Redis answers). Everything known about it is void."""
+    """The ledger has been or will be rebuilt (or a different Redis answers). Everything known about the old one is
+    void.
+    """
 
 
 class LedgerDamaged(LedgerError):
@@ -38,7 +40,9 @@ class LedgerDamaged(LedgerError):
 
 
 class OutOfOrder(LedgerError):
-    """A call's running number is below the holder's last one. The ledger was changed, or two lanes drive one holder."""
+    """A call's number is below the holder's last one. Either the ledger was changed, or two lanes are used for the same
+    holder.
+    """
 
 
 class Exhausted(LedgerError):
@@ -60,7 +64,7 @@ class FloorsExceedArena(LedgerError):
 
 
 class LedgerUnavailable(LedgerError):
-    """Redis gave no answer. Only a repetition of the call can tell whether the operation happened."""
+    """Redis gave no answer. Only repeating the call can show whether the operation happened."""
 
 
 class RedisUnusable(BlockStoreError):
@@ -72,7 +76,7 @@ class ArenaError(BlockStoreError):
 
 
 class ArenaExists(ArenaError):
-    """There is already an arena; it is never truncated."""
+    """An arena already exists. It is never truncated."""
 
 
 class ArenaBusy(ArenaError):
@@ -86,7 +90,7 @@ class ArenaLost(ArenaError):
 
 
 class LayoutMismatch(ArenaError):
-    """The arena was made for another KV layout."""
+    """The arena was made for a different KV layout."""
 
 
 class NotEnoughSharedMemory(ArenaError):
@@ -114,4 +118,4 @@ class HeaderAheadError(ArenaError):
 
 
 class HeaderMismatch(ArenaError):
-    """A block's header does not name the generation in the block table: the block was reallocated."""
+    """A block's header does not name the generation in the block table: the block has been reallocated."""

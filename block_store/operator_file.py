@@ -1,8 +1,8 @@
 """A file with the data that an operator needs to query a running block store: its address, its Redis, and its trust
 files.
 
-It is in the store's directory, readable only by the store's user. `looseleaf blocks` and `looseleaf fsck` read it. It
-contains the Redis password, if there is one.
+The file is in the store's directory and readable only by the store's user. `looseleaf blocks` and `looseleaf fsck` read
+it. It contains the Redis password, if there is one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def remove(directory: Path) -> None:
 
 
 def read(directory: Path) -> OperatorFile | None:
-    """Returns the content, or None if no store runs there or it belongs to another user."""
+    """Returns the content, or None if no store runs there or the store belongs to a different user."""
     try:
         return _ADAPTER.validate_json((directory / _NAME).read_bytes())
     except (OSError, ValidationError):

@@ -21,24 +21,30 @@ class BlockStoreSettings(ServerSettings):
     port: int = Field(50054, ge=0, le=65535)
     directory: str = Field(
         default_factory=lambda: f"/dev/shm/looseleaf-{os.getuid()}",
-        description="shared memory for arena and writer slots",
+        description="directory in shared memory for the arena and the writer slots",
     )
-    redis_url: str | None = Field(None, description="Redis for the ledger; default: a private redis-server")
-    redis_password_file: Path | None = Field(None, description="a file with the password of the Redis at --redis-url")
-    expect_workers: int = Field(2, ge=1, le=1024, description="workers to wait for before the arena is made")
-    attach_timeout_s: float = Field(600.0, gt=0, description="most seconds that a worker waits for the others")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: where the workers compute")
+    redis_url: str | None = Field(None, description="Redis server for the ledger; default: a private redis-server")
+    redis_password_file: Path | None = Field(
+        None, description="a file with the password of the Redis server at --redis-url"
+    )
+    expect_workers: int = Field(2, ge=1, le=1024, description="number of workers to wait for before the arena is made")
+    attach_timeout_s: float = Field(
+        600.0, gt=0, description="maximum time in seconds that a worker waits for the others"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the device on which the workers compute")
     memory_budget: ByteSize | None = Field(
         None, gt=0, description="bytes (or 4GiB) of host memory for weights, activations, KV; default: half, KV 4 GiB"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of the GPU's memory to fill, with weights"
+        0.9, gt=0, le=1, description="share of the GPU's memory to use, including weights"
     )
     memory_owner: MemoryOwner = Field(
-        "auto", description="who allocates blocks on a GPU: auto: the store, or the worker where there is no CUDA IPC"
+        "auto", description="owner of the blocks on a GPU; auto: the store, or the worker if there is no CUDA IPC"
     )
     cuda_library: str = Field(LIBRARY, description="the CUDA driver")
-    reserve_bytes: int = Field(256 << 20, ge=0, description="bytes of the budget that stay unused")
-    num_blocks: int | None = Field(None, ge=1, description="blocks of the arena; default: from the budget")
-    keep_arena: bool = Field(False, description="leave the arena behind at exit")
-    advertise: str | None = Field(None, description="host:port under which others reach this store")
+    reserve_bytes: int = Field(256 << 20, ge=0, description="bytes of the budget to leave unused")
+    num_blocks: int | None = Field(
+        None, ge=1, description="number of blocks in the arena; default: computed from the budget"
+    )
+    keep_arena: bool = Field(False, description="keep the arena on exit")
+    advertise: str | None = Field(None, description="host:port at which other processes reach this store")

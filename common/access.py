@@ -26,11 +26,11 @@ class Access(Enum):
     """The callers that may use a method."""
 
     PUBLIC = "public"
-    """Everybody. The service itself may ask for an API key."""
+    """All callers. The service itself may require an API key."""
     INTERNAL = "internal"
     """Callers that know the launch's secret."""
     REFLECTION = "reflection"
-    """Everybody at the front; inside the same as INTERNAL."""
+    """All callers at the gateway; the same as INTERNAL at other services."""
 
 
 POLICY: Mapping[str, Access] = {
@@ -75,5 +75,5 @@ async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
 
-# To the client all kinds of calls are the same. With this kind no message is read before the handler asks for it.
+# To the client, all kinds of calls are the same. With this kind, no message is read before the handler asks for it.
 _REFUSAL: Any = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -6,8 +6,8 @@ A file has one line per key: `TENANT KEY`, followed by the tenant's limits in th
     acme  another
     zoo   z-key
 
-A tenant may have several keys. Its limits may be on any of their lines, and apply to all of them. Blank lines and lines
-that begin with # are ignored.
+A tenant may have several keys. Its limits may be on any of their lines, and apply to all of its keys together. Blank
+lines and lines that begin with # are ignored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ApiKeys:
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
     """Returns the keys of both sources. `api_key` belongs to the tenant "default", which has no limits unless the file
-    sets some. A tenant of the file may use no better priority than 0 unless its line says so. Raises StartupError,
+    sets some. A tenant in the file may not use a priority better than 0 unless its line allows it. Raises StartupError,
     which names the file, the line, the field and the error.
     """
     tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}

@@ -1,7 +1,7 @@
 """Certificates of services, from PEM files that are read again when they change. Does not depend on services.
 
-For internal calls, both sides present a certificate of the same CA with the name `INSIDE_NAME`, because the addresses
-of workers change. For clients, only the server presents one.
+For internal calls, client and server both present a certificate of the same CA with the name `INSIDE_NAME`, because the
+addresses of workers change. For clients, only the server presents one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CertificateFiles:
     """PEM, with the chain."""
     key: Path
     ca: Path | None = None
-    """The CAs whose certificates a peer must show. None: a client need not show one."""
+    """The CAs that must have issued a peer's certificate. If it is None, a client need not present one."""
 
     def check(self) -> None:
         """Checks that the files can be used and that only their owner can read the key."""
@@ -46,14 +46,14 @@ class CertificateFiles:
 
     @property
     def stamp(self) -> Stamp:
-        """Returns a stamp that differs when a file has changed."""
+        """Returns a stamp that changes when a file changes."""
         return tuple(path.stat().st_mtime_ns for path in (self.cert, self.key, self.ca) if path is not None)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Returns server credentials that present the current certificate to each new connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
-            cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: no news, as documented
+            cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: no change, as documented
             require_client_authentication=self.ca is not None,
         )
 
@@ -106,7 +106,7 @@ class Changed:
             return False
         try:
             self._files.check()
-        except StartupError as error:  # half of them are written
+        except StartupError as error:  # only some of them have been written
             self._refuse(stamp, error)
             return False
         logger.info("new certificates are in use: %s", self._files.cert)
@@ -115,7 +115,7 @@ class Changed:
 
     def _refuse(self, stamp: Stamp, error: Exception) -> None:
         if stamp != self._refused:
-            logger.error("certificates have changed and cannot be used, the ones before stay: %s", error)
+            logger.error("certificates have changed but cannot be used; the previous ones stay: %s", error)
         self._refused = stamp
 
 

@@ -1,7 +1,7 @@
 """Removes secrets from a process's command line, which every user of the machine can read (`ps`).
 
-The operating system shows the original until this has run, a moment after the start. To hide a value completely, pass
-it as a variable or in a file.
+The operating system shows the original command line until this code has run, shortly after the start. To hide a value
+completely, pass it in a variable or in a file.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def hide_values(flags: Collection[str]) -> None:
     """Hides the values in this process's command line."""
     shown = hidden(sys.orig_argv, flags)
     if shown != sys.orig_argv:
-        import setproctitle  # loaded where it is needed: it moves the environment
+        import setproctitle  # imported only here, because it moves the environment
 
         setproctitle.setproctitle(" ".join(shown))

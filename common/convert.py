@@ -1,4 +1,4 @@
-"""Protobuf <-> `common.types`, the only such place. Purely mechanical; the gateway validates."""
+"""Converts between protobuf and `common.types`; no other module does. Purely mechanical: the gateway validates."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
 
 
 def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
-    """Returns the length of the common head."""
+    """Returns the length of the common beginning."""
     pairs = zip(first, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch claims to share more blocks than the first one has."""
+    """Converts a ticket. Raises ValueError if a branch claims to share more blocks than the first branch has."""
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:
         own = [table_from_pb(group) for group in branch.groups]
@@ -188,7 +188,7 @@ def structured_to_pb(wanted: StructuredOutput) -> pb.StructuredOutput:
 
 
 def structured_from_pb(message: pb.StructuredOutput) -> StructuredOutput:
-    """Converts a grammar. One that names none becomes an empty choice, which matches nothing and is refused."""
+    """Converts a grammar. A message without a grammar becomes an empty choice, which matches nothing and is refused."""
     kind: GrammarKind = message.WhichOneof("grammar") or "choice"
     source = "" if kind in ("choice", "json_object") else getattr(message, kind)
     return StructuredOutput(kind, source, tuple(message.choice.options))

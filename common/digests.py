@@ -1,4 +1,4 @@
-"""Compares a model's files with `SHA256SUMS`, if its directory has one (made by `sha256sum * > SHA256SUMS`)."""
+"""Compares a model's files with `SHA256SUMS`, if its directory has such a file (made by `sha256sum * > SHA256SUMS`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_digests(directory: Path, names: Iterable[str]) -> None:
-    """Checks the files that exist. Raises StartupError, which names the first file that was altered or is not listed,
-    or the line that cannot be read. Without SHA256SUMS nothing is checked.
+    """Checks the files that exist. Raises StartupError, which names the first file that has been altered or is not
+    listed, or the line that cannot be read. Without SHA256SUMS, nothing is checked.
     """
     if not (directory / SUMS).exists():
         return

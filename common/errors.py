@@ -1,4 +1,4 @@
-"""The errors that cross service boundaries, and the one table that maps them to gRPC and HTTP.
+"""The errors that cross service boundaries, and the table that maps them to gRPC and HTTP.
 
     LooseleafError
     ├── InvalidArgument      bad parameter, prompt too long      INVALID_ARGUMENT     400
@@ -28,7 +28,7 @@ class FieldViolation:
     field: str
     description: str
     reason: str | None = None
-    """OpenAI's own code, for the few mistakes that have one."""
+    """OpenAI's own code, for the few mistakes for which there is one."""
 
 
 class LooseleafError(Exception):
@@ -54,7 +54,7 @@ class LooseleafError(Exception):
 
     @property
     def code(self) -> str:
-        """Returns the code of OpenAI's error object: OpenAI's own where it has one, else the gRPC status."""
+        """Returns the code of OpenAI's error object: OpenAI's own code if there is one, or else the gRPC status."""
         reason = self.violations[0].reason if self.violations else None
         return reason or self.own_code or self.grpc_code.lower()
 
@@ -64,7 +64,7 @@ class InvalidArgument(LooseleafError):
 
     @classmethod
     def of(cls, field: str, description: str, reason: str | None = None) -> InvalidArgument:
-        """Returns an error in the usual form: one field and its fault. `reason` is OpenAI's own error code."""
+        """Returns an error in the usual form, about one field. `reason` is OpenAI's own error code."""
         return cls(f"{field} {description}", violations=(FieldViolation(field, description, reason),))
 
 

@@ -1,7 +1,8 @@
-"""Grammars for structured output: how llguidance compiles them, within which limits, for which tokenizer.
+"""Grammars for structured output: how llguidance compiles them, within which limits and for which tokenizer.
 
-Workers compile the grammars by which they draw. The gateway never loads llguidance: it lets a process of its own try a
-client's grammar first (`gateway.intake.grammar_trial`), because some grammars crash the compiler or keep it busy.
+Workers compile the grammars that restrict their draws. The gateway never loads llguidance. Instead, a separate process
+first tries a client's grammar (`gateway.intake.grammar_trial`), because some grammars crash the compiler or keep it
+busy.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 10_000,
     "max_grammar_size": 100_000,
 }
-"""Limits of llguidance. With these, a mask of a hostile regular expression takes about 60 ms at most (1.6 s without),
-and a lexer has at most 20 MB by its own account (1 to 2 KB a state). They do not bound everything, see
-`gateway.intake.grammar_trial`.
+"""Limits of llguidance. With these limits, a mask of a hostile regular expression takes at most about 60 ms (1.6 s
+without them), and a lexer takes at most 20 MB by its own account (1 to 2 KB per state). They do not limit everything;
+see `gateway.intake.grammar_trial`.
 """
 WHITESPACE = r"( |\r?\n {0,16}|\r?\n\t{0,8})"
-"""The whitespace between two tokens of JSON: a space, or a new line with its indentation. Without a bound, a small
-model may never stop adding some.
+"""The whitespace between two tokens of JSON: a space, or a new line with its indentation. Without a limit, a small
+model may never stop adding whitespace.
 """
 MAX_STEPS = 6
-"""Number of tokens that a trial draws on each of its ways."""
+"""Number of tokens that a trial draws on each of its paths."""
 MAX_REASON_CHARS = 200
 
 
@@ -43,7 +44,7 @@ class GrammarError(Exception):
 def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
     """Returns the tokenizer of a model's directory, for logits of `vocab_size` columns.
 
-    Tokens that only the model has are never allowed. Raises GrammarError if llguidance cannot read it.
+    Tokens that only the model has are never allowed. Raises GrammarError if llguidance cannot read the tokenizer.
     """
     path = Path(directory)
     try:
@@ -58,7 +59,7 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the model's end-of-sequence tokens, as the gateway reads them: those of the first file that names any."""
+    """Returns the model's end-of-sequence tokens as the gateway does: those in the first file that names any."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         value = json.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
@@ -70,8 +71,8 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatcher:
-    """Returns a grammar at its start, with the first mask computed. Raises GrammarError if it cannot be compiled, is
-    beyond a limit or matches nothing.
+    """Returns a grammar at its start, with the first mask computed. Raises GrammarError if it cannot be compiled,
+    exceeds a limit or matches nothing.
     """
     limits = LLParserLimits(verbose_errors=False, **LIMITS)
     try:
@@ -87,9 +88,9 @@ def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatch
 
 
 def explore(tokenizer: LLTokenizer, start: LLMatcher) -> None:
-    """Follows a compiled grammar for a few tokens, on a few ways. Raises GrammarError if it becomes too complex there.
+    """Follows a compiled grammar for a few tokens, on a few paths. Raises GrammarError if it becomes too complex there.
 
-    Grammars that no limit notices at their start are usually found out so, before a request begins.
+    Most hostile grammars that stay within the limits at their start are detected in this way, before a request begins.
     """
     for way in (0, 1, 2):
         matcher = start.deep_copy()
@@ -123,7 +124,7 @@ def _source(wanted: StructuredOutput) -> str:
 
 
 def _reason(error: str) -> str:
-    """Returns the sentence of llguidance's message that says what is wrong, without its drawing of the place."""
+    """Returns the sentence of llguidance's message that states the error, without the drawing that shows its place."""
     lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("<")]
     if "NoExtension" in error:
         return "it matches no text"

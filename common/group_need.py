@@ -12,13 +12,13 @@ from common.types import WorkerRecord
 
 
 def blocks_of(num_tokens: int, block_size: int) -> int:
-    """Returns the number of blocks that hold `num_tokens` positions."""
+    """Returns the number of blocks needed for `num_tokens` positions."""
     return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
-    """The most that a sequence group may need."""
+    """The largest sizes that a sequence group may reach."""
 
     prompt_len: int
     max_tokens: int
@@ -27,22 +27,22 @@ class GroupNeed:
     """Samples or beams that run at once."""
 
     def blocks(self, block_size: int) -> int:
-        """Returns the most blocks that the group holds at once, in one KV group.
+        """Returns the largest number of blocks that the group holds at a time in one KV group.
 
-        The prompt's full blocks are shared. Each sequence has private blocks for the rest. While its sealed partial
-        block is copied for writing, it has both the block and the copy. In a group that came back, every sequence has
-        such a block.
+        The prompt's full blocks are shared. Each sequence has private blocks for its other positions. While a
+        sequence's sealed partial block is copied so that it can be written to, the sequence has both the block and the
+        copy. In a group that has come back, every sequence has such a block.
         """
         shared = self.prompt_len // block_size
         return shared + self.width * (blocks_of(self.prompt_len + self.max_tokens, block_size) - shared + 1)
 
 
 class GroupRoom(NamedTuple):
-    """The largest sequence group that one decode worker takes."""
+    """The largest sequence group that a decode worker accepts."""
 
     max_sequences: int
     max_blocks: int
-    """The worker's floor. 0 means that it is unknown and assumed to suffice."""
+    """The worker's floor. 0 means that the floor is unknown and is assumed to suffice."""
     block_size: int
 
     @classmethod
@@ -50,7 +50,7 @@ class GroupRoom(NamedTuple):
         return cls(record.max_num_seqs, record.max_group_blocks, record.block_size)
 
     def holds(self, need: GroupNeed) -> bool:
-        """Returns whether the worker's batch and floor hold the group."""
+        """Returns whether the group fits into the worker's batch and floor."""
         return need.width <= self.max_sequences and (
             not self.max_blocks or need.blocks(self.block_size) <= self.max_blocks
         )

@@ -20,8 +20,8 @@ from common.status import error_of, status_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Check = Callable[[str, Context], None]
-"""Called with a method's full name ("/package.Service/Method") before anything that the caller sent is parsed. Raises
-the LooseleafError for a caller without the right.
+"""Called with a method's full name ("/package.Service/Method") before anything that the caller sent is parsed. Raises a
+LooseleafError if the caller may not use the method.
 """
 Parse = Callable[[bytes], Any]
 NOT_A_MESSAGE = "the request is not a message of this method's type"
@@ -33,9 +33,9 @@ def anybody(method: str, context: Context) -> None:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Methods that receive their requests as bytes, which are parsed after the check and inside the guard.
+    """Methods that receive their requests as bytes. The bytes are parsed after the check and inside the guard.
 
-    To gRPC, each of them takes a stream of requests, and no request is received before it is read. A message from an
+    To gRPC, each method accepts a stream of requests, and no request is received before it is read. A message from an
     unauthorized caller therefore never gets into memory.
     """
 
@@ -63,10 +63,10 @@ class _Call:
             self._check(self._name, context)
             result = await self._begin(raws, context)
             if not asyncio.iscoroutine(result):
-                async with aclosing(result) as responses:  # it ends with the call, not when it is collected
+                async with aclosing(result) as responses:  # ends it with the call, not when it is garbage-collected
                     async for response in responses:
                         yield response
-            elif self._handler.response_streaming:  # a method that writes to the context itself
+            elif self._handler.response_streaming:  # the method itself writes to the context
                 await result
             else:
                 yield await result
@@ -88,7 +88,7 @@ class _Call:
 def _parsed(parse: Parse, raw: bytes) -> Any:
     try:
         return parse(raw)
-    except Exception:  # what protobuf raises depends on its implementation
+    except Exception:  # the exception type depends on protobuf's implementation
         raise InvalidArgument(NOT_A_MESSAGE) from None
 
 

@@ -1,7 +1,7 @@
 """gRPC reflection under its final name, grpc.reflection.v1, which grpcio-reflection does not serve.
 
-The messages of v1 and v1alpha are the same on the wire, so v1 has v1alpha's servicer. The description of v1 itself, for
-clients that ask for it, is v1alpha's with the other name.
+The messages of v1 and v1alpha are the same on the wire, so v1 uses v1alpha's servicer. The description of v1 itself,
+for clients that ask for it, is v1alpha's description under the new name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_reflection_v1(servicer: Any, server: grpc.aio.Server) -> None:
 
 
 def _describe() -> None:
-    """Adds the description of v1 to the default pool, unless it is there."""
+    """Adds the description of v1 to the default pool, unless the pool already contains it."""
     pool = descriptor_pool.Default()  # type: ignore[no-untyped-call]
     try:
         pool.FindServiceByName(SERVICE_NAME)

@@ -1,4 +1,6 @@
-"""Ids of requests: taken from clients within bounds, shown in the log lines of a request, independent of protocols."""
+"""Ids of requests. They are accepted from clients within limits, and shown in a request's log lines. Independent of
+protocols.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ HEADER = "x-request-id"
 """The HTTP header and the gRPC metadata key."""
 MAX_ID_CHARS = 128
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the request that the current task works on; "" if there is none."""
+"""The id of the request that the current task is handling; "" if there is none."""
 _FOREIGN = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 
 def take_request_id(given: str | None) -> str:
-    """Returns a client's id, or a new one if the client gave none, and makes it the current task's.
+    """Returns a client's id, or a new one if the client gave none, and makes it the current task's id.
 
-    Of a client's id only letters, digits and ._:/+=@- are kept, and at most 128 characters.
+    Of a client's id, only letters, digits and ._:/+=@- are kept, and at most 128 characters.
     """
     request_id = _FOREIGN.sub("", (given or "")[:MAX_ID_CHARS]) or new_request_id()
     REQUEST_ID.set(request_id)

@@ -41,13 +41,13 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
-    # A service that died is back in seconds; gRPC's own pauses grow to two minutes.
+    # A service that has died is back within seconds, but gRPC's own pauses grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 250),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _INSIDE_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", INSIDE_NAME)]
 HEARTBEAT_S = 0.5
-"""Interval in which a worker's event loop sends something on every open stream, which a frozen process cannot."""
+"""Interval at which a worker's event loop sends something on every open stream. A frozen process cannot do this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Bounds:
     rpcs: int | None = None
     """Concurrent calls."""
     streams: int | None = None
-    """Concurrent calls on one connection; others wait at the client."""
+    """Concurrent calls on one connection; further calls wait at the client."""
     handshake_s: float | None = None
     """Time from the start of a connection to its first bytes of HTTP/2."""
     idle_s: float | None = None
@@ -67,7 +67,7 @@ class Bounds:
     """Concurrent connections. Further ones are closed before anything is read from them."""
 
     def options(self) -> dict[str, int]:
-        """Returns them as options of a server."""
+        """Returns the limits as options of a server."""
         given = {
             "grpc.max_receive_message_length": self.message_bytes,
             "grpc.max_concurrent_streams": self.streams,
@@ -87,7 +87,7 @@ class Protection:
     """The access check of a server, and the information that it reveals about itself."""
 
     door: Door | None = None
-    """None admits everybody, unless a service itself asks for something."""
+    """None admits all callers, unless a service itself requires credentials."""
     credentials: grpc.ServerCredentials | None = None
     """None means that connections are not encrypted."""
     reflection: bool = True
@@ -129,7 +129,7 @@ class RpcServer:
         self._names.append(service_name)
 
     def bind(self) -> None:
-        """Takes the port. Raises StartupError if it is occupied. Connections wait until `start`."""
+        """Binds the port. Raises StartupError if it is occupied. Connections wait until `start` is called."""
         try:
             if (credentials := self._protection.credentials) is None:
                 self.port = self._server.add_insecure_port(self._address)
@@ -141,7 +141,7 @@ class RpcServer:
             raise StartupError(f"cannot listen on {self._address}: the port is occupied or the address is not ours")
 
     async def start(self) -> None:
-        """Starts to serve, not yet ready. Binds first if `bind` was not called."""
+        """Starts to serve, but does not report that it is ready. Binds first if `bind` has not been called."""
         if self.port == 0:
             self.bind()
         if self._protection.reflection:
@@ -160,7 +160,7 @@ class RpcServer:
             await self._health.set(name, state)
 
     async def stop(self, grace_s: float) -> None:
-        """Informs health watchers, refuses new calls, and gives running ones `grace_s` seconds."""
+        """Informs health watchers, refuses new calls, and allows running ones `grace_s` seconds to finish."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -180,7 +180,7 @@ def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel
 
 
 async def wait_for_signal(failed: asyncio.Event) -> bool:
-    """Returns on SIGTERM or SIGINT (False), or when `failed` is set (True)."""
+    """Waits for SIGTERM or SIGINT, and then returns False. If `failed` is set first, returns True."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -204,14 +204,14 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 2.
 
 
 def reachable_address(host: str, port: int) -> str:
-    """Returns the address at which others reach a server bound to `host`. If it listens on every interface, this is the
-    host's name.
+    """Returns the address at which other machines reach a server that is bound to `host`. If the server listens on
+    every interface, this is the host's name.
     """
     return f"{socket.gethostname() if host in ('', '0.0.0.0', '::', '[::]') else host}:{port}"
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:
-    """Writes a file, atomically, that tells the parent of this process that it is ready, and its addresses."""
+    """Atomically writes a file that tells the parent of this process the addresses at which it is ready."""
     if path is None:
         return
     temporary = f"{path}.{os.getpid()}"

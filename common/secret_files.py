@@ -14,7 +14,7 @@ logger = logging.getLogger("secrets")
 
 
 def read_secret(path: Path, name: str = "--secret-file") -> str:
-    """Returns the first line of a file. Warns if others can read the file. Raises StartupError."""
+    """Returns the first line of a file. Warns if other users can read the file. Raises StartupError."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -26,7 +26,7 @@ def read_secret(path: Path, name: str = "--secret-file") -> str:
 
 
 def warn_if_readable(path: Path, name: str) -> None:
-    """Logs one line if group or others may read a secret file."""
+    """Logs one line if the group or other users may read a secret file."""
     if (mode := path.stat().st_mode & 0o777) & 0o077:
         logger.warning("%s %s has mode %04o: others can read it; chmod 600 it", name, path, mode)
 

@@ -1,6 +1,6 @@
-"""The life of a service's process: settings, logs, one event loop, and one sentence if it cannot start.
+"""The life of a service's process: settings, logs, one event loop, and one sentence of explanation if it cannot start.
 
-Workers are represented here only by `Role`s. A process serves one role, or prefill and decode together.
+Workers appear here only as `Role`s. A process serves one role, or prefill and decode together.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from common.trust import is_loopback, trust_of
 S = TypeVar("S", bound=ServerSettings)
 logger = logging.getLogger("trust")
 _LAST_MESSAGES_S = 0.5
-"""Time that open streams get after the drain, to send what is already produced."""
+"""Time that open streams get after the drain to send the tokens that have already been produced."""
 
 
 class Role(Protocol):
-    """One role of a worker's process, ready to be served. All methods except `drain` block; none is called twice."""
+    """One role of a worker's process, ready to be served. All methods except `drain` block. None is called twice."""
 
     weights_bytes: int
-    """Bytes that it has loaded; 0 if another role of the process has."""
+    """Bytes of the weights that the role has loaded; 0 if a different role of the process has loaded them."""
 
     def add_to(self, server: RpcServer) -> None:
         """Registers the role's service."""
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Starts to step. `on_failure` is called, in any thread, if an exception ends stepping."""
+        """Starts to step. If an exception ends the steps, `on_failure` is called, in any thread."""
 
     def announce(self, address: str) -> None:
         """Lets gateways find the role at `address`, host:port."""
 
     def withdraw(self) -> None:
-        """Makes gateways send nothing new."""
+        """Makes gateways stop sending new requests."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new work, lets running work finish for at most `timeout_s`, and sends the rest back."""
+        """Refuses new work, allows running work at most `timeout_s` to finish, and sends the remaining work back."""
 
     def close(self, timeout_s: float) -> None:
-        """Ends the step thread, waiting at most `timeout_s` for a running step, and gives up all blocks."""
+        """Ends the step thread, waits at most `timeout_s` for a running step, and gives up all blocks."""
 
 
 def internal_server(settings: ServerSettings) -> RpcServer:
-    """Returns a server for calls of the same launch. Raises StartupError if other machines could reach it and it
-    requires no secret.
+    """Returns a server for calls within the same launch. Raises StartupError if other machines could reach the server
+    and no secret is required.
     """
     trust = trust_of(settings)
     door = None if trust.secret is None else Door(trust.secret)
@@ -70,7 +70,9 @@ def internal_server(settings: ServerSettings) -> RpcServer:
 
 
 async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequence[Role]) -> None:
-    """Serves `roles` until a signal, or until one of them fails. In the second case the process ends with status 1."""
+    """Serves `roles` until a signal arrives, or until one of them fails. In the second case, the process ends with
+    status 1.
+    """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for role in roles:
         role.add_to(server)
@@ -96,7 +98,7 @@ async def _at_once(call: Callable[[Role], None], roles: Sequence[Role]) -> None:
 
 
 async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
-    """Returns when `busy()` is false, at the latest after `timeout_s`."""
+    """Returns when `busy()` is false, but at the latest after `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while busy() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
@@ -105,8 +107,8 @@ async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:
     """Runs `main(settings)`. Expected failures end the process with status 1 and one sentence on stderr.
 
-    All modules imported so far stay until the end, so the garbage collector does not walk their objects while tokens
-    wait.
+    All modules that have been imported stay until the end, so the garbage collector need not visit their objects while
+    tokens wait.
     """
     gc.freeze()
     settings = settings_type.load(sys.argv[1:])
@@ -127,7 +129,7 @@ def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable
 
 
 def worker_name(role: str, given: str | None) -> str:
-    """Returns the given worker's name, or a new one. Host and process id alone would be the same after a container's
-    restart.
+    """Returns the name given to the worker, or a new one. Host and process id alone would be the same after a
+    container's restart.
     """
     return given or f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

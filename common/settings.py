@@ -1,6 +1,6 @@
-"""The base of every service's settings: variables and flags from one definition, which rejects mistakes.
+"""The base of every service's settings. It derives variables and flags from one definition, and rejects mistakes.
 
-A field `max_num_seqs` of a service with prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
+A field `max_num_seqs` of a service with the prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
 LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags override variables, and variables override defaults. pydantic-settings ignores a
 mistyped variable even with extra="forbid"; this base does not.
 """
@@ -25,14 +25,14 @@ class Settings(BaseSettings):
     """The base class. Derive from it, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call
     `load(argv)`.
 
-    The values of fields with `repr=False` are secrets: `load` removes them from the command line that others see.
+    The values of fields with `repr=False` are secrets: `load` removes them from the command line that other users see.
     """
 
     model_config = SettingsConfigDict(extra="forbid")
 
     @classmethod
     def load(cls, argv: Sequence[str]) -> Self:
-        """Returns settings from flags and environment. On an error it prints the cause and exits with status 2."""
+        """Returns settings from flags and the environment. On an error, prints the cause and exits with status 2."""
         hide_values([f"--{name.replace('_', '-')}" for name, field in cls.model_fields.items() if not field.repr])
         try:
             cls.refuse_unknown_variables()
@@ -41,7 +41,9 @@ class Settings(BaseSettings):
             prog = str(cls.model_config.get("cli_prog_name"))
             for item in error.errors():
                 name = "--" + ".".join(str(part) for part in item["loc"]).replace("_", "-")
-                got = "" if item["type"] == "missing" else f" (got {item.get('input')!r})"  # missing: all the others
+                got = (
+                    "" if item["type"] == "missing" else f" (got {item.get('input')!r})"
+                )  # "missing" would show all inputs
                 print(f"{prog}: setting {name}: {item['msg']}{got}", file=sys.stderr)
             sys.exit(2)
         except SettingsError as error:
@@ -81,62 +83,70 @@ class ServerSettings(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
-    """gRPC port; 0 takes any free one."""
+    """gRPC port; 0 chooses any free one."""
     ready_file: str | None = None
-    """A file into which the bound host:port is written once the service is ready."""
+    """A file into which the bound host:port is written when the service is ready."""
     secret_file: Path | None = Field(
-        None, description="a file with the launch's secret, which every internal call must carry; the same everywhere"
+        None,
+        description="a file with the launch's secret, which every internal call must carry; the same for all services",
     )
     tls_cert: Path | None = Field(
         None, description="this service's certificate for internal calls (PEM), with the name looseleaf.internal"
     )
-    tls_key: Path | None = Field(None, description="its private key")
-    tls_ca: Path | None = Field(None, description="the CA of all services: they speak TLS and check each other")
-    reflection: bool = Field(True, description="tell callers which gRPC methods and HTTP paths there are")
+    tls_key: Path | None = Field(None, description="private key of that certificate")
+    tls_ca: Path | None = Field(
+        None, description="the CA of all services; with it, services use TLS and verify each other"
+    )
+    reflection: bool = Field(True, description="let callers list the gRPC methods and HTTP paths")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     json_logs: bool = False
 
 
 class WorkerSettings(ServerSettings):
-    """The settings that prefill and decode workers share. A setting that vLLM also has uses vLLM's name."""
+    """The settings that prefill and decode workers share. A setting that vLLM also has is named as in vLLM."""
 
     model: str = Field(description="Hugging Face model directory")
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")
     worker_id: str | None = Field(None, description="this worker's name; default: role, host name and process id")
-    advertise: str | None = Field(None, description="host:port under which gateways reach this worker")
+    advertise: str | None = Field(None, description="host:port at which gateways reach this worker")
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if torch sees a GPU")
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     model_impl: Literal["auto", "native", "transformers"] = Field(
-        "auto", description="whose model definition is run; auto: ours where there is one, else that of transformers"
+        "auto", description="which model definition to run; auto: ours if there is one, else that of transformers"
     )
     quantization: Literal["int8", "int4"] | None = Field(
-        None, description="round the weights of linear layers to 8 or 4 bits; default: as the checkpoint has them"
+        None, description="round the weights of linear layers to 8 or 4 bits; default: keep those of the checkpoint"
     )
     allow_variant_numerics: bool = Field(
         False,
-        description="serve a model whose rows depend on their batch, so that tokens may differ by load",
+        description="serve a model even if its rows depend on their batch, so that tokens may vary with the load",
     )
-    max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's")
+    max_model_len: int | None = Field(
+        None, ge=1, description="length of the longest sequence in tokens; default: the model's limit"
+    )
     block_size: int | None = Field(
         None,
         ge=1,
         le=256,
-        description="token positions in a block; default: 16, more for recurrent states",
+        description="number of token positions in a block; default: 16, more for recurrent states",
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
-    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in a step")
-    max_queue: int = Field(1024, ge=0, description="most sequences that wait")
-    num_threads: int = Field(0, ge=0, description="threads of the model; 0: one per core")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a step")
+    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
+    max_queue: int = Field(1024, ge=0, description="maximum number of waiting sequences")
+    num_threads: int = Field(0, ge=0, description="number of threads that compute the model; 0: one per core")
     turns_file: Path | None = Field(
         None,
-        description="workers on the same cores that name the same file step one at a time; both roles do in any case",
+        description="workers on the same cores with the same file step one at a time; two roles in one "
+        "process always do",
     )
-    attention_backend: AttentionBackend = Field("auto", description="auto: fa3 where it is available, else triton")
+    attention_backend: AttentionBackend = Field("auto", description="auto: fa3 if it is available, else triton")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
-    deterministic: bool = Field(False, description="bits of a row do not depend on its batch; always so on the CPU")
-    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    deterministic: bool = Field(
+        False, description="make a row's bits independent of its batch; on the CPU they always are"
+    )
+    enforce_eager: bool = Field(False, description="disable CUDA graphs")
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the model's; fp8_e4m3 on a GPU")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that we may fill")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that may be used")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
-    drain_s: float = Field(10.0, ge=0, description="most seconds that running requests get at SIGTERM")
+    drain_s: float = Field(10.0, ge=0, description="maximum time in seconds that running requests get after SIGTERM")

@@ -1,5 +1,5 @@
-"""Logs of every service: one line per event, with the service's name, without prompts. A line that belongs to a request
-has the request's id. Does not depend on the meaning of metrics.
+"""Logs of every service: one line per event, with the service's name and without prompts. A line that belongs to a
+request contains the request's id. Does not depend on the meaning of metrics.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
 
 
 class Fallbacks:
-    """Counts fallbacks by name and logs each, at most once in LOG_EVERY_S, so that no fallback is silent and none
-    floods the log.
+    """Counts fallbacks by name and logs each at most once in LOG_EVERY_S, so that no fallback is silent and none floods
+    the log.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -85,7 +85,7 @@ class Fallbacks:
 
 class Burst(Generic[T]):
     """Collects items that arrive in bursts and logs one event per burst, shortly after the first `note`. The event
-    contains all items noted until then. Callers do not wait for it.
+    contains all items noted up to that moment. Callers do not wait for it.
     """
 
     def __init__(self, tell: Callable[[list[T]], object], wait_s: float = 1.0) -> None:

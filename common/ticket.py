@@ -32,6 +32,6 @@ class Ticket:
     """In the ledger of `arena_id`."""
     tables: tuple[tuple[tuple[BlockRef, ...], ...], ...]
     num_tokens: tuple[int, ...]
-    """For each branch, the number of token positions whose KV lies in its tables (prompt and outputs without the newest
-    token).
+    """For each branch, the number of token positions whose KV is in its tables (the prompt and all outputs but the
+    newest token).
     """

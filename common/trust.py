@@ -1,5 +1,5 @@
-"""The credentials that processes of one launch present to each other: secret and certificates. Does not depend on
-services.
+"""The credentials that processes of the same launch present to each other: a secret and certificates. Does not depend
+on services.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from common.certificates import CertificateFiles, Stamp
 from common.errors import StartupError
 from common.secret_files import read_secret
 
-if TYPE_CHECKING:  # clients, which need no settings, are light to import
+if TYPE_CHECKING:  # so that clients, which need no settings, import quickly
     from common.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The credentials that a process presents to the others."""
+    """The credentials that a process presents to others."""
 
     secret: str | None = field(default=None, repr=False)
     """None if there is no secret (services started by hand, on loopback)."""
@@ -37,7 +37,7 @@ class Trust:
         """Returns a stamp that changes when channels should be reopened, or an empty one if it cannot be determined."""
         try:
             return () if self.certificates is None else self.certificates.stamp
-        except OSError:  # being replaced
+        except OSError:  # the files are being replaced
             return ()
 
 
@@ -46,7 +46,7 @@ NO_TRUST = Trust()
 
 @dataclass(frozen=True, slots=True)
 class TrustFiles:
-    """The files that hold it."""
+    """The files that contain the credentials."""
 
     secret_file: Path | None = None
     tls_cert: Path | None = None
@@ -78,10 +78,10 @@ def trust_of(settings: ServerSettings) -> Trust:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only processes of this machine reach a port bound to `host`."""
+    """Returns whether only processes on this machine can reach a port bound to `host`."""
     if host == "localhost" or host.startswith("unix:"):
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # another name
+    except ValueError:  # a different name
         return False

@@ -1,4 +1,4 @@
-"""Values that cross package boundaries, as frozen dataclasses.
+"""Values that cross package boundaries, as frozen dataclasses (long: all of them are defined here).
 
 They do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes. Times
 are in nanoseconds or seconds, according to their names.
@@ -154,8 +154,8 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters that determine how the next token is drawn. Every field is resolved: only None can
-    mean "unset".
+    """The parameters that determine how the next token is drawn. Defaults have already been applied. Where a
+    field can be unset, None means "unset"; no other value does.
     """
 
     temperature: float = 1.0

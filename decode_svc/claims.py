@@ -55,7 +55,7 @@ def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
 
 
 def most_needed(group: Group, max_model_len: int) -> GroupNeed:
-    """Returns the most blocks that the group may need. With fewer it might never finish."""
+    """Returns the largest number of blocks that the group may need. With fewer, it might never finish."""
     first = group.sequences[0]
     width = len(group.sequences) if group.search is None else first.sampling.width
     prompt_len = len(first.prompt_ids)
@@ -96,7 +96,7 @@ class Claims:
         self._waiting[group] = claim
 
     def cancel(self, group: Group, sample_index: int) -> bool:
-        """Returns whether the group still waits. If it does, the sample is dropped when the ticket is claimed."""
+        """Returns whether the group is still waiting. If it is, the sample is dropped when the ticket is claimed."""
         if (claim := self._waiting.get(group)) is None:
             return False
         claim.cancelled.add(sample_index)
@@ -122,12 +122,14 @@ class Claims:
             yield group, done
 
     def drop(self, group: Group) -> None:
-        """Gives up the group's ticket if it still waits."""
+        """Gives up the group's ticket if the group is still waiting."""
         if (claim := self._waiting.pop(group, None)) is not None:
             self.decline(claim.ticket, claim.attempt)
 
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
-        """Gives up a ticket that was not accepted, and releases any blocks that an attempt to claim it has obtained."""
+        """Gives up a ticket that was not accepted, and releases any blocks that an attempt to claim the ticket has
+        obtained.
+        """
         if ticket.arena_id == self._attached.arena.arena_id:
             with suppress(Fenced):
                 self._attached.held.decline(ticket, attempt)

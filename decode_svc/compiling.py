@@ -24,8 +24,8 @@ class Compiling:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, group: Group, post: Command, refuse: Command) -> None:
-        """Calls `post` once the group's sequences have their grammars, at once for free text; `refuse` if the grammar
-        cannot be used.
+        """Calls `post` as soon as the group's sequences have their grammars, which for free text is at once. Calls
+        `refuse` if the grammar cannot be used.
         """
         if self._grammars.attach_known(group.sequences):
             return post()
@@ -35,7 +35,7 @@ class Compiling:
         task.add_done_callback(self._tasks.discard)
 
     def after(self, handle: int, command: Command) -> None:
-        """Calls `command` now, or after the group's submit if that is still waiting."""
+        """Calls `command` now, or, if the group is still waiting, after the group has been submitted."""
         if (later := self._later.get(handle)) is None:
             command()
         else:
@@ -49,7 +49,7 @@ class Compiling:
     async def _prepare(self, group: Group, post: Command, refuse: Command) -> None:
         try:
             await self._grammars.prepare(group.sequences)
-        except Exception as error:  # of whatever kind: somebody waits for an answer
+        except Exception as error:  # of any kind, because a caller is waiting for an answer
             if not isinstance(error, InvalidArgument):
                 logger.exception("a grammar could not be compiled")
             refuse()

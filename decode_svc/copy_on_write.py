@@ -1,7 +1,7 @@
 """Copy-on-write: a sequence writes in place only into a block that is not sealed and that no other sequence uses.
 
 Otherwise the last entry of its table is replaced by a new block, and the source is kept until the copy is known to be
-good. All copies of a step are one call, in the step thread.
+good. All copies of a step are made in one call, in the step thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CopyOnWrite:
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._runner = runner
-        self._attached = attached  # whose `held` is another one after each renewal
+        self._attached = attached  # its `held` is replaced at each renewal
         self._block_size = runner.layout.block_size
         self.num_groups = len(runner.layout.groups)
         """A position needs a block in each KV group."""
@@ -30,7 +30,7 @@ class CopyOnWrite:
 
         Of k sequences that share an unsealed block, k - 1 copy it and the last one keeps it.
         """
-        size = self._block_size  # in a step most have room, and no more is asked of these
+        size = self._block_size  # in most steps most sequences have room; they take the short path
         found = [s for s in live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
         if len(live) == 1 or len(found) == len(live):  # groups share sealed blocks only
             return found
@@ -45,8 +45,8 @@ class CopyOnWrite:
         return needing_block
 
     def give(self, sequence: Sequence, fresh: Seq[BlockRef]) -> None:
-        """Gives a sequence one block per KV group for its next position: additional ones, or replacements for the last
-        ones, whose content must then be copied.
+        """Gives a sequence one block per KV group for its next position: additional blocks, or replacements for the
+        last ones, whose content must then be copied.
         """
         if self._is_full(sequence):
             for table, ref in zip(sequence.tables, fresh, strict=True):
@@ -58,13 +58,13 @@ class CopyOnWrite:
         sequence.tail_sealed = False
 
     def copy(self, copying: Seq[Sequence]) -> None:
-        """Makes all copies of the step in one call. Their sources stay held until `copied`."""
+        """Makes all copies of the step in one call. Their sources stay held until `copied` is called."""
         if copying:
             sources = [ref.block for s in copying for ref in s.copy_from]
             self._runner.copy_blocks(sources, [table[-1].block for s in copying for table in s.tables])
 
     def copied(self, copying: Seq[Sequence]) -> None:
-        """Releases the sources of the copies, which are good."""
+        """Releases the sources of the copies, because the copies are good."""
         if not copying:
             return
         self._attached.held.release_many([[ref] for sequence in copying for ref in sequence.copy_from])

@@ -1,4 +1,4 @@
-"""The messages of a decode worker to its gateways: one per session and step. Does not depend on gRPC or blocks."""
+"""A decode worker's messages to its gateways: one per session and step. Does not depend on gRPC or blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.sampler import Sampled
 from engine.sequence import Sequence
 
 TELL_S = 1.0
-"""How often a session whose groups all wait gets a message, as a sign of life."""
+"""Interval of the messages that show a session that the worker is alive while all of the session's groups wait."""
 
 
 class Rejection(Enum):
-    """The reason why a group left this worker unfinished."""
+    """The reason why a group ended on this worker before it was finished."""
 
     GIVEN_BACK = "given back"
     LOST = "lost"
@@ -124,7 +124,7 @@ class Outbox:
         self._told_at = 0.0
 
     def __contains__(self, group: Group) -> bool:
-        """Whether the group is still here."""
+        """Whether the group is still on this worker."""
         return group in self._sessions
 
     def open(self, session: Session, group: Group) -> None:

@@ -1,4 +1,4 @@
-"""Decides how a preempted group leaves and when a swapped one comes back. Counts both, with times.
+"""Decides how a group is preempted and when a swapped group comes back. Counts and times both.
 
 Does not depend on sessions: the worker tells the gateway which groups are lost or given back.
 """
@@ -22,7 +22,7 @@ from decode_svc.swap import SwapSpace
 logger = logging.getLogger("decode")
 Choice = Literal["auto", "swap", "give-back"]
 RESUME_PAUSE_S = 0.02
-"""Time between two attempts to resume a group while others run; an attempt costs some ledger calls."""
+"""Time between two attempts to resume a group while others run; each attempt costs several ledger calls."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class PreemptionCounts:
     """Time that resumed groups were swapped out, summed."""
     given_back_groups: int = 0
     lost_groups: int = 0
-    """Groups that were lost by the reader rule while they were swapped out."""
+    """Groups that the reader rule rejected when they were to be swapped out."""
 
 
 class Preemption:
@@ -72,7 +72,7 @@ class Preemption:
     def preempt(self, group: Group) -> Rejection | None:
         """Takes a group's blocks away. If the group is swapped, returns None, and the scheduler counts it as preempted.
 
-        Otherwise returns the reason why it must leave the worker; it holds its blocks until then.
+        Otherwise returns the reason why the caller must reject the group, which holds its blocks until then.
         """
         num_blocks = self._swap.need(group)
         if not self._swaps(group, num_blocks):
@@ -92,11 +92,11 @@ class Preemption:
         """Brings swapped groups back, in order, while enough blocks are available.
 
         A group comes back only if there are blocks for the group, for this step of the running groups (`needed`), one
-        more for each of the group's sequences, and one more for every fourth running sequence. With fewer, the group
-        would soon preempt another one or be preempted again.
+        more for each of the group's sequences, and one more for every fourth running sequence. With fewer blocks, the
+        group would soon preempt a different group or be preempted again.
 
-        If nothing runs, waiting groups give up their blocks: `make_way` must preempt one of them. Without the ledger no
-        group comes back, and none is preempted for it.
+        If nothing runs, waiting groups give up their blocks: `make_way` must preempt one of them. While the ledger does
+        not answer, no group comes back, and none is preempted to make room.
         """
         with suppress(LedgerUnavailable):
             while (group := self._scheduler.resumable()) is not None:
@@ -119,7 +119,7 @@ class Preemption:
         if not self._swap.has_room(num_blocks):
             self._fallbacks.note("give back, not swap", f"the host tier has {self._swap.num_free} blocks left")
             return False
-        if group.search is not None:  # given back it would start over, with steps that no prefill can spare it
+        if group.search is not None:  # a search that is given back starts over, and prefill cannot spare it any steps
             return True
         num_bytes = num_blocks * self._swap.block_bytes
         num_tokens = num_blocks * self._swap.block_size // self._swap.num_groups

@@ -40,7 +40,7 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
 
 
 def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
-    """Attaches a loaded model to the block store, which answers after all expected workers have asked."""
+    """Attaches a loaded model to the block store, which answers when all expected workers have asked."""
     needs = needs_of(runner, settings, worker_name("decode", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None

@@ -22,7 +22,9 @@ from worker.loop import stale_owners
 from worker.sealing import seal_items
 
 Plan = list[tuple[Group, Sequence]]
-"""The sequences whose next position one step computes. Those of a group are adjacent, in the order of its live ones."""
+"""The sequences whose next position a step computes. The sequences of a group are adjacent, in the order of
+`Group.live`.
+"""
 
 
 class RunningBlocks:
@@ -48,11 +50,12 @@ class RunningBlocks:
         return found
 
     def seal(self, sequences: Iterable[Sequence]) -> None:
-        """Seals and publishes the blocks that a step filled. They are acknowledged before any token of the step is
-        sent.
+        """Seals and publishes the blocks that a step filled. The ledger acknowledges them before any token of the step
+        is sent.
 
-        Each was written by one sequence alone, so no block is listed twice. If equal content is already published, even
-        by another sequence of this step, that block replaces it. Blocks that slid out of a window are released.
+        Each block was written by one sequence alone, so no block is listed twice. If a block with equal content is
+        already published, even by another sequence of this step, it replaces the new block. Blocks that have slid out
+        of a window are released.
         """
         size = self._layout.block_size
         filled = [s for s in sequences if s.num_computed // size > s.num_sealed]
@@ -71,11 +74,11 @@ class RunningBlocks:
             self._attached.held.release_many([sequence.drop_unneeded(self._layout) for sequence in filled])
 
     def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
-        """Returns the sequences after a step of beam search. `parents[i]` is the index of the sequence that number i
-        continues.
+        """Returns the sequences after a step of beam search. `parents[i]` is the index of the sequence that new
+        sequence i continues.
 
-        The first child of a parent takes its place, and further children share its blocks. A parent without a child
-        releases its blocks at once.
+        The first child of a parent takes the parent's place, and further children share its blocks. A parent without a
+        child releases its blocks at once.
         """
         children: list[Sequence] = []
         taken: set[int] = set()
@@ -100,7 +103,7 @@ class RunningBlocks:
             tables.append([*sequence.live_refs(), *sequence.copy_from])
             sequence.forget_blocks()
         if tables:
-            with suppress(Fenced):  # they were taken back already
+            with suppress(Fenced):  # the blocks have already been taken back
                 self._attached.held.release_many(tables)
 
 

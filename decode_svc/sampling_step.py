@@ -28,7 +28,7 @@ class SamplingStep:
     def __init__(
         self, blocks: RunningBlocks, outbox: Outbox, max_model_len: int, on_end: Callable[[Group], None]
     ) -> None:
-        """`on_end` is called when the last sequence of a group has ended, and drops the group."""
+        """`on_end` is called when the last sequence of a group has ended, and must drop the group."""
         self._blocks = blocks
         self._outbox = outbox
         self._max_model_len = max_model_len
@@ -36,7 +36,7 @@ class SamplingStep:
         self._sampler = Sampler()
 
     def take(self, plan: Plan, logits: torch.Tensor) -> None:
-        """Applies the results of a step, fp32 logits [len(plan), vocab]."""
+        """Applies the results of a step, which are fp32 logits [len(plan), vocab]."""
         samples, searches = self._draw(plan, logits)
         ended: list[Sequence] = []
         emit, limit = self._outbox.emit, self._max_model_len
@@ -67,7 +67,7 @@ class SamplingStep:
     def cancel(self, group: Group, sample_index: int) -> None:
         """Ends one sample without an output."""
         gone = [sequence for sequence in group.live if sequence.sample_index == sample_index]
-        if gone:  # else it ended by itself a moment ago
+        if gone:  # otherwise it has just ended by itself
             self._end(group, gone)
             self._blocks.release(gone)
 
@@ -85,7 +85,7 @@ class SamplingStep:
         return list(zip(plan, found, strict=True))
 
     def _end(self, group: Group, sequences: list[Sequence]) -> None:
-        """Removes sequences, whose blocks the caller releases, from a group. Removing the last ones ends the group."""
+        """Removes sequences from a group; the caller releases their blocks. If none remains, the group ends."""
         for sequence in sequences:
             group.live.remove(sequence)
         if not group.live:

@@ -2,8 +2,9 @@
 
 Continuous batching: every running group is in every step. Waiting groups have been claimed already, so they hold
 blocks. Preempted groups hold no blocks on the device; their KV is in the host tier (`swap`). A group that arrives while
-another one is preempted starts after it. The oldest group of the highest priority is never a victim. With the floors it
-can always finish. The next group is then the oldest, so no group starves within a priority.
+a group of the same or a higher priority is preempted starts after that group. The oldest group of the highest priority
+is never a victim. Thanks to the floors, it can always finish. The next group is then the oldest, so no group starves
+within a priority.
 
     add -> waiting -- admit --> running -- preempt --> preempted -- resume --> running
                   \\------------- preempt ------------/
@@ -22,7 +23,7 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one request on this worker; scheduled, preempted and finished together."""
+    """The samples of one request on this worker. They are scheduled, preempted and finished together."""
 
     handle: int
     attempt: int
@@ -67,7 +68,7 @@ class DecodeScheduler:
     def admit(self, fits: Callable[[Group], bool]) -> None:
         """Moves waiting groups to the running ones, in order, while there is room and `fits` returns True.
 
-        A group for which a running one will be preempted need not fit, because its first step preempts that group.
+        A group that outranks a running group need not fit, because its first step preempts the running group.
         """
         while self._waiting and (group := self._next()) is self._waiting[0]:
             if not self._has_room(group) or not (fits(group) or self._outranked(group)):
@@ -86,7 +87,9 @@ class DecodeScheduler:
         return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
-        """Returns the group to preempt: the latest one of the lowest priority, or None if only the oldest is left."""
+        """Returns the group to preempt, which is the latest one of the lowest priority, or None if only the oldest is
+        left.
+        """
         groups = [*self._waiting, *self.running]
         if len(groups) < 2:
             return None
@@ -139,11 +142,10 @@ class DecodeScheduler:
     # --- inside
 
     def _next(self) -> Group | None:
-        """Returns the group to run next, by rank alone, so that within a priority running groups come before all
-        others.
+        """Returns the preempted or waiting group to start next, by rank alone.
 
-        Otherwise the last running group could wait for the blocks of an earlier one, and the earlier one for its
-        blocks.
+        Within a priority, running groups are therefore earlier than all others. Otherwise the last running group could
+        wait for the blocks of an earlier waiting group, and that group for the running group's blocks.
         """
         return min([*self._preempted[:1], *self._waiting[:1]], key=_rank, default=None)
 

@@ -49,7 +49,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         loop, steps = asyncio.get_running_loop(), Outgoing[Step]()
 
-        def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread, which computes on
+        def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # the step thread calls it, then goes on
             loop.call_soon_threadsafe(steps.put, (outputs, load))
 
         session, compiling = WorkerSession(send), Compiling(self._grammars)
@@ -59,7 +59,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             with steps:
                 while (news := await steps.get()) is not None:
                     await context.write(_response(news))
-            reader.result()  # raises what ended it: bytes that are no message
+            reader.result()  # raises what ended the stream, such as bytes that are not a valid message
         finally:
             reader.cancel()
             compiling.close()
@@ -98,7 +98,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _response(steps: list[Step]) -> pb.SessionResponse:
-    """Builds a response. A slow gateway gets the steps that it missed in one message, so that no queue grows.
+    """Builds a response. A slow gateway gets the outputs of all steps that it has missed in one message, so that no
+    queue grows.
 
     Without steps, the response is a heartbeat.
     """
@@ -111,8 +112,8 @@ def _response(steps: list[Step]) -> pb.SessionResponse:
 
 
 def _add(response: pb.SessionResponse, outputs: list[AnyOutput]) -> None:
-    """Adds outputs to a response. Within a sample, other outputs come after the last plain token, so their order is not
-    kept.
+    """Adds outputs to a response. Within a sample, all other outputs come after the last plain token, so the message
+    need not record the order.
     """
     plain = [item for item in outputs if type(item) is PlainToken]
     if len(plain) < len(outputs):

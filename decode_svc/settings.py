@@ -16,16 +16,17 @@ class DecodeSettings(WorkerSettings):
     reserve_blocks: int = Field(
         16,
         ge=0,
-        description="least number of blocks kept allocated ahead; while sequences run it is what they need for six "
-        "seconds, so that they go on while Redis does not answer",
+        description="minimum number of blocks kept allocated in advance; while sequences run, it is what they need for "
+        "six seconds, so that they can go on while Redis does not answer",
     )
     preemption: Literal["auto", "swap", "give-back"] = Field(
         "auto",
-        description="what becomes of a request whose blocks others need: swapped to host memory, where that has room, "
-        "or given back to prefill; auto: whichever is estimated to cost less time",
+        description="what to do with a request whose blocks others need: swap it to host memory, if there is room, or "
+        "give it back to prefill; auto: whichever is estimated to take less time",
     )
     swap_space: float = Field(
         1.0,
         ge=0,
-        description="GiB of host memory for swapped blocks, at most as many as the arena has; 0: all are given back",
+        description="GiB of host memory for swapped blocks, limited to the number of blocks in the arena; "
+        "0: all requests are given back",
     )

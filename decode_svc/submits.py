@@ -1,4 +1,4 @@
-"""Reads a submit message of a gateway: the group, its ticket, a beam search's first candidates.
+"""Reads a submit message from a gateway: the group, its ticket, and a beam search's first candidates.
 
 A worker never trusts that its caller has checked.
 """
@@ -18,7 +18,7 @@ from protos.v1 import decode_pb2 as pb
 
 
 class Submission(NamedTuple):
-    """A group that a gateway hands over."""
+    """A group that a gateway has submitted."""
 
     group: Group
     ticket: Ticket
@@ -29,11 +29,11 @@ class Submission(NamedTuple):
 
 
 MAX_LENGTH_PENALTY = 10.0
-"""Bound on exponents of a length: a power beyond floating point would make a whole step fail."""
+"""Limit on the exponent of a length. A power too large for floating point would make a whole step fail."""
 
 
 def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
-    """Reads a message. Raises ValueError, whose message is one sentence on the inconsistent part."""
+    """Reads a message. Raises ValueError, with a message of one sentence about the inconsistent part."""
     sampling = convert.sampling_from_pb(submit.sampling)
     stopping = convert.stopping_from_pb(submit.stopping)
     ticket = convert.ticket_from_pb(submit.ticket)
@@ -86,7 +86,7 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
 
 
 def _check_ids(submit: pb.Submit, sampling: SamplingParams, stopping: StoppingParams, vocab_size: int) -> None:
-    """Checks token IDs. One outside the vocabulary would fail every group of a step."""
+    """Checks token ids. An id outside the vocabulary would make every group of a step fail."""
     known = [submit.prompt_token_ids, submit.beam_candidates.token_ids, stopping.stop_token_ids]
     known += [branch.output_token_ids for branch in submit.branches]
     largest = max([max(ids, default=0) for ids in known] + [token for token, _ in sampling.logit_bias])

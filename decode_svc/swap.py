@@ -1,8 +1,8 @@
-"""The host tier: blocks of preempted groups in private memory, copied out in one call and back in another.
+"""The host tier: blocks of preempted groups in private memory, copied out in one call and copied back in one call.
 
 A swapped group has no blocks in the arena. When it comes back, its sequences share the same blocks as before. Blocks
-that are still cached under their hash are acquired instead of copied. Other modules decide about priorities and about
-when to swap.
+that are still cached under their hash are acquired instead of copied. Other modules decide which group to swap, and
+when.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class SwappedTable(NamedTuple):
     """The KV of one sequence in one KV group."""
 
     first: int
-    """Number of blocks before these, which had slid out of the window."""
+    """Number of earlier blocks, which had slid out of the window."""
     slots: list[int]
     """Host blocks, in token order."""
 
 
 Tables = dict[Sequence, list[SwappedTable]]
-"""For each sequence one table per KV group."""
+"""For each sequence, one table per KV group."""
 
 
 class SwapSpace:
@@ -66,7 +66,7 @@ class SwapSpace:
         return len(self._free)
 
     def need(self, group: Group) -> int:
-        """Returns how many host blocks the group's KV takes; blocks that its sequences share count once."""
+        """Returns the number of host blocks that the group's KV takes; blocks that its sequences share count once."""
         return len(self._distinct(group.live))
 
     def has_room(self, num_blocks: int) -> bool:
@@ -75,7 +75,7 @@ class SwapSpace:
     def swap_out(self, group: Group) -> bool:
         """Copies a group's blocks to host memory and releases those of the arena. There must be room for them.
 
-        If a block was reallocated (reader rule), returns False and changes nothing. The group is then lost.
+        If a block has been reallocated (reader rule), returns False and changes nothing. The group is then lost.
         """
         refs = self._distinct(group.live)
         arena, num = self._attached.arena, len(refs)
@@ -100,8 +100,8 @@ class SwapSpace:
     def swap_in(self, group: Group, spare: int) -> int | None:
         """Gives a swapped group arena blocks again, all or none. Returns the number of copied blocks.
 
-        There must be `spare` more blocks, which are left over; returns None if there are not. Raises LedgerUnavailable
-        (nothing has changed, try again), and the errors of `held.seal`.
+        Returns None unless `spare` free blocks would be left over. Raises LedgerUnavailable (nothing has changed, so
+        the caller can try again) and the errors of `held.seal`.
         """
         tables = {s: self._swapped[group][s] for s in group.live}
         refs = self._find_cached(tables)
@@ -119,12 +119,12 @@ class SwapSpace:
         refs |= self._seal(tables, dict(zip(missing, fresh, strict=True)))
         for sequence, swapped in tables.items():
             sequence.set_tables(BlockTable((refs[slot] for slot in slots), first) for first, slots in swapped)
-            sequence.tail_sealed = False  # a block without a hash is never found cached: it is a copy, to write on
+            sequence.tail_sealed = False  # only sealed blocks can be found cached, so the tail is a copy
         self.drop(group)
         return len(missing)
 
     def drop(self, group: Group) -> None:
-        """Frees the memory of a swapped group; other groups have none."""
+        """Frees the host memory of a swapped group. Does nothing for other groups, which have none."""
         if (tables := self._swapped.pop(group, None)) is not None:
             self._free += _distinct_slots(tables)[::-1]
 
@@ -149,15 +149,15 @@ class SwapSpace:
         self._attached.held.release_many(tables)
 
     def _copy(self, src: torch.Tensor, dst: torch.Tensor, src_ids: list[int], dst_ids: list[int]) -> None:
-        """Copies blocks in one call, which is complete when this returns."""
+        """Copies blocks in one call. The copies are complete when this returns."""
         if src_ids:
             self._runner.device.enter()
             copy_blocks(src, dst, torch.tensor(src_ids), torch.tensor(dst_ids))
             self._runner.device.wait()
 
     def _find_cached(self, tables: Tables) -> dict[int, BlockRef]:
-        """Returns, for host blocks, the arena blocks that still have their content. For each table with unshared
-        sealed blocks, one call finds the longest run from its first block.
+        """Returns, by host block, the arena block that still has the same content. For each table with unshared sealed
+        blocks, one call finds the longest run that starts at the first of them.
         """
         found: dict[int, BlockRef] = {}
         asked: set[int] = set()
@@ -205,8 +205,8 @@ def _distinct_slots(tables: Tables) -> list[int]:
 
 
 def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torch.Tensor:
-    """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides memory only when it is written. On a GPU
-    the memory is pinned and allocated at once, because the copy engines need pinned memory for full speed.
+    """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides the memory only when it is written to.
+    On a GPU, the memory is pinned and allocated at once, because the copy engines need pinned memory for full speed.
     """
     on_gpu = runner.device.compute_capability is not None
     try:

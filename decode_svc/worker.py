@@ -1,7 +1,7 @@
 """The work of a decode worker's step thread (long: the order of a step is in one place).
 
-Claim, reserve, compute, seal, sample, publish, release. Does not depend on gRPC: each session passes a `send`, which
-the step thread calls once per step.
+A step consists of claim, reserve, compute, seal, sample, publish and release. Does not depend on gRPC: each session
+passes a `send`, which the step thread calls once per step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
-"""How long running sequences go on while the ledger does not answer: a lease, plus a beat until the reserve is full."""
+"""Time for which running sequences go on while the ledger does not answer: a lease, plus a beat to fill the reserve."""
 
 
 class DecodeWorker:
@@ -75,7 +75,7 @@ class DecodeWorker:
         candidates: Candidates | None = None,
         public_tokens: int = 0,
     ) -> None:
-        """Claims the ticket at once and queues the group, or rejects it. A beam search comes with the candidates of its
+        """Claims the ticket at once and queues the group, or rejects it. A beam search needs the candidates for its
         first step.
         """
         if candidates is not None:
@@ -142,7 +142,7 @@ class DecodeWorker:
             return
         if sample_index is None:
             self._drop(group)
-        elif group.search is None and not self._claims.cancel(group, sample_index):  # beams have no life of their own
+        elif group.search is None and not self._claims.cancel(group, sample_index):  # beams are not cancelled singly
             self._progress.cancel(group, sample_index)
 
     def close(self, session: Session) -> None:
@@ -183,8 +183,8 @@ class DecodeWorker:
         )
 
     def _blocks_a_sequence(self) -> int:
-        """Returns the blocks that one sequence takes in SURVIVED_S at the pace of recent steps, at most those of a
-        full-length sequence.
+        """Returns the number of blocks that one sequence takes in SURVIVED_S at the pace of recent steps, but at most
+        those of a full-length sequence.
         """
         step_s = self._preemption.costs.step_s
         num_tokens = min(SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
@@ -199,8 +199,8 @@ class DecodeWorker:
                 self._reject(group, Rejection.INTERNAL)
 
     def _schedule(self) -> None:
-        """Chooses the groups to run. Higher priorities displace lower ones, and preempted groups come
-        before new ones.
+        """Chooses the groups to run. Groups of a higher priority displace those of a lower one. Preempted and waiting
+        groups start in a single order, (priority, arrival).
         """
         while (group := self._scheduler.in_the_way()) is not None:
             self._preempt(group)
@@ -227,9 +227,11 @@ class DecodeWorker:
         return True
 
     def _reserve(self) -> Plan:
-        """Gives every running sequence a private block for its next position. Preempts groups if there are too few."""
+        """Gives every running sequence a private block for its next position. Preempts groups if there are too few
+        blocks.
+        """
         plan: Plan = []
-        for group in self._scheduler.running:  # a group that is preempted meanwhile comes after `group`
+        for group in self._scheduler.running:  # groups that this loop preempts come after `group`
             needing_block = self._blocks.writes.needing_block(group.live)
             if needing_block and not self._reserve_for(group, needing_block):
                 break  # the last group waits until others release blocks
@@ -250,12 +252,12 @@ class DecodeWorker:
         return [(group, sequence) for group, sequence in plan if group in self._outbox]
 
     def _needed(self) -> int:
-        """Returns how many blocks the running groups need for this step."""
+        """Returns the number of blocks that the running groups need for this step."""
         needing = sum(len(self._blocks.writes.needing_block(group.live)) for group in self._scheduler.running)
         return needing * self._num_groups
 
     def _reserve_for(self, group: Group, needing_block: list[Sequence]) -> bool:
-        """Reserves a block in every KV group for each of these sequences, or none."""
+        """Reserves a block in every KV group for each of these sequences, or no blocks at all."""
         num = self._num_groups
         if (fresh := self._alloc(group, len(needing_block) * num)) is None:
             return False
@@ -280,7 +282,7 @@ class DecodeWorker:
         sequences = [sequence for _, sequence in plan]
         step = self._rows.lay_out(sequences)
         copies = copying(plan)
-        if not self._check(plan, step, copies):  # before anything is launched: what it rejects releases its blocks
+        if not self._check(plan, step, copies):  # before any launch: rejected groups release their blocks
             return
         self._blocks.writes.copy(copies)
         began = time.monotonic()
@@ -322,11 +324,11 @@ class DecodeWorker:
         self._drop(group)
 
     def start_draining(self) -> None:
-        """Refuses new groups from now on."""
+        """Makes the worker refuse all further groups."""
         self._draining = True
 
     def reject_all(self, rejection: Rejection) -> None:
-        """Rejects every group. The gateways send them to be prefilled again on other workers."""
+        """Rejects every group. The gateways have them prefilled again for other workers."""
         for group in self._groups():
             self._reject(group, rejection)
         self._outbox.flush(self.load)
@@ -334,10 +336,10 @@ class DecodeWorker:
     def start_over(self, reason: str) -> None:
         """Rejects all groups and registers again, because a fenced worker no longer holds any blocks."""
         groups = self._groups()
-        logger.warning("starting over: %s; %d groups are sent away", reason, len(groups))
+        logger.warning("starting over: %s; %d groups are rejected", reason, len(groups))
         for group in groups:
-            for sequence in group.live:  # renewing gives everything back at once
+            for sequence in group.live:  # renewing gives all blocks back at once
                 sequence.forget_blocks()
             self._reject(group, Rejection.LOST)
-        self._outbox.flush(self.load)  # gateways go elsewhere while this waits for the ledger
+        self._outbox.flush(self.load)  # gateways use other workers while this one waits for the ledger
         self._attached.renew()

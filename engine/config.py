@@ -99,7 +99,8 @@ class ModelConfig:
     def _native(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
         """Returns the configuration for our own implementation. Raises ModelError and UnsupportedModel."""
         family = _native_family(raw)
-        _refuse_common(raw)
+        if raw.get("is_encoder_decoder"):
+            raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
         try:
             config = _opt(raw) if family == "opt" else _llama_like(raw, family)
             _check_sizes(config)
@@ -175,11 +176,6 @@ def _foreign(directory: Path) -> ModelConfig:
         memories=foreign.layer_memories(found),
         checkpoint_dtype=_dtype({"dtype": text.dtype}),
     )
-
-
-def _refuse_common(raw: dict[str, Any]) -> None:
-    if raw.get("is_encoder_decoder"):
-        raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
 
 
 def _weight_format(raw: dict[str, Any]) -> WeightFormat | None:

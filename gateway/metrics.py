@@ -1,8 +1,9 @@
-"""Prometheus metrics. Each has a looseleaf_ name and, if vLLM also has it, vLLM's name too.
+"""Prometheus metrics. Each has a looseleaf_ name and, if vLLM has the same metric, also vLLM's name.
 
-Every value is counted once; the second name is added when /metrics is read. Tokens are the hot path (`token_tally`).
-Definitions: time to first token is from arrival here to the moment the first token's text leaves; inter-token latency
-is the time between messages to the client divided by the tokens in them.
+Every value is counted once; the second name is added when /metrics is read. Counting tokens is the hot path
+(`token_tally`). Definitions: time to first token is the time from the request's arrival here until the first token's
+text is sent; inter-token latency is the time between two messages to the client divided by the number of tokens in the
+second.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Metrics:
         )
 
     def first_token(self, latency_s: float, summary: Summary) -> None:
-        """Notes that the first token leaves. `summary` has the prompt's sources."""
+        """Notes that the first token is sent. `summary` contains the prompt's sources."""
         self._ttft.observe(latency_s)
         self._prompt.inc(summary.prompt_tokens)
         self._queries.inc(summary.prompt_tokens)
@@ -158,7 +159,7 @@ class Metrics:
         self._tally.num_tokens += count
 
     def dispatched(self, role: str, worker: str) -> None:
-        """Notes that a request was sent to this worker."""
+        """Notes that a request has been sent to this worker."""
         self._dispatched.labels(self._model, role, worker).inc()
 
     def handed_over(self, num_tokens: int) -> None:

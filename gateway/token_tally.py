@@ -1,7 +1,7 @@
 """Counts streamed tokens and the times between them, for /metrics.
 
-It costs much less than prometheus_client's counters and histograms, which take locks. These counts are written and read
-only in the event loop.
+This costs much less than prometheus_client's counters and histograms, which use locks. These counts are written and
+read only in the event loop.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TokenTally(Collector):
         self._sum_s = 0.0
 
     def add(self, count: int, since_s: float) -> None:
-        """Adds `count` tokens that leave in one message, `since_s` after the sample's last one. The time is divided
-        equally among them.
+        """Adds `count` tokens that are sent in one message, `since_s` after the sample's previous message. The time is
+        divided equally among them.
         """
         if count:
             self.num_tokens += count

@@ -1,8 +1,8 @@
 """Tensors in, tensors out: one file per kernel. Does not depend on block ownership, sequences or requests.
 
-Every file defines `<k>_reference` (plain torch, written for readability) and the public `<k>`. The public function
-takes the Triton path of `kernels.gpu` for tensors on a GPU, and the C++ path of `kernels.cpu` for other tensors where
-it applies. Importing this package loads neither a library nor triton; the first call does.
+Every file defines `<k>_reference` (plain torch, written for readability) and the public `<k>`. The public function uses
+the Triton path of `kernels.gpu` for tensors on a GPU, and the C++ path of `kernels.cpu` for other tensors if it
+supports them. Importing this package loads neither a library nor triton; the first call loads what it needs.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def _attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is not None:  # one more logit a head, whose value is zero
+    if sinks is not None:  # one more logit per head, whose value is zero
         sink = sinks.float().view(keys.shape[0], -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     probabilities = torch.softmax(scores, dim=-1)[..., : visible.shape[1]]
@@ -64,7 +64,7 @@ def paged_prefill_reference(
         if window is not None:
             visible &= key_positions[None, :] > positions[:, None] - window
         num_keys = context_len - first * block_size
-        # Slots outside every row's window may hold anything, even NaN; 0 * NaN would leak.
+        # Slots outside every row's window may contain anything, even NaN, and 0 * NaN is NaN.
         unseen = ~visible.any(0)[None, :, None]
         keys = _gather(key_cache, blocks, num_keys).masked_fill(unseen, 0.0)
         values = _gather(value_cache, blocks, num_keys).masked_fill(unseen, 0.0)

@@ -18,10 +18,10 @@ def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> N
     """Copies dst[dst_ids[i]] = src[src_ids[i]] for all i, in one call.
 
     src, dst: uint8 [num_blocks, block_bytes], rows contiguous; may be the same arena if no block is both source and
-        target, or lie one on a GPU and one in host memory.
+        target. One may be on a GPU and the other in host memory.
     src_ids, dst_ids: int64 [n], preferably in host memory; no target occurs twice.
-    Raises ValueError if shapes or dtypes do not fit or an id is out of range; nothing is copied then. Ids on a GPU are
-    not checked, and the Triton kernel skips pairs out of range.
+    Raises ValueError, without copying anything, if shapes or dtypes do not fit or an id is out of range. Ids on a GPU
+    are not checked, and the Triton kernel skips pairs out of range.
     """
     if not (src.dtype == dst.dtype == torch.uint8 and src.dim() == dst.dim() == 2 and src.shape[1] == dst.shape[1]):
         raise ValueError("src and dst must be uint8 [num_blocks, block_bytes] with blocks of one size")

@@ -1,14 +1,14 @@
 """Linear layers whose weights are packed once; on a GPU cuBLAS, or Triton where rows must not depend on each other.
 
-On a CPU no row depends on the others; tests/kernels/test_linear.py checks it. Weights of 4 or 8 bits have one product
-("int4", "int8"), ours, in vectors. The providers for other weights are:
-- "amx": ours, for bf16 on Intel's AMX tiles. (From 33 rows on, oneDNN's AMX product splits the sum over inputs.)
+On a CPU, no row depends on the others; tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits there is
+only our own vector product ("int4", "int8"). The providers for other weights are:
+- "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
 - "simd": ours, in vectors.
 - "onednn": measured to give a row the same bits in every batch, except for a single row (fp32, some bf16 shapes),
   which is therefore padded to two.
-Ours is used unless oneDNN is faster by a margin (`SLOWER`): both are timed, once per process. An argument or the
-environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
-one. Does not depend on the model.
+Our product is used unless oneDNN's is faster by a margin (`SLOWER`). Both are timed once per process. An argument or
+the environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
+a provider. Does not depend on the model.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ TIMED_SHAPE, TIMED_ROWS = (3072, 768), (1, 32)
 """Outputs and inputs, and numbers of rows, of the products timed to choose a provider."""
 TIMED_REPEATS = 7
 SLOWER = 1.25
-"""oneDNN is chosen when ours takes more than this many times its time.
+"""oneDNN's product is chosen if ours takes more than this many times as long.
 
 Our products also allow the pass in one call (`engine.models.fused`), which saves more than this margin costs. Workers
-that share blocks must also make the same choice, each by its own measurement, so noise must not decide a tie.
+that share blocks must also make the same choice, although each measures for itself, so noise must not decide a tie.
 """
 
 
@@ -129,7 +129,9 @@ _PACKED: dict[Provider, Callable[[Tensor, Tensor | None], Packed | str]] = {
 
 @functools.cache
 def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
-    """Returns the providers in the order to try them: ours first, unless another choice was measured or agreed."""
+    """Returns the providers in the order in which to try them: ours first, unless a different choice has been measured
+    or agreed.
+    """
     weight = torch.randn(TIMED_SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
     tried = {name: pack(weight, None) for name, pack in _PACKED.items()}
     found = {name: packed[1] for name, packed in tried.items() if not isinstance(packed, str)}
@@ -172,8 +174,8 @@ def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
 def times_of(products: list[Product], dtype: torch.dtype) -> list[float]:
     """Measures each product's seconds, summed over TIMED_ROWS.
 
-    Takes the best of several interleaved tries, because other load on the machine only adds time. Uses one thread,
-    because another worker may be measuring on another core.
+    Takes the best of several interleaved measurements, because other load on the machine only adds time. Uses one
+    thread, because another worker may be measuring on another core.
     """
     inputs = [torch.ones(rows, TIMED_SHAPE[1], dtype=dtype) for rows in TIMED_ROWS]
     best = [[float("inf")] * len(inputs) for _ in products]
@@ -196,13 +198,14 @@ class PackedLinear:
 
     weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. A weight that no provider can pack, or whose
         packed product disagrees with F.linear on a probe, runs through F.linear; this is logged once and counted under
-        "linear". On a GPU nothing is packed, and fp16 is allowed: F.linear runs, or with `deterministic` the Triton
+        "linear". On a GPU nothing is packed, and fp16 is allowed: F.linear is used or, with `deterministic`, the Triton
         kernel, whose tiles are fixed.
         QuantizedWeights, in the order of their outputs, need `dtype`, the dtype of inputs and outputs. If our product
         for them is not available (a GPU, a build without C++ kernels), they run as a matrix of `dtype`. This is logged
         once and counted.
     keep_weight: also keeps the unpacked weight.
-    provider: the provider to use on a CPU; None: the one the environment requests, else the one measured to be best.
+    provider: the provider to use on a CPU; None: the one that the environment requests, or else the one that was
+        measured to be best.
     """
 
     __slots__ = ("_product", "bias", "how", "in_features", "out_features", "packed", "weight")

@@ -1,9 +1,9 @@
 """Decode attention: one query per sequence over its block table. Does not depend on layers or on block ownership.
 
-Reproducibility of the C++ path: the key axis is cut into pieces of 256 keys at absolute positions. A row's reductions
-inside a piece run in a fixed order, and pieces merge in ascending order, so a row's bits depend only on its own query,
-keys and values (online softmax over split keys: Flash-Decoding, Dao et al. 2023). `kernels.gpu.attention` describes the
-Triton path.
+Reproducibility of the C++ path: the key axis is divided into pieces of 256 keys at absolute positions. A row's
+reductions inside a piece have a fixed order, and pieces are merged in ascending order, so a row's bits depend only on
+its own query, keys and values (online softmax over split keys: Flash-Decoding, Dao et al. 2023).
+`kernels.gpu.attention` describes the Triton path.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def paged_attention(
     softcap: if given, scores become softcap * tanh(score / softcap) before the softmax (Gemma 2).
     sinks: fp32 [num_heads], if given: one more logit for each head in the softmax, without a value (gpt-oss).
     Returns [num_seqs, num_heads, head_dim] (`out` if given).
-    Raises ValueError if shapes or dtypes do not fit; the C++ path also if a block id does not.
+    Raises ValueError if shapes or dtypes do not fit, and on the C++ path also if a block id is out of range.
     """
     if on_triton(q):
         from kernels.gpu import attention as gpu

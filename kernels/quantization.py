@@ -1,8 +1,8 @@
-"""Weights of 4 or 8 bits: the values and their scales, and the rounding of a matrix of floats to them.
+"""Weights of 4 or 8 bits: the values and their scales, and the rounding of a matrix of floats to such weights.
 
-A weight is value * scale + offset. One scale, and one offset if there are any, belongs to an output and `group`
-consecutive inputs. All supported formats (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K and Q8_0) have this
-form. Does not depend on files or devices.
+A weight is value * scale + offset. An output and `group` consecutive inputs share one scale, and one offset if there
+are offsets. All supported formats (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K and Q8_0) have this form.
+Does not depend on files or devices.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 Bits = Literal[4, 8]
 GROUPS: dict[Bits, int] = {4: 64, 8: 128}
-"""Inputs that share a scale when a matrix of floats is rounded, by bits."""
+"""Number of inputs that share a scale when a matrix of floats is rounded, by number of bits."""
 UNIT = 8
 """Divisor of every group's size."""
 _SHRINKS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.78, 0.76)
-"""Further scales that rounding to 4 bits tries, as shares of the one that makes the largest weight -8."""
+"""Further scales that rounding to 4 bits tries, as fractions of the scale that makes the largest weight -8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class QuantizedWeight:
     """A matrix [out, in] whose element (o, i) is values[o, i] * scales[o, i // group] + offsets[o, i // group]."""
 
     values: Tensor
-    """int8 [out, in]; of 4 bits from -8 to 7."""
+    """int8 [out, in]; 4-bit values are from -8 to 7."""
     scales: Tensor
     """fp32 or bf16 [out, ceil(in / group)]."""
     offsets: Tensor | None
-    """Of the dtype and shape of the scales; None: all zero."""
+    """Same dtype and shape as the scales; None: all zero."""
     bits: Bits
     group: int
 
@@ -52,7 +52,7 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of values, scales and offsets in the kernels' format."""
+        """Number of bytes of values, scales and offsets in the kernels' format."""
         factors = self.scales.numel() * self.scales.element_size() * (1 + (self.offsets is not None))
         return self.values.numel() * self.bits // 8 + factors
 
@@ -77,7 +77,7 @@ class QuantizedWeight:
         return self.bits, self.group, self.offsets is None, self.scales.dtype
 
     def above(self, other: Self) -> Self:
-        """Returns this matrix on top of another one of the same form."""
+        """Returns this matrix on top of another matrix of the same form."""
         assert self.form == other.form
         offsets = None
         if self.offsets is not None and other.offsets is not None:
@@ -87,7 +87,7 @@ class QuantizedWeight:
 
 
 def merged(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Returns matrices that are one below the other. Neighbours of the same form become one matrix."""
+    """Returns matrices that are stacked one below the other. Neighbours of the same form become one matrix."""
     found = [parts[0]]
     for part in parts[1:]:
         found[-1:] = [found[-1].above(part)] if found[-1].form == part.form else [found[-1], part]
@@ -97,8 +97,8 @@ def merged(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     """Rounds a matrix [out, in] to `bits`, with a bf16 scale for every GROUPS[bits] inputs of an output and no offsets.
 
-    With 8 bits, the scale makes the largest weight of a group 127. With 4 bits, the weight of largest magnitude becomes
-    -8 or a little more: of several scales, each group takes the one with the least squared error.
+    With 8 bits, the scale makes the largest weight of a group 127. With 4 bits, the weight with the largest magnitude
+    becomes -8 or a little more: of several scales, the one with the smallest squared error is used for each group.
     """
     n_out, n_in = weight.shape
     group = GROUPS[bits]

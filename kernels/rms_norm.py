@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype.
     Returns the norm of x, or with a residual (norm of x + residual, x + residual), the sum rounded to the dtype.
-    A row is summed in an order fixed by its length. Raises ValueError if shapes or dtypes do not fit.
+    A row is summed in an order that depends only on its length. Raises ValueError if shapes or dtypes do not fit.
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError("weight must be [hidden] in the dtype of x")

@@ -1,9 +1,9 @@
 """Sampling of tokens from logits: a pure function of (logits row, seed, sample, position).
 
 Does not depend on sequences or on history. Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel
-random numbers: as easy as 1, 2, 3, SC 2011), so there is no generator state to carry. Filters run in vLLM's order:
-temperature, min_p, top_k, top_p. One uniform number then selects a token by inverse CDF over the kept set, in token-id
-order. Ties are broken by token id.
+random numbers: as easy as 1, 2, 3, SC 2011), so there is no generator state to carry. Filters are applied in vLLM's
+order: temperature, min_p, top_k, top_p. A single uniform number then selects a token by inverse CDF over the kept set,
+in token-id order. Ties are broken by token id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def uniform(seed: int, sample: int, position: int) -> float:
 
 
 def _kept(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Returns which tokens the three filters keep, bool [V]. x: float64 [V], logits over temperature."""
+    """Returns which tokens the three filters keep, bool [V]. x: float64 [V], logits divided by temperature."""
     order = torch.sort(x, descending=True, stable=True).indices  # stable: ties keep token-id order
     weights = torch.exp(x - x.max())
     kept = weights[order] >= min_p
@@ -93,9 +93,9 @@ def sample(
     """Samples one token per row; a row's result does not depend on the batch.
 
     logits: fp32 [B, V], penalties already applied; -inf bans a token. All other arguments have length B.
-    temperature: >= 0; 0 takes the highest logit (the lowest id among equals).
+    temperature: >= 0; 0 selects the highest logit (the lowest id among equal ones).
     top_k: off if <= 0 or >= V.
-    top_p: in (0, 1]; 1 is off. Keeps the fewest most likely tokens whose mass reaches top_p.
+    top_p: in (0, 1]; 1 is off. Keeps the smallest set of most likely tokens whose mass reaches top_p.
     min_p: in [0, 1]; 0 is off. Drops tokens less likely than min_p times the most likely one.
     seeds: 64 bits; sample_indices, positions: >= 0.
     Returns int64 [B]. Raises ValueError if shapes or dtypes do not fit.
@@ -138,8 +138,8 @@ def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
     """Returns each row's log-probability and rank of its token in `token_ids`, and its k most likely tokens.
 
     logits: fp32 [B, V]; token_ids: int64 [B]; 0 <= k <= V. Sums run in a fixed order, so rows do not depend on the
-    batch. Raises ValueError if shapes or dtypes do not fit or k is out of range; the C++ path also for an id out of
-    range.
+    batch. Raises ValueError if shapes or dtypes do not fit or k is out of range, and on the C++ path also for an id out
+    of range.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or not 0 <= k <= logits.shape[1]:
         raise ValueError("logits must be fp32 [B, V] and 0 <= k <= V")

@@ -1,4 +1,4 @@
-"""Types that the CPU and GPU samplers share: the columns of numbers they take and the result they return."""
+"""Types that the CPU and GPU samplers share: the columns of numbers that they take and the result they return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Numbers = Sequence[float] | Sequence[int] | Tensor
 
 
 def column_of(values: Numbers, dtype: torch.dtype, length: int) -> Tensor:
-    if dtype == torch.int64 and not isinstance(values, Tensor):  # seeds are unsigned 64-bit; keep the bits
+    if dtype == torch.int64 and not isinstance(values, Tensor):  # seeds are unsigned 64-bit numbers; keep the bits
         values = [v - (1 << 64) if v >= 1 << 63 else v for v in map(int, values)]
     column = torch.as_tensor(values, dtype=dtype).contiguous()
     if column.shape != (length,):

@@ -1,4 +1,6 @@
-"""The elementwise half of SwiGLU: silu(gate) * up. Rounds after silu and after the product, as Hugging Face's Llama."""
+"""The elementwise half of SwiGLU: silu(gate) * up. Rounds after silu and after the product, as Hugging Face's Llama
+does.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kernels.cpu.selection import count_fallback
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, head_dim], keeping its dtype; dimensions past cos_sin's width pass through."""
+    """Rotates x [T, heads, head_dim] and keeps its dtype. Dimensions past cos_sin's width pass through."""
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[positions.long()][:, None, :].split(half, dim=-1)  # [T, 1, half]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
@@ -57,7 +57,7 @@ def write_blocks(
 
     q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; may be strided views of a fused qkv output.
     positions: int64 [T].
-    slot_mapping: int64 [T] = block * block_size + offset; a negative slot writes nothing.
+    slot_mapping: int64 [T] = block * block_size + offset; for a negative slot, nothing is written.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], strided, of q's dtype; on a GPU also
         float8_e4m3fn, to which values are rounded, saturating at +-448.
     cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.

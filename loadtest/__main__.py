@@ -61,7 +61,7 @@ def server(settings: LoadSettings) -> Iterator[None]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], settings: LoadSettings) -> None:
-    """Returns once the server is ready. Raises StartupError if it ends or takes too long."""
+    """Returns when the server is ready. Raises StartupError if it ends or takes too long."""
     deadline = time.monotonic() + settings.start_timeout_s
     while not is_ready(settings.grpc):
         if process.poll() is not None:

@@ -59,7 +59,7 @@ async def measure(address: str, settings: BatchingSettings) -> tuple[float, floa
     alone: list[float] = []
     together: list[float] = []
     async with AsyncClient(address) as client:
-        await run_round(client, settings, settings.at_once, seed=0)  # warm
+        await run_round(client, settings, settings.at_once, seed=0)  # warms up
         for number in range(1, settings.rounds + 1):
             alone.append(await run_round(client, settings, 1, seed=2 * number))
             together.append(await run_round(client, settings, settings.at_once, seed=2 * number + 1))

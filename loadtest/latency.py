@@ -2,8 +2,8 @@
 
 Serves the 125M shape with random weights on this machine. Measures health checks of every service over gRPC while
 prompts of 4,000 tokens are prefilled. Measures refusals while the gateway's queue is full, one request at a time and
-1,000 at one instant. For comparison, it sends the 1,000 also to a server that only refuses (`loadtest.refuser`). Prints
-percentiles; the last line is JSON.
+1,000 at the same instant. For comparison, it also sends the 1,000 requests to a server that only refuses
+(`loadtest.refuser`). Prints percentiles; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str,
 
 
 async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) -> dict[str, list[float]]:
-    """Returns the seconds until each of many requests beyond the limit is refused: in sequence, then all at one
-    instant.
+    """Returns the seconds until each of many requests beyond the limit is refused: first one after the other, then all
+    at the same instant.
     """
     waits: list[float] = []
     async with AsyncClient(llm.addresses.grpc) as client:
@@ -98,7 +98,7 @@ async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) ->
 
 
 async def refusals_at_once(address: str, num: int) -> list[float]:
-    """Returns the seconds until each of `num` calls, all sent at one instant, is refused."""
+    """Returns the seconds until each of `num` calls, all sent at the same instant, is refused."""
     request = pb.GenerateRequest(text="Once upon a time there was a fox and a crow.")
 
     async def refused(stub: inference_pb2_grpc.InferenceServiceStub) -> float:

@@ -125,7 +125,7 @@ class OpenAIUser(User):  # type: ignore[misc]
         try:
             self._stream(json.dumps(body).encode(), timer)
         except (OSError, HTTPException, RuntimeError, ValueError) as error:
-            self._connection.close()  # the next request opens another
+            self._connection.close()  # the next request opens a new connection
             timer.failed(error)
         else:
             timer.done()
@@ -141,7 +141,7 @@ class OpenAIUser(User):  # type: ignore[misc]
 
 
 def num_tokens(event: dict[str, Any], *, first: bool) -> int:
-    """Returns 1 for an event with text, or for an end without any, because a token may have no text."""
+    """Returns 1 for an event with text, or for an end without text, because a token may have no text."""
     return sum(1 for choice in event["choices"] if choice["text"] or (first and choice["finish_reason"]))
 
 

@@ -1,9 +1,10 @@
 """Sends more requests than a service can handle: `python -m loadtest.overload`.
 
 Serves the built-in model and sends streamed completions over HTTP. First it keeps enough requests in flight to fill the
-service, which shows its capacity. Then it sends 0.8 and 4 times that many per second, at times that do not depend on
-answers. At the end it sends 1,000 at one instant, and the same to a server that only refuses. Prints goodput (answers
-finished per second), times to first token of admitted requests, and times of refusals; the last line is JSON.
+service, which shows its capacity. Then it sends 0.8 and 4 times that many requests per second, at times that do not
+depend on answers. At the end it sends 1,000 requests at the same instant, and as many to a server that only refuses.
+Prints goodput (answers finished per second), times to first token of admitted requests, and times of refusals; the last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from testing.system import prompts
 
 PATH = "/v1/completions"
 FILL_S = 16.0
-"""Duration of the overload in which many requests arrive at one instant."""
+"""Duration of the overload during which many requests arrive at the same instant."""
 
 
 class OverloadSettings(Settings):
@@ -67,8 +68,8 @@ class Seen:
 
     @property
     def goodput(self) -> float:
-        """Returns answers per second that ended within the phase, without its first tenth; 0 for a phase of an
-        instant.
+        """Returns how many answers per second ended within the phase, excluding its first tenth; 0 for an instantaneous
+        phase.
         """
         began = self.seconds / 10
         if not began:
@@ -164,7 +165,7 @@ async def measure(address: str, settings: OverloadSettings) -> dict[str, Seen]:
     seen["0.8 x"] = await load.open(0.8 * peak, settings.below_s)
     seen[f"{settings.over:g} x"] = await load.open(settings.over * peak, settings.over_s)
     if settings.burst:
-        with refuser() as bare:  # both while the machine has the same to do
+        with refuser() as bare:  # both while the machine has the same work to do
             fill = asyncio.create_task(load.open(settings.over * peak, FILL_S))
             await asyncio.sleep(FILL_S / 2)
             seen["burst"] = await at_one_instant(address, settings.burst, load.body())

@@ -50,7 +50,7 @@ class Connection:
         return Reply(status, headers.get("retry-after"), head_s, first_s, time.perf_counter() - started)
 
     async def _read_body(self, headers: dict[str, str], started: float) -> float:
-        """Reads the body. Returns when its first piece arrived."""
+        """Reads the body. Returns the time at which its first piece arrived."""
         if headers.get("transfer-encoding") != "chunked":
             await self._reader.readexactly(int(headers.get("content-length", "0")))
             return time.perf_counter() - started

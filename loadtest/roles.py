@@ -1,8 +1,9 @@
-"""Compares prefill and decode in two processes and in one (`--roles both`): `python -m loadtest.roles`.
+"""Compares running prefill and decode in two processes with running both in one (`--roles both`).
 
-Serves the 125M shape with random weights on this machine, one arrangement after the other and then all of them again,
-while clients send requests in sequence. Prints the median over the rounds; the last line is JSON. Arrangements are
-measured some seconds apart, so a machine with other users needs more rounds.
+`python -m loadtest.roles` serves the 125M shape with random weights on this machine. Each round serves the arrangements
+one after another, while each client sends its requests one at a time. Prints the median over the rounds; the last line
+is JSON.
+Arrangements are measured some seconds apart, so a machine with other users needs more rounds.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from testing.system import prompts
 
 
 class RolesSettings(Settings):
-    """Compares three arrangements of the roles: split; both in one process, in turns; both in one process at the same
-    time, with half of the cores each.
+    """Compares three arrangements of the roles: two processes; one process in which they take turns; and one process in
+    which they run at the same time, each on half of the cores.
     """
 
     model_config = settings_config("LOOSELEAF_ROLES_", "loadtest.roles")
@@ -82,7 +83,7 @@ class Seen:
     itl_s: list[float] = field(default_factory=list)
 
     def row(self, seconds: float) -> dict[str, float]:
-        gaps = self.itl_s or [0.0]  # one output token has none
+        gaps = self.itl_s or [0.0]  # a single output token has no gap
         return {
             "prompt_tok_s": self.num_prompt_tokens / seconds,
             "output_tok_s": self.num_tokens / seconds,
@@ -107,7 +108,7 @@ async def send(client: AsyncClient, load: Load, seed: int, seen: Seen) -> None:
 
 
 async def run_load(client: AsyncClient, load: Load, seconds: float, seed: int) -> dict[str, float]:
-    """Runs all clients of `load` until `seconds` are over. Requests that run then are finished and counted."""
+    """Runs all clients of `load` until `seconds` are over. Requests that are then running are finished and counted."""
     seen, started = Seen(), time.perf_counter()
 
     async def one(number: int) -> None:
@@ -122,7 +123,7 @@ async def run_load(client: AsyncClient, load: Load, seconds: float, seed: int) -
 
 async def run_loads(address: str, seconds: float, seed: int) -> dict[str, dict[str, float]]:
     async with AsyncClient(address) as client:
-        await run_load(client, LOADS[0], min(1.0, seconds), seed + 1000)  # warm
+        await run_load(client, LOADS[0], min(1.0, seconds), seed + 1000)  # warms up
         return {load.name: await run_load(client, load, seconds, seed) for load in LOADS}
 
 

@@ -30,12 +30,12 @@ from testing.system import prompts
 KEYS = "greedy greedy-key best_priority=-10\nother other-key\n"
 BEST_PRIORITY = -10
 SETTLE_S = 5.0
-"""Until then the streams have started and their rate is known."""
+"""After this time, the streams have started and their rate is known."""
 
 
 class TenantsSettings(Settings):
-    """Measures a tenant's first tokens while another one floods the service, and the information that it gains about
-    the other's prompts.
+    """Measures a tenant's times to first token while a different tenant floods the service, and how much it learns
+    about the other tenant's prompts.
     """
 
     model_config = settings_config("LOOSELEAF_TENANTS_", "loadtest.tenants")
@@ -95,7 +95,7 @@ async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
 
 
 async def _time(client: AsyncClient, prompt: list[int], tokens: int) -> float:
-    """Returns the seconds to the first token, after the last token has arrived."""
+    """Waits until the last token has arrived. Returns the seconds to the first token."""
     started, first_s = time.perf_counter(), 0.0
     async for piece in client.stream(prompt, max_tokens=tokens, ignore_eos=True, temperature=0.0):
         if piece.token_ids and not first_s:

@@ -18,7 +18,7 @@ AZURE_TRACE = Path(__file__).parent / "traces" / "azure_conversation_2023_1000.c
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A lognormal distribution of lengths in tokens, cut to [1, most]."""
+    """A lognormal distribution of lengths in tokens, limited to [1, most]."""
 
     median: float
     sigma: float
@@ -27,8 +27,8 @@ class Lengths:
 
     @classmethod
     def of_mean(cls, mean: float, sigma: float, most: int) -> Lengths:
-        """Returns the distribution whose cut lengths have this mean (before rounding). Raises ValueError if `most` is
-        too small for any.
+        """Returns the distribution whose limited lengths have this mean (before rounding). Raises ValueError if `most`
+        is too small.
         """
         low, high = 0.0, math.log(most) + 8 * sigma
         for _ in range(60):
@@ -44,7 +44,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: the prompt and the parameters."""
+    """One request: its prompt and its parameters."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int

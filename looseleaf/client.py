@@ -7,9 +7,10 @@
         for sample in client.generate("Once upon a time", n=4).samples:
             print(sample.text)
 
-With `n` or `beam_width` the deltas of a stream are of several samples: `delta.index` says which.
+With `n` or `beam_width`, a stream contains deltas of several samples, and `delta.index` says which sample a delta
+belongs to.
 
-A refused or failed call raises a subclass of `LooseleafError` whose message is the gateway's one sentence. Leaving a
+A refused or failed call raises a subclass of `LooseleafError` with the one-sentence message of the gateway. Ending a
 stream early (break, `close`, garbage collection) cancels the request at the gateway.
 """
 
@@ -36,7 +37,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 class _Base:
-    """The parts that both clients share: address, credential, time limit."""
+    """The parts that both clients share: address, credentials, time limit."""
 
     def __init__(
         self,

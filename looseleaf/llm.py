@@ -27,21 +27,23 @@ from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.supervisor import Supervisor
 
 _MAX_IN_FLIGHT = 64
-"""Sequences sent at once: fewer than the gateway's queue limit, more than one step takes on a small machine."""
+"""Number of sequences sent at once: fewer than the gateway's queue limit, but more than fit into one step on a small
+machine.
+"""
 _PATIENCE_S = 600.0
 
 
 class LLM:
-    """A served model. Its services start with the constructor and end with `close`, the `with` block, or the Python
-    process.
+    """A served model. Its services are started by the constructor. They end when `close` is called, or when the `with`
+    block or the Python process ends.
     """
 
     def __init__(self, model: str | None = None, *, verbose: bool = False, **settings: Any) -> None:
         """Serves `model` (a Hugging Face directory; default as in `looseleaf serve`).
 
-        `settings` are the flags of `looseleaf serve` with underscores. Ports default to any free ones, `spare` to none.
-        `verbose` forwards the services' logs to stderr. Raises StartupError in one sentence, TypeError for an unknown
-        setting.
+        `settings` are the flags of `looseleaf serve` with underscores. By default, ports are any free ones, and `spare`
+        is 0. `verbose` forwards the services' logs to stderr. Raises StartupError with a message of one sentence, or
+        TypeError for an unknown setting.
         """
         self._launcher = Launcher(serve_settings(model, settings), *([] if verbose else [_drop]))
         self.addresses = self._launcher.start()
@@ -56,7 +58,8 @@ class LLM:
         )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """Returns one completion per prompt, in the same order. With `n` or `beam_width` each has several `samples`.
+        """Returns one completion per prompt, in the same order. With `n` or `beam_width`, each completion has several
+        `samples`.
 
         A single text, list of token ids or chat counts as one prompt.
         """

@@ -37,7 +37,7 @@ _STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_str_in_outp
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` and `chat`. An absent one takes the model's or the gateway's default."""
+    """Options of `generate` and `chat`. An absent option uses the model's or the gateway's default."""
 
     temperature: float
     top_k: int
@@ -52,13 +52,13 @@ class GenerateOptions(TypedDict, total=False):
     """Return the log-probability of each token, and of this many most likely ones."""
     prompt_logprobs: int
     n: int
-    """Number of samples of the prompt, which is computed once; in a beam search how many of the best beams are
-    returned.
+    """Number of samples of the prompt, which is computed once; in a beam search, the number of the best beams to
+    return.
     """
     beam_width: int
     """Search for the most likely continuation with this many beams, instead of drawing tokens."""
     length_penalty: float
-    """The sum of a beam's log-probabilities is divided by its length to this power. 1 by default."""
+    """The sum of a beam's log-probabilities is divided by the beam's length to this power. The default is 1."""
     early_stopping: bool | Literal["never"]
     """When a beam search ends, as in transformers."""
     structured_output: StructuredOutput
@@ -71,7 +71,7 @@ class GenerateOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     truncate_prompt_tokens: int
-    """Keep this many tokens at the prompt's end; -1 keeps as many as leave room for the output."""
+    """Keep this many tokens at the end of the prompt; -1 keeps as many as leave room for the output."""
     model: str
     request_id: str
     cache_salt: str
@@ -79,7 +79,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int
     """Lower numbers go first."""
     timeout: float
-    """Seconds until the request is given up. Default: the client's."""
+    """Seconds until the request is given up. The default is the client's time limit."""
 
 
 def check_names(options: Mapping[str, object]) -> None:
@@ -93,7 +93,7 @@ def check_names(options: Mapping[str, object]) -> None:
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Returns the message for `prompt` and `options`. Raises TypeError for unknown options and values of a wrong
+    """Returns the message for `prompt` and `options`. Raises TypeError for unknown options and for values of the wrong
     type.
     """
     check_names(cast(Mapping[str, object], options))
@@ -150,7 +150,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 
 
 def chat_to_pb(messages: Sequence[Message]) -> pb.Chat:
-    """Converts turns to a message. Raises TypeError if one has other keys than role and content."""
+    """Converts turns to a message. Raises TypeError if a turn has keys other than role and content."""
     turns = []
     for index, message in enumerate(messages):
         if set(message) != {"role", "content"}:

@@ -22,7 +22,7 @@ Completed = tuple[Job, Sequence, int]
 def take_prompt_logprobs(plan: Seq[tuple[Job, Chunk]], logits: torch.Tensor) -> list[Completed]:
     """Moves log-probabilities of prompt rows to their sequences. Returns the sequences that the step completes.
 
-    Called before `num_computed` is raised.
+    Must be called before `num_computed` is increased.
     """
     completed: list[Completed] = []
     row = 0

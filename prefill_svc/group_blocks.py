@@ -1,4 +1,4 @@
-"""The blocks of prefill's sequence groups: obtained together or not at all, sealed as they fill, handed to a ticket.
+"""The blocks of prefill's sequence groups. They are obtained all or none, sealed as they fill, and handed to a ticket.
 
 Does not depend on models, queues or callers.
 """
@@ -28,8 +28,8 @@ Plan = list[tuple[Job, Chunk]]
 
 
 def _tell_back(again: list[int]) -> None:
-    """Logs the sequences that came back from decode. `again` contains the number of tokens of each that are computed a
-    second time.
+    """Logs the sequences that came back from decode. `again` contains, for each sequence, the number of tokens that are
+    computed a second time.
     """
     logger.info(
         "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
@@ -48,8 +48,13 @@ class GroupBlocks:
     # --- admission
 
     def admit(self, job: Job) -> bool:
-        """Acquires the cached prefixes and allocates the rest, for all sequences or for none."""
-        held, num_groups = self._attached.held, len(self._layout.groups)
+        """Acquires the cached prefixes and allocates the remaining blocks, for all sequences or for none.
+
+        For a single sequence, `grow` allocates the blocks of groups that slide, because the sequence will release most
+        of them before it needs more. Several sequences share blocks, and get all of them now.
+        """
+        held = self._attached.held
+        at_once = [len(job.sequences) > 1 or not group.slides for group in self._layout.groups]
         cached: list[CachedPrefix] = []
         for index in range(len(job.sequences)):
             cached.append(self._cached_prefix(job, index, cached[0].num_blocks if cached else 0))
@@ -58,7 +63,7 @@ class GroupBlocks:
             blocks_of(s.num_tokens, self._block_size) - head for s, head in zip(job.sequences, heads, strict=True)
         ]
         try:
-            fresh = iter(held.alloc(sum(missing) * num_groups))
+            fresh = iter(held.alloc(sum(missing) * sum(at_once)))
         except (Exhausted, LedgerUnavailable):
             held.release_many(table for prefix in cached for table in prefix.tables)
             return False
@@ -66,13 +71,28 @@ class GroupBlocks:
             if prefix.num_blocks < heads[index]:
                 prefix = self._trunk_prefix(job.trunk, heads[index])
                 held.share(ref for table in prefix.tables for ref in table)
-            own = [[next(fresh) for _ in range(missing[index])] for _ in range(num_groups)]
+            own = [[next(fresh) for _ in range(missing[index] if now else 0)] for now in at_once]
             self._begin(job.sequences[index], prefix, own)
         return True
 
+    def grow(self, chunk: Chunk) -> bool:
+        """Allocates the blocks that a chunk needs and `admit` has left out, all or none. Returns whether it has all."""
+        num_blocks = blocks_of(chunk.end, self._block_size)
+        missing = [max(0, num_blocks - len(table)) for table in chunk.sequence.tables]
+        if not any(missing):
+            return True
+        try:
+            fresh = iter(self._attached.held.alloc(sum(missing)))
+        except (Exhausted, LedgerUnavailable):
+            return False
+        for table, count in zip(chunk.sequence.tables, missing, strict=True):
+            for _ in range(count):
+                table.append(next(fresh))
+        return True
+
     def _shared(self, job: Job, index: int, trunk: CachedPrefix) -> int:
-        """Returns how many leading blocks a sequence takes from the trunk, whose own prefix was cached. In a window
-        only the end of a cached prefix is held, so a sequence that leaves it earlier shares nothing.
+        """Returns the number of leading blocks that a sequence takes from the trunk, whose own prefix was cached. With
+        a window, only the end of a cached prefix is held, so a sequence that diverges earlier shares nothing.
         """
         shared = job.shared_blocks(index, self._block_size)
         if shared < trunk.num_blocks and any(group.slides for group in self._layout.groups):
@@ -80,18 +100,18 @@ class GroupBlocks:
         return shared
 
     def _trunk_prefix(self, trunk: Sequence, num_blocks: int) -> CachedPrefix:
-        """Returns what another sequence needs of the trunk's first blocks."""
+        """Returns the part of the trunk's first blocks that another sequence needs."""
         num_tokens = num_blocks * self._block_size
         firsts = [group.first_needed(num_tokens, self._block_size) for group in self._layout.groups]
         tables = [table[first:num_blocks] for table, first in zip(trunk.tables, firsts, strict=True)]
         return CachedPrefix(num_blocks, tables)
 
     def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> CachedPrefix:
-        """Returns the blocks that are cached under a sequence's prefix hashes, without the last position, which is
-        always computed.
+        """Returns the blocks that are cached under a sequence's prefix hashes. The last position is always computed, so
+        its block is not looked for.
 
-        Returns nothing if that would be less than the sequence shares with the trunk, of which `trunk_blocks` blocks
-        were found, or if the log-probabilities of the prompt are requested.
+        Returns nothing if the sequence shares more blocks with the trunk than would be found (`trunk_blocks` blocks of
+        the trunk were cached), or if the log-probabilities of the prompt are requested.
         """
         nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
@@ -102,7 +122,7 @@ class GroupBlocks:
             return nothing
         sequence.extend_hashes(reusable, self._block_size, next_hash)
         found = find_prefix(self._attached.held, sequence.hashes[1 : reusable + 1], self._layout)
-        if found.num_blocks < shared:  # the ledger does not answer any more, or blocks of a window were evicted
+        if found.num_blocks < shared:  # the ledger has stopped answering, or blocks of a window have been evicted
             self._attached.held.release_many(found.tables)
             return nothing
         return found
@@ -119,8 +139,8 @@ class GroupBlocks:
     # --- after a step
 
     def seal(self, plan: Plan) -> None:
-        """Seals every block that this step filled, and the partial last block of complete sequences. Releases blocks
-        that have slid out of a window.
+        """Seals every block that this step filled, and the partial last block of each complete sequence. Releases
+        blocks that have slid out of a window.
         """
         items: list[SealItem] = []
         places: list[tuple[Job, int, int]] = []
@@ -137,7 +157,7 @@ class GroupBlocks:
                 places += [(job, group, full) for group in range(len(sequence.tables))]
         if items:
             for (job, group, block), item, ref in zip(places, items, self._attached.held.seal(items), strict=True):
-                if ref != item.ref:  # another block has the hash already
+                if ref != item.ref:  # a different block already has the hash
                     _replace(job, group, block, item.ref, ref)
         dropped = [chunk.sequence.drop_unneeded(self._layout) for _, chunk in plan]
         if any(dropped):
@@ -160,7 +180,7 @@ class GroupBlocks:
 
     def hand_over(self, job: Job) -> Ticket:
         """Returns a ticket with a table per sequence. Raises the same errors as `HeldBlocks.hand_over`. After an error,
-        the caller must call it again or call `forget`.
+        the caller must call this method again or call `forget`.
         """
         sequences = job.sequences
         tables = tuple(tuple(tuple(table.live) for table in sequence.tables) for sequence in sequences)
@@ -169,7 +189,7 @@ class GroupBlocks:
         return Ticket(self._attached.arena.arena_id, ticket_id, tables, num_tokens)
 
     def forget(self, job: Job) -> None:
-        """Releases a job's blocks, and ends a ticket that was begun for it."""
+        """Releases a job's blocks, and ends the ticket that was begun for the job, if there is one."""
         self.end_ticket(job)
         self.release(job.sequences)
 
@@ -183,12 +203,12 @@ class GroupBlocks:
         tables = [sequence.live_refs() for sequence in sequences]
         for sequence in sequences:
             sequence.forget_blocks()
-        with suppress(Fenced):  # they were taken back already
+        with suppress(Fenced):  # the blocks have already been taken back
             self._attached.held.release_many(tables)
 
 
 def _replace(job: Job, group: int, block: int, old: BlockRef, new: BlockRef) -> None:
-    """Replaces a block in all tables that share it, because `HeldBlocks.seal` has moved the count of all of them."""
+    """Replaces a block in all tables that share it, because `HeldBlocks.seal` has moved their references to `new`."""
     for sequence in job.sequences:
         table = sequence.tables[group]
         if block < len(table) and table[block] == old:

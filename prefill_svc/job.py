@@ -32,7 +32,7 @@ class Job:
     priority: int = 0
     arrived_ns: int = 0
     started_ns: int = 0
-    """Time at which its first step began; 0 while it waits."""
+    """Time at which the job's first step began; 0 while the job waits."""
     cancelled: bool = False
     branches: list[tuple[int, int]] = field(default_factory=list)
     """For each branch, in the request's order: the index of the sequence that it continues, and its sample index."""
@@ -41,7 +41,7 @@ class Job:
     width: int = field(init=False)
     """Number of rows of logits from which tokens are drawn: the number of branches."""
     drawn: dict[int, Sampled] = field(default_factory=dict)
-    """Next token of each branch whose sequence is complete, by its place in `branches`."""
+    """Next token of each branch whose sequence is complete, by the branch's place in `branches`."""
     candidates: Candidates | None = None
     """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
@@ -56,7 +56,7 @@ class Job:
     def of(
         cls, prompt_ids: list[int], branches: Seq[Branch], sampling: SamplingParams, stopping: StoppingParams
     ) -> Job:
-        """Returns a job for these branches of one prompt. The trunk computes the log-probabilities of the prompt."""
+        """Returns a job for these branches of a prompt. The trunk computes the log-probabilities of the prompt."""
         outputs = list(dict.fromkeys(branch.output_ids for branch in branches))
         places = [outputs.index(branch.output_ids) for branch in branches]
         without = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
@@ -80,9 +80,20 @@ class Job:
     def is_drawn(self) -> bool:
         return self.candidates is not None or len(self.drawn) == len(self.branches)
 
+    def start_over(self) -> None:
+        """Forgets what has been computed. The job's blocks have been released."""
+        self.started_ns = 0
+        self.drawn.clear()
+        self.candidates = None
+        for sequence in self.sequences:
+            sequence.num_computed = sequence.num_sealed = sequence.num_cached = 0
+            sequence.prompt_logprobs.clear()
+
     @property
     def num_uncomputed(self) -> int:
-        """The most positions that have yet to be computed. The cached ones become known only at admission."""
+        """The largest number of positions that may still have to be computed. The cached ones become known only at
+        admission.
+        """
         trunk = self.sequences[0]
         if len(self.sequences) == 1:
             return trunk.num_tokens - trunk.num_computed
@@ -90,11 +101,13 @@ class Job:
         return sum(s.num_tokens - max(s.num_computed, common) for s, common in pairs)
 
     def shared_blocks(self, index: int, block_size: int) -> int:
-        """Returns how many leading full blocks a sequence shares with the trunk. It computes its last token itself."""
+        """Returns the number of leading full blocks that a sequence shares with the trunk. The sequence computes its
+        last token itself.
+        """
         return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
 
     def num_blocks(self, block_size: int) -> int:
-        """Number of different blocks that all sequences take if nothing is cached."""
+        """Number of different blocks that the sequences take together if nothing is cached."""
         return sum(
             blocks_of(s.num_tokens, block_size) - self.shared_blocks(i, block_size)
             for i, s in enumerate(self.sequences)

@@ -1,4 +1,4 @@
-"""Turns a request message into a job and checks everything: a worker never trusts that its caller has checked."""
+"""Turns a request message into a job and checks all of it. A worker never trusts that its caller has checked."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _quota(message: types_pb.CacheQuota) -> CacheQuota:
 
 
 def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """Checks that there are at most as many branches as samples (some have ended), all different, and that a beam
-    search has only the prompt.
+    """Checks that all branches are different, that there are no more of them than samples (some may have ended), and
+    that a beam search has only the prompt.
     """
     if not branches:
         raise InvalidArgument.of("branches", "must hold at least one branch")

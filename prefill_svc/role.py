@@ -30,13 +30,13 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
         runner.weights_bytes,
         start_up.profile(runner, settings.max_num_batched_tokens, settings.max_num_seqs),
         runner.max_model_len,
-        floor_blocks=longest_group(runner),  # so that the head of the queue always gets its blocks in the end
+        floor_blocks=longest_group(runner),  # so that the head of the queue eventually gets its blocks
         device=str(runner.device.torch_device),
     )
 
 
 def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
-    """Attaches a loaded model to the block store, which answers after all expected workers have asked."""
+    """Attaches a loaded model to the block store, which answers when all expected workers have asked."""
     needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None

@@ -1,8 +1,9 @@
 """Decides which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
 
-Prompts are served in order of arrival within a priority, in chunks under a token budget, several prompts per step. A
-prompt is admitted, with all branches of its group, only if blocks for all of it are available. While the first prompt
-of the queue waits for blocks, no other prompt overtakes it.
+Prompts of one priority are served in order of arrival, in chunks under a token budget, with several prompts per step. A
+prompt is admitted, with all branches of its group, only if blocks for all of it are available, except for those that it
+will release again while it is computed: these are allocated chunk by chunk. While the first prompt of the queue waits
+for blocks, no other prompt overtakes it.
 """
 
 from __future__ import annotations
@@ -32,49 +33,63 @@ class PrefillScheduler:
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._waiting: list[_Waiting] = []
-        self._running: list[Job] = []
+        self._running: list[_Waiting] = []
+        """Those that have been admitted, with their places in the queue."""
         self._arrivals = 0
 
     def add(self, job: Job) -> None:
-        """Queues a job. Raises ResourceExhausted if `max_queue` prompts already wait."""
+        """Queues a job. Raises ResourceExhausted if `max_queue` prompts are already waiting."""
         if self.num_waiting >= self._max_queue:
             raise ResourceExhausted(f"the prefill queue holds its {self._max_queue} requests", retry_after_s=1.0)
         heapq.heappush(self._waiting, _Waiting(job.priority, self._arrivals, job))
         self._arrivals += 1
 
-    def plan(self, admit: Callable[[Job], bool]) -> list[tuple[Job, Chunk]]:
+    def plan(
+        self, admit: Callable[[Job], bool], grow: Callable[[Chunk], bool] = lambda _: True
+    ) -> list[tuple[Job, Chunk]]:
         """Returns the chunks of the next step, running prompts first.
 
-        `admit(job)` obtains the job's blocks, all or none, and returns whether it got them.
+        `admit(job)` obtains the job's blocks, all or none, and returns whether it got them. `grow(chunk)` obtains those
+        that are allocated chunk by chunk; without them the prompt waits.
         """
         budget = self._budget
         plan: list[tuple[Job, Chunk]] = []
-        for job in self._running:
-            budget -= self._take(job, budget, plan)
+        for running in self._running:
+            budget -= self._take(running.job, budget, plan, grow)
         places = self._max_num_seqs - self._num_running
         while budget > 0 and places > 0:
             head = self._head()
             if head is None or head.width > places or not admit(head):
                 break
-            heapq.heappop(self._waiting)
-            self._running.append(head)
+            self._running.append(heapq.heappop(self._waiting))
             places -= head.width
-            budget -= self._take(head, budget, plan)
+            budget -= self._take(head, budget, plan, grow)
         return plan
 
-    def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]]) -> int:
-        """Returns how many tokens of the budget the job's sequences take.
+    def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]], grow: Callable[[Chunk], bool]) -> int:
+        """Returns the number of tokens of the budget that the job's sequences take.
 
-        The sequences are computed in order: the others begin in the step that completes the trunk, or later. A step
-        writes K and V of each layer before it reads any, so the blocks that they share with the trunk are ready.
+        The sequences are computed in order: the other sequences begin in the step that completes the trunk, or later. A
+        step writes K and V of each layer before it reads any, so the blocks that they share with the trunk are ready.
         """
         taken = 0
         for sequence in job.sequences:
             num_tokens = min(sequence.num_tokens - sequence.num_computed, budget - taken)
             if num_tokens > 0:
-                plan.append((job, Chunk(sequence, num_tokens)))
+                if not grow(chunk := Chunk(sequence, num_tokens)):
+                    break
+                plan.append((job, chunk))
                 taken += num_tokens
         return taken
+
+    def give_way(self) -> Job | None:
+        """Moves the prompt that was admitted last back to its place in the queue, so that those before it get its
+        blocks. Returns it; None if there is only one.
+        """
+        if len(self._running) < 2:
+            return None
+        heapq.heappush(self._waiting, last := self._running.pop())
+        return last.job
 
     def _head(self) -> Job | None:
         while self._waiting and self._waiting[0].job.cancelled:
@@ -84,10 +99,9 @@ class PrefillScheduler:
     def remove(self, job: Job) -> bool:
         """Forgets a job. Returns True if it was running, which means that it holds blocks."""
         job.cancelled = True
-        if job in self._running:
-            self._running.remove(job)
-            return True
-        return False
+        num_running = len(self._running)
+        self._running = [running for running in self._running if running.job is not job]
+        return len(self._running) < num_running
 
     def drop_all(self) -> None:
         """Forgets every job."""
@@ -108,10 +122,10 @@ class PrefillScheduler:
             if not waiting.job.cancelled:
                 num_waiting += waiting.job.width
                 waiting_tokens += waiting.job.num_uncomputed
-        for job in self._running:
-            waiting_tokens += job.num_uncomputed
+        for running in self._running:
+            waiting_tokens += running.job.num_uncomputed
         return WorkerLoad(self._num_running, num_waiting, waiting_tokens)
 
     @property
     def _num_running(self) -> int:
-        return sum([job.width for job in self._running])
+        return sum([running.job.width for running in self._running])

@@ -24,7 +24,7 @@ logger = logging.getLogger("prefill")
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves one stream per request. If it is `draining`, it refuses new ones."""
+    """Serves one stream per request. While it is `draining`, it refuses new requests."""
 
     def __init__(self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits, grammars: Grammars) -> None:
         self._worker = worker
@@ -56,7 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             with events:
                 while isinstance(event, ChunkDone):
                     again = [event]
-                    for event in await events.get() or again:  # the last progress again is the heartbeat
+                    for event in await events.get() or again:  # the last progress, repeated, serves as the heartbeat
                         yield _response(event)
         finally:
             self.num_calls -= 1

@@ -1,6 +1,6 @@
 """The work of a prefill worker's step thread: admit, compute, seal, sample, hand over.
 
-Does not depend on gRPC: the service passes an `emit` for each job, which the step thread calls.
+Does not depend on gRPC: for each job, the service passes an `emit`, which the step thread calls.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger("prefill")
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """An event: a step computed part of the prompt."""
+    """An event: a step has computed part of the prompt."""
 
     num_computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """An event: the token that was drawn for one branch."""
+    """An event: the token that has been drawn for one branch."""
 
     sample_index: int
     token_id: int
@@ -49,12 +49,12 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last event: the prompt is prefilled and the next token of each branch is drawn. Without a ticket, all
-    branches have ended.
+    """The last event: the prompt has been prefilled, and the next token of each branch has been drawn. Without a
+    ticket, all branches have ended.
     """
 
     ticket: Ticket | None
-    """Ticket of the branches that go on."""
+    """Ticket of the branches that continue."""
     tokens: tuple[FirstToken, ...]
     """One per branch, in the request's order; empty for a beam search."""
     candidates: Candidates | None
@@ -81,7 +81,9 @@ class PrefillWorker:
         self._blocks = GroupBlocks(attached, runner.layout)
         self._emits: dict[Job, Emit] = {}
         self._parked: dict[Job, Callable[[], None]] = {}
-        """Computed prompts that wait for the ledger to take them over, each with what is left to do."""
+        """Prompts that have been computed and are waiting for the ledger to accept their hand-over. For each of them,
+        the remaining work.
+        """
         self.load = WorkerLoad()
         """Load as of the last step; other threads may read it."""
 
@@ -122,7 +124,12 @@ class PrefillWorker:
         """Hands over finished jobs, plans and runs. This is `step` without its guard. Returns whether anything ran."""
         for conclude in list(self._parked.values()):
             conclude()
-        if plan := self._constrained(self._scheduler.plan(self._admit)):
+        planned = self._scheduler.plan(self._admit, self._blocks.grow)
+        if not planned and (job := self._scheduler.give_way()) is not None:
+            logger.info("no block left: a prompt gives up its blocks and waits again")
+            self._blocks.release(job.sequences)
+            job.start_over()
+        if plan := self._constrained(planned):
             guarded_run(lambda: self._run(plan), lambda: self._fail_all(plan), self._runner, logger)
         return bool(plan)
 
@@ -167,8 +174,9 @@ class PrefillWorker:
                 self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step, has_run: bool = False) -> bool:
-        """Applies the reader rule: every block must still have the generation in the table. Returns False if stale jobs
-        were aborted. With them go all jobs whose states a step has advanced that does not count.
+        """Applies the reader rule: every block must still have the generation that the block table states. Returns
+        False if stale jobs were aborted. If a step has run that does not count, all jobs whose states it has advanced
+        are aborted too.
         """
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:
@@ -208,8 +216,8 @@ class PrefillWorker:
         return FirstToken(sequence.sample_index, sampled.token_id, sampled.logprob, reason)
 
     def _conclude(self, job: Job, done: Done) -> None:
-        """Sends the job's result, with a ticket if a branch continues. If the ledger does not answer,
-        sends it later.
+        """Sends the job's result, with a ticket if a branch continues. If the ledger does not answer, sends the result
+        later.
         """
         self._parked.pop(job, None)
         ticket: Ticket | None = None
@@ -233,7 +241,7 @@ class PrefillWorker:
             self._blocks.release(job.sequences)
         elif self._parked.pop(job, None) is not None:
             self._blocks.forget(job)
-        else:  # its caller has gone before it could be told of its ticket
+        else:  # the caller has gone before it was told of the ticket
             self._blocks.end_ticket(job)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:
@@ -245,7 +253,7 @@ class PrefillWorker:
         """Fails all jobs with a retryable error and registers again, because a fenced worker no longer holds any
         blocks.
         """
-        logger.warning("starting over: %s; %d prompts are sent away", reason, len(self._emits))
+        logger.warning("starting over: %s; %d prompts are rejected", reason, len(self._emits))
         self._scheduler.drop_all()
         self._parked.clear()
         emits, self._emits = self._emits, {}

@@ -72,13 +72,13 @@ class Inbox:
 
 
 class DecodeBench:
-    """A worker that tests step by hand. `attached` is its block store access; `prefill` is another holder."""
+    """A worker that tests step by hand. `attached` is its access to the block store; `prefill` is a second holder."""
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64,
         reserve: int = 0,
     ) -> None:  # fmt: skip
-        """Sets up the worker. `reserve` is the number of blocks that it keeps allocated ahead."""
+        """Sets up the worker. `reserve` is the number of blocks that it keeps allocated in advance."""
         self.runner = runner
         self.block_size = runner.layout.block_size
         self.arena = Arena.create(directory, runner.layout, num_blocks)
@@ -175,7 +175,7 @@ class DecodeBench:
         raise AssertionError(f"not done after {max_steps} steps: {self.worker.load}")
 
     def held_by(self, sequences: Iterable[Tokens]) -> set[int]:
-        """Returns the distinct blocks in their tables."""
+        """Returns the distinct blocks in the sequences' tables."""
         return {ref.block for sequence in sequences for ref in sequence.table}
 
     def close(self) -> None:

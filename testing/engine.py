@@ -1,6 +1,7 @@
-"""A scheduler of thirty lines for tests and benchmarks: prompts in chunks under a budget, then all decode together.
+"""A scheduler of thirty lines for tests and benchmarks: it prefills prompts in chunks under a budget, and then decodes
+all sequences together.
 
-Blocks come in a random order from an arena filled with NaN, and are never returned. Does not use the ledger.
+Blocks are taken in random order from an arena filled with NaN, and are never returned. Does not use the ledger.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Batch:
         return chunks
 
     def step(self, chunks: list[Chunk]) -> None:
-        """Makes one forward pass. Each sequence whose newest token was computed gets its next one."""
+        """Makes one forward pass. Each sequence whose newest token has been computed gets its next token."""
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
         logits = self.runner.step(lay_out(chunks, self.runner.layout.block_size).batch)
         for chunk in chunks:

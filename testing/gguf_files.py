@@ -118,7 +118,7 @@ def _heads(name: str, config: dict[str, Any]) -> int | None:
 
 
 def _neighbours(rows: Floats, heads: int | None) -> Floats:
-    """Reorders rows as llama.cpp's conversion does, which rotates neighbours. If `heads` is None, the order stays."""
+    """Reorders rows as llama.cpp's conversion does, which rotates neighbours. If `heads` is None, keeps the order."""
     if heads is None:
         return rows
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1)

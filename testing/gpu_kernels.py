@@ -11,7 +11,7 @@ from torch import Tensor
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x (fp32 or float64) in `dtype` with the rounding of a kernel on x's device: to nearest even, but towards
-    zero for bf16 on the CPU, where triton's interpreter (3.7.1) cuts off the low bits.
+    zero for bf16 on the CPU, where triton's interpreter (3.7.1) truncates the low bits.
 
     The interpreter's fp8 is not corrected here. It is right only for numbers that fp8 can represent.
     """

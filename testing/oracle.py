@@ -1,4 +1,4 @@
-"""The reference for all other paths: one process, one sequence, no cache, no scheduler, the same kernels.
+"""The reference for all other paths: a single process, one sequence, no cache, no scheduler, but the same kernels.
 
 The oracle lays out its own steps (without `engine.sequence`) over a private arena, so it shares no bookkeeping with the
 code under test.
@@ -94,13 +94,13 @@ class Oracle:
 
     def _arena(self, num_tokens: int) -> torch.Tensor:
         """Returns blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot
-        shows.
+        is noticed.
         """
         layout = self._runner.layout
         return self._runner.new_arena(-(-num_tokens // layout.block_size) * len(layout.groups), fill=0xFF)
 
     def _decode(self, prompt_ids: Sequence[int], outputs: Sequence[int]) -> torch.Tensor:
-        """Computes the newest output. Returns logits [1, vocab]."""
+        """Runs the model on the newest output token. Returns logits [1, vocab]."""
         position = len(prompt_ids) + len(outputs) - 1
         return self._runner.step(_one_sequence(outputs[-1:], position, self._runner.layout, last_only=True))
 
@@ -118,8 +118,8 @@ class Oracle:
 
 
 def _one_sequence(token_ids: Sequence[int], start: int, layout: KvLayout, *, last_only: bool) -> StepInput:
-    """Returns the step of one sequence that computes the positions from `start` on. With G KV groups, block i of group
-    g is block i * G + g of the arena.
+    """Returns the step of one sequence that computes position `start` and all later ones. With G KV groups, block i of
+    group g is block i * G + g of the arena.
     """
     end, size, groups = start + len(token_ids), layout.block_size, len(layout.groups)
     positions = np.arange(start, end, dtype=np.int64)

@@ -62,7 +62,7 @@ def make_quantized(directory: Path, twin: Path, form: Format, family: Family = "
 
 
 def packed(values: Ints, bits: int) -> Tensor:
-    """Returns int32 words of unsigned values along the last axis, the first value in the lowest bits."""
+    """Returns int32 words of unsigned values along the last axis, with the first value in the lowest bits."""
     per_word = 32 // bits
     words = np.zeros((*values.shape[:-1], values.shape[-1] // per_word), np.uint32)
     for i in range(per_word):

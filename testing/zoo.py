@@ -1,6 +1,4 @@
-"""Tiny random checkpoints of families that transformers defines, with weights that make their special
-features matter.
-"""
+"""Tiny random checkpoints of families that transformers defines, with weights for which special features matter."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-"""transformers maps these names onto a family's own."""
+"""transformers maps these names to the family's own names."""
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 WINDOW: dict[str, Any] = {"sliding_window": 24}
 MIXED: dict[str, Any] = {
@@ -51,6 +49,10 @@ class Animal:
 
 HEADS = ("num_key_value_heads",)
 MAMBA2: dict[str, Any] = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 STATE_ONLY = ("num_key_value_heads", "num_attention_heads", "max_position_embeddings", "intermediate_size")
 """Keys that models without attention do not have."""
 ZOO: dict[str, Animal] = {
@@ -105,7 +107,9 @@ ZOO: dict[str, Animal] = {
         },
     ),
     "lfm2": Animal("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-moe": Animal("lfm2_moe", {**MOE, "layer_types": ["conv", "full_attention", "conv"]}),
     "llama": Animal("llama"),
+    "mamba": Animal("mamba", {"state_size": 8, "time_step_rank": 8}, without=STATE_ONLY),
     "mamba2": Animal("mamba2", {"num_heads": 16, "head_dim": 8, "state_size": 16, "n_groups": 2}, without=STATE_ONLY),
     "mistral-window": Animal("mistral", WINDOW),
     "mixtral": Animal("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -120,6 +124,7 @@ ZOO: dict[str, Animal] = {
     "olmo": Animal("olmo"),
     "olmo2": Animal("olmo2"),
     "olmo3": Animal("olmo3", MIXED),
+    "olmo-hybrid": Animal("olmo_hybrid", DELTA),
     "olmoe": Animal("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "persimmon": Animal("persimmon", without=HEADS),
     "phi": Animal("phi"),
@@ -139,13 +144,10 @@ ZOO: dict[str, Animal] = {
     "qwen2-moe": Animal("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 64}),
     "qwen3": Animal("qwen3", {"head_dim": 16}),
     "qwen3-moe": Animal("qwen3_moe", {**MOE, "head_dim": 16}),
+    "qwen3.5": Animal("qwen3_5_text", {**DELTA, "head_dim": 16}),
     "qwen3-next": Animal(
         "qwen3_next",
-        {
-            **MOE, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-            "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        },
+        {**MOE, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 64},
     ),
     "seed-oss": Animal("seed_oss", {"head_dim": 16}),
     "smollm3": Animal("smollm3"),
@@ -156,7 +158,14 @@ REFUSED: dict[str, Animal] = {
     "bloom": Animal("bloom", without=("num_key_value_heads", "intermediate_size", "max_position_embeddings")),
     "falcon": Animal("falcon", without=("num_key_value_heads", "intermediate_size")),
     "gptj": Animal("gptj", without=("num_key_value_heads", "intermediate_size")),
+    "kimi-linear": Animal("kimi_linear"),
+    "minimax": Animal(
+        "minimax",
+        {**MOE, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "mpt": Animal("mpt", without=("num_key_value_heads", "intermediate_size")),
+    "recurrent-gemma": Animal("recurrent_gemma", {"lru_width": 64}),
+    "rwkv": Animal("rwkv", without=STATE_ONLY),
 }
 
 

@@ -1,6 +1,6 @@
 """Draws docs/picture.svg, a story whose decode worker is killed halfway: `python -m tools.picture`.
 
-The script runs everything that the picture shows on this machine: the launch, the kill, the gap and the comparison.
+On this machine, the script runs everything that the picture shows: the launch, the kill, the gap and the comparison.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Finds the longest cached prefix that every KV group of a model can continue from, and takes references on it.
+"""Finds the longest cached prefix that every KV group of a model can continue from, and takes references to it.
 
-A group with full attention needs all blocks of the prefix. A group with a window needs only those that the next
+A group with full attention needs all blocks of the prefix. A group with a window needs only the blocks that the next
 position still reads (`KvSpec.first_needed`).
 
     full     x x x x x x x .      7 blocks from the start
@@ -19,12 +19,12 @@ from common.types import BlockRef, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Blocks of a prefix, each counted once for the sequence that will continue it."""
+    """Blocks of a prefix. Each block is counted once, for the sequence that will continue the prefix."""
 
     num_blocks: int
     """Length of the prefix."""
     tables: list[list[BlockRef]]
-    """Per KV group, the last blocks of the prefix, as many as the group needs."""
+    """For each KV group, the last blocks of the prefix, as many as the group needs."""
 
     @classmethod
     def nothing(cls, layout: KvLayout) -> CachedPrefix:
@@ -32,9 +32,10 @@ class CachedPrefix:
 
 
 def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> CachedPrefix:
-    """Returns the longest usable prefix of the full blocks with these hashes (the chain's, which are group 0's).
+    """Returns the longest usable prefix of the full blocks with these hashes (the chain's hashes, which are those of
+    group 0).
 
-    Without the ledger it returns what it has found so far, as `HeldBlocks.acquire`.
+    If the ledger does not answer, it returns what it has found so far, as `HeldBlocks.acquire` does.
     """
     windowed = {number for number, group in enumerate(layout.groups) if group.slides}
     named = [[group_hash(one, group) for one in hashes] for group in range(len(layout.groups))]
@@ -50,8 +51,8 @@ def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> 
 
 
 def usable_length(present: dict[int, list[bool]], layout: KvLayout) -> int:
-    """Returns the longest prefix, in blocks, that the groups can continue from of which `present` says, block by block,
-    what is cached.
+    """Returns the length, in blocks, of the longest prefix that all groups can continue from. `present` says for each
+    group, block by block, what is cached.
     """
     best, runs = 0, dict.fromkeys(present, 0)  # number of blocks without a gap, up to the current one
     for length in range(1, min(map(len, present.values())) + 1):
@@ -65,9 +66,9 @@ def usable_length(present: dict[int, list[bool]], layout: KvLayout) -> int:
 def _with_windows(
     held: HeldBlocks, tables: list[list[BlockRef]], named: dict[int, list[bytes]], layout: KvLayout
 ) -> CachedPrefix:
-    """Takes references on the blocks that groups with a window need of a prefix, all or none. `named` has the hashes of
-    all blocks of the prefix. If one was evicted meanwhile, or is needed for the floor of another worker, the prefix is
-    given up.
+    """Takes references to all blocks of a prefix that the groups with a window need, or to none of them. `named` has
+    the hashes of all blocks of the prefix. If one of the blocks has since been evicted, or is needed for another
+    worker's floor, the prefix is given up.
     """
     length = len(next(iter(named.values())))
     wanted = {group: hashes[_first(layout, group, length) :] for group, hashes in named.items()}

@@ -15,15 +15,15 @@ from common.telemetry import Fallbacks
 logger = logging.getLogger("turns")
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
-"""Bytes of the file that are locked. The process that holds the second one waits for the first, so that the process
-that has just stepped does not get it again.
+"""Bytes of the file that are locked. The process that holds the second one waits for the first one, so that the process
+that has just stepped does not get the turn again.
 """
 _COUNT_BYTES = 8
 
 
 class FairLock:
-    """A fair lock: `with lock:` waits for all threads that asked before. A `threading.Lock` is not fair: the thread
-    that has just released it usually gets it again.
+    """A fair lock: `with lock:` waits for all threads that asked for it earlier. A `threading.Lock` is not fair: the
+    thread that has just released it usually gets it again.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class FairLock:
 
     @property
     def num_waiting(self) -> int:
-        """Number of threads that wait."""
+        """Number of threads that are waiting."""
         with self._changed:
             return max(0, self._asked - self._served - 1)
 
@@ -52,11 +52,11 @@ class FairLock:
 
 
 class FairFileLock:
-    """A fair lock between processes on the same cores, for one thread of each. It locks two bytes of a file.
+    """A fair lock between processes on the same cores, for one thread of each process. It locks two bytes of a file.
 
-    Waiting processes precede the one that has just stepped. The kernel takes the lock from a dead process. If a process
-    is frozen or its step is long, the others wait for `patience_s` and then ignore it until a turn is given back. This
-    is safe, because only speed depends on turns.
+    Waiting processes precede the one that has just stepped. When a process dies, the kernel releases its lock. If a
+    process is frozen or its step is long, the others wait for `patience_s` and then ignore it until a turn is given
+    back. This is safe, because only speed depends on turns.
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:
@@ -67,8 +67,8 @@ class FairFileLock:
         self._patience_s = patience_s
         self._has_turn = False
         self._passed_by_at: int | None = None
-        """Number of turns given back by all processes when this one last stepped out of turn; None if it has had its
-        turn since.
+        """Number of turns given back by all processes when this process last stepped out of turn; None if it has had
+        its turn since then.
         """
         self.fallbacks = Fallbacks(logger)
         """Number of steps taken out of turn, as "turn"."""
@@ -92,8 +92,8 @@ class FairFileLock:
             self._unlock(_TURN)
 
     def _num_given_back(self) -> int:
-        """Returns the number of turns that all processes have given back. It is the content of the file, which only the
-        process with the turn writes.
+        """Returns the number of turns that all processes have given back. The number is the content of the file, which
+        only the process that has the turn writes.
         """
         return int.from_bytes(os.pread(self._fd, _COUNT_BYTES, 0), "little")
 

@@ -1,6 +1,6 @@
-"""The compiled grammars of a worker's process, and the thread that compiles them. Roles of a process share them.
+"""The compiled grammars of a worker's process, and the thread that compiles them. The roles of a process share both.
 
-The gateway has tried a grammar before a worker sees it, so compiling it here stays within the gateway's time limit.
+The gateway has tried every grammar that a worker receives, so compiling it here stays within the gateway's time limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from common.types import StructuredOutput
 
 MAX_COMPILED = 32
-"""Number of grammars kept, the most recently used. Each takes a few KB, or 20 MB at the limit of its states."""
+"""Number of grammars kept, which are the most recently used ones. Each takes a few KB, or 20 MB if it reaches the limit
+of states.
+"""
 INLINE_TOKENS = 64
 """Number of tokens that are replayed in the event loop; each takes about 5 us."""
 STACK_BYTES = 16 << 20
@@ -35,7 +37,7 @@ class Grammars:
     """Compiles grammars in a separate thread and keeps the most recently used ones."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
-        """`directory` is the model's, `vocab_size` the number of columns of its logits."""
+        """`directory` is the model's directory, and `vocab_size` is the number of columns of its logits."""
         self._directory = directory
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
@@ -49,17 +51,17 @@ class Grammars:
         return len(self._compiled)
 
     def warm(self) -> None:
-        """Loads the tokenizer in the thread, which takes a second for a large vocabulary."""
+        """Loads the tokenizer in the thread. This takes a second for a large vocabulary."""
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:
-        """Does the same as `attach`, but in the thread if it takes long."""
+        """Does the same as `attach`, but uses the thread if that takes long."""
         if not self.attach_known(sequences):
             await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
 
     def attach_known(self, sequences: Seq[Sequence]) -> bool:
         """Does the same as `attach` if that takes only microseconds, because the grammar is compiled and there is
-        little to replay. Returns whether it did.
+        little to replay. Returns whether it attached the states.
         """
         wanted = _wanted(sequences)
         if wanted is None:
@@ -118,7 +120,7 @@ class Grammars:
 
 
 def _wanted(sequences: Seq[Sequence]) -> StructuredOutput | None:
-    """Returns what the output of a group must match. A group without sequences is for the worker to reject."""
+    """Returns what the output of a group must match. Accepts a group without sequences, which the worker rejects."""
     return sequences[0].sampling.structured if sequences else None
 
 

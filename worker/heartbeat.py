@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Outgoing(Generic[T]):
-    """Items for one reader. Used in one event loop, within `with`. There is no timer per item."""
+    """Items for one reader. Used in one event loop, inside a `with` block. There is no timer per item."""
 
     def __init__(self, every_s: float = HEARTBEAT_S) -> None:
         """The reader receives something at least every `every_s`."""
@@ -22,9 +22,9 @@ class Outgoing(Generic[T]):
         self._items: list[T] = []
         self._is_over = False
         self._is_quiet = False
-        """Whether nothing was read between two ticks."""
+        """Whether nothing was read between the last two ticks."""
         self._num_read = self._num_seen = 0
-        """Number of reads, and their number at the last tick."""
+        """Number of reads so far, and the number of reads up to the last tick."""
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 

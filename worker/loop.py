@@ -1,4 +1,4 @@
-"""The errors that a step may meet, and their consequences: one `except` ladder for both roles, and the reader rule.
+"""The errors that can occur in a step, and their consequences: one `except` ladder for both roles, and the reader rule.
 
 Runs in the step thread. Does not depend on the content of a step.
 """
@@ -16,7 +16,7 @@ from engine.model_runner import ModelRunner
 from engine.sequence import Step
 
 RETRY_ALLOC_S = 0.005
-"""Pause before unavailable blocks are asked for again."""
+"""Pause before blocks that were not available are requested again."""
 T = TypeVar("T")
 
 
@@ -27,7 +27,7 @@ class Role(Protocol):
         """Runs one step. Returns whether anything ran. Raises LedgerError or ArenaError."""
 
     def start_over(self, reason: str) -> None:
-        """Rejects all work, because none of the blocks is ours any more, and registers again."""
+        """Rejects all work, because none of the blocks are ours any more, and registers again."""
 
 
 def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool:
@@ -38,7 +38,7 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
         return role.work()
     except Fenced:
         role.start_over("the worker's lease was over")
-    except LedgerUnavailable as error:  # nothing is lost: `HeldBlocks` goes on without the ledger as far as it can
+    except LedgerUnavailable as error:  # nothing is lost: `HeldBlocks` goes on without the ledger for as long as it can
         logger.warning("a step ended early: %s", error)
     except (LedgerError, ArenaError) as error:
         logger.error("the ledger refused: %s", error)
@@ -47,9 +47,9 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
 
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
-    """Computes. An error in the step itself loses only the results of the step (`fail`). An error of the device ends
-    the thread; the blocks stay ours until our lease has expired and our process has ended. Raises LedgerError or
-    ArenaError.
+    """Runs the computation. After an error in the step itself, only the results of the step are lost (`fail`). An error
+    of the device ends the thread; the blocks stay ours until our lease has expired and our process has ended. Raises
+    LedgerError or ArenaError.
     """
     try:
         run()
@@ -62,8 +62,8 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
 
 
 def stale_owners(arena: Arena, owners: Iterable[T], step: Step) -> set[T]:
-    """Applies the reader rule (docs/design.md, Ledger). `owners` has one entry per row of the step. Returns those that
-    have a block whose generation in the header differs from the one in the block table.
+    """Applies the reader rule (docs/design.md, Ledger). `owners` has one entry per row of the step. Returns the owners
+    that have a block whose generation in the header differs from the one in the block table.
     """
     tables = zip(step.batch.block_tables, step.generations, strict=True)
     stale = [table for table in tables if not arena.check(*table)]

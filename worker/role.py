@@ -1,4 +1,4 @@
-"""Connects a role of a worker with the block store and the registry: it states its needs, attaches, publishes, leaves.
+"""Connects a role of a worker with the block store and the registry: states its needs, attaches, publishes, detaches.
 
 It uses a model only through `Model`. A process that runs two roles attaches both: each role is a holder with a separate
 lease, floor and record.
@@ -40,8 +40,8 @@ class Model(Protocol):
 def load_model(settings: WorkerSettings) -> ModelRunner:
     """Loads the model of a worker's process. Fallbacks of its kernels are counted for /metrics.
 
-    A worker without a GPU that gets triton's attention under TRITON_INTERPRET=1 rehearses: it computes with all of the
-    GPU's kernels.
+    A worker without a GPU that uses triton's attention under TRITON_INTERPRET=1 is a rehearsal: it computes with all of
+    the GPU's kernels.
     """
     count_fallbacks_of(fallbacks)
     if settings.attention_backend == "triton" and settings.device != "cuda" and interprets_triton():
@@ -63,7 +63,7 @@ def domain_of(model: Model) -> bytes:
 
 
 def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSettings) -> WorkerRecord:
-    """Returns the registry's entry of a role, without its address, load and epoch."""
+    """Returns the registry's entry for a role, except for its address, load and epoch."""
     domain = domain_of(model).hex()
     return WorkerRecord(
         needs.worker_id,
@@ -91,11 +91,13 @@ class WorkerRole:
         load: Callable[[], WorkerLoad],
         turns: AnyFairLock | None,
     ) -> None:
-        """`turns` is shared by the roles of a process that step one at a time. None: the role steps independently."""
+        """`turns` is shared by the roles of a process that step one at a time. If it is None, the role steps
+        independently.
+        """
         self.thread = StepThread(step, turns)
         self.weights_bytes = attached.weights_bytes
         self._attached = attached
-        attached.on_fenced = lambda: self.thread.post(lambda: None)  # wakes it: the next step begins anew
+        attached.on_fenced = lambda: self.thread.post(lambda: None)  # wakes the thread: the next step starts afresh
         self._record = record
         self._load = load
         self._on_failure: Callable[[], object] = lambda: None
@@ -112,5 +114,5 @@ class WorkerRole:
 
     def close(self, timeout_s: float) -> None:
         if self.thread.stop(timeout_s):
-            # Otherwise the lease runs out, and the blocks wait for the writer slot's lock.
+            # Otherwise the lease expires, and the blocks wait until the writer slot's lock is free.
             self._attached.close()

@@ -1,4 +1,4 @@
-"""The seal items of a block that a sequence has filled: one per KV group, each under the hash of its group."""
+"""The seal items of a block that a sequence has filled: one per KV group, under the hash of that group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one thread that owns a worker's model, and its inbox. The event loop never computes, and this thread does no I/O
+"""The thread that owns a worker's model, and its inbox. The event loop never computes, and this thread does no I/O
 except with the ledger.
 """
 
@@ -25,7 +25,7 @@ class StepThread:
 
     def __init__(self, step: Callable[[], float | None], turns: AnyFairLock | None = None) -> None:
         """Creates the thread. With `turns`, which it shares with other threads or processes, only one of them steps at
-        a time. Commands do not wait.
+        a time. Commands do not wait for turns.
         """
         self._step = step
         self._turns = turns or nullcontext()
@@ -44,8 +44,8 @@ class StepThread:
         self._inbox.put(command)
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after the current step. Returns False if something may still write into blocks: the thread
-        still runs, or an exception ended it and left work queued on a device.
+        """Ends the thread after the current step. Returns False if something may still write into blocks, because the
+        thread is still running, or because an exception ended it while work was queued on a device.
         """
         self._inbox.put(None)
         self._thread.join(timeout_s)

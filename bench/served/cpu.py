@@ -44,7 +44,9 @@ class CpuSettings(Settings):
 
 
 def run_part(name: str, *, quick: bool) -> Any:
-    """Returns the result of one benchmark, and for kernels one result per kernel. Raises StartupError if it failed."""
+    """Returns the result of one benchmark, or for kernels one result per kernel. Raises StartupError if the benchmark
+    failed.
+    """
     command, less = PARTS[name]
     options = less if quick else []
     if name == "kernels":
@@ -54,7 +56,7 @@ def run_part(name: str, *, quick: bool) -> Any:
 
 
 def last_line(command: Sequence[str]) -> Any:
-    """Returns the last line of a benchmark's output, parsed. Raises StartupError if it failed."""
+    """Returns the last line of a benchmark's output, parsed. Raises StartupError if the benchmark failed."""
     print(f"== python -m {' '.join(command)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -126,7 +128,7 @@ def put_between(page: str, text: str) -> str:
 
 
 def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> Path:
-    """Writes the result, and also the page's table if every part was run."""
+    """Writes the result, and also the page's table if all parts were run."""
     path = machine.keep("bench", result, origin, page.parent)
     if set(PARTS) <= set(result):
         page.write_text(put_between(page.read_text(), table({**origin, **result})))
@@ -134,7 +136,7 @@ def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> P
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """Returns the chosen parts. Raises StartupError if there is no such part."""
+    """Returns the chosen parts. Raises StartupError if one does not exist."""
     for name in only:
         if name not in PARTS:
             raise StartupError(f"--only {name!r}: there are {', '.join(PARTS)}")

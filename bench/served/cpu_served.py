@@ -1,8 +1,8 @@
 """`python -m bench.served.cpu_served`: measures `looseleaf serve` on this machine.
 
-Serves a Llama shape with random weights colocated and split. For both it measures the seconds until the first token,
-two workloads over gRPC (lengths as in chats; a common prefix of 512 tokens), and memory. The two servers are measured
-in turn. The last line is JSON.
+Serves a Llama shape with random weights, once with both roles in one process and once with split roles. For both
+servers, it measures the seconds until the first token, two workloads over gRPC (lengths as in chats; a common prefix of
+512 tokens), and memory. The two servers are measured in turn. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def row(seen: Seen) -> dict[str, float]:
 
 
 def used(server: Served, model: Path) -> dict[str, float]:
-    """Returns the memory of all its processes. "beyond" excludes KV and one copy of the weights."""
+    """Returns the memory of all processes of the server. "beyond" excludes KV and one copy of the weights."""
     return memory(server.pid, llama_bytes(json.loads((model / "config.json").read_text()))).row()
 
 

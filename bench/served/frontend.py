@@ -1,11 +1,11 @@
 """`make bench-frontend`: measures the CPU time that gateway and decode front end use per streamed token.
 
 Uses real processes and sockets: clients, gateway, Redis, a decode service. Only the decode service's step loop is
-replaced by one that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each brings every stream one
-token. The CPU time that a process uses without streams is subtracted, and so is the step loop's. For comparison, the
-same run measures servers that only send (`frontend_floor`), which shows the cost of grpc.aio and uvicorn. CPU time is
-the kernel's account (schedstat), so it does not grow with waiting. On a busy machine caches are cold, and all figures
-are two to four times higher.
+replaced by one that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each step adds one token to
+every stream. The CPU time that a process uses without streams is subtracted, and so is the step loop's. For comparison,
+the same run measures servers that only send (`frontend_floor`), which shows the cost of grpc.aio and uvicorn. CPU time
+is as recorded by the kernel (schedstat), so it does not include waiting. On a busy machine, caches are cold, and all
+figures are two to four times higher.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Helper:
         self.pid = self._process.pid
 
     def read(self) -> str:
-        """Returns the next line of its output. Raises StartupError if it has ended."""
+        """Returns the next line of the process' output. Raises StartupError if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -186,7 +186,7 @@ class Stack:
         self._exits.close()
 
     def tokens_out(self) -> float:
-        """Returns the number of tokens that have left the gateway."""
+        """Returns the number of tokens that the gateway has sent."""
         return metrics_page.total(metrics_page.read(self.addresses["http"]), "looseleaf_generation_tokens_total")
 
     def clients(self, kind: str, address: str) -> Helper:

@@ -1,7 +1,7 @@
 """Clients that only count: `python -m bench.served.frontend_clients KIND ADDRESS STREAMS`, KIND grpc or http.
 
-Opens the streams: gRPC streams share one connection (like clients in one process), HTTP streams use one each. Answers
-each line of its input with a line of JSON: the number of streams that have begun and of messages received.
+Opens the streams. gRPC streams share one connection, as they do for clients in one process; each HTTP stream has its
+own. Answers each line of its input with a line of JSON: the number of streams that have begun and of messages received.
 """
 
 from __future__ import annotations

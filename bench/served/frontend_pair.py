@@ -39,7 +39,7 @@ with Stack(settings) as stack:
 
 
 class PairSettings(Settings):
-    """Compares the front end of this checkout with another one's."""
+    """Compares the front end of this checkout with that of a different checkout."""
 
     model_config = settings_config("LOOSELEAF_PAIR_", "bench.served.frontend_pair")
 

@@ -63,7 +63,7 @@ class CountingWorker:
         self.rate = 25.0
         self.num_tokens = 0
         self.own_ns = 0
-        """CPU time of the step loop without `Session.send`. It is not part of the front end's time."""
+        """CPU time of the step loop, excluding `Session.send`. It is not part of the front end's time."""
         self._ids = token_ids
         self._sessions: list[Session] = []
         self._next_at = 0.0
@@ -106,7 +106,7 @@ class CountingWorker:
 
 
 def answer_lines(worker: CountingWorker) -> None:
-    """Answers lines until the input ends. The process ends then too."""
+    """Answers lines until the input ends, and then ends the process."""
     for line in sys.stdin:
         command, *values = line.split()
         if command == "rate":

@@ -2,9 +2,9 @@
 
 Serves the built-in model, keeps some streams running, and sends each body of `hostile_bodies` at the largest accepted
 size. For each body it prints status and time, the longest gap between two events of a stream with and without the body,
-and the gateway's peak memory above its memory at the start. Each gap is the least of several tries, because other work
-on the machine can only make gaps longer. At the end it prints the time of GET /v1/models over one connection. The last
-line is JSON.
+and the gateway's peak memory above its memory at the start. Each gap is the shortest of several measurements, because
+other work on the machine can only make gaps longer. At the end it prints the time of GET /v1/models over one
+connection. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row:
     quiet_gap_ms: float
     gap_ms: float
     rss_mib: float
-    """The gateway's peak memory above its memory before the first body."""
+    """How far the gateway's peak memory exceeded its memory before the first body."""
 
 
 class Watched:
@@ -129,7 +129,7 @@ class Memory:
         (self._root / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Returns the peak above the memory at the start."""
+        """Returns how far the peak exceeded the memory at the start."""
         return (self._kib("VmHWM") - self.before) / 1024
 
     def _kib(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""HTTP request bodies that cost more than their size suggests, each of a given size. Sends nothing itself."""
+"""HTTP request bodies of a given size that cost more than their size suggests. Sends nothing itself."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Returns the short hash of the checked-out commit, with + if tracked files differ from it; "unknown"
-    without git.
+    """Returns the short hash of the checked-out commit, with + if tracked files differ from it, or "unknown" if there
+    is no git.
     """
     git = ["git", "-C", str(REPOSITORY)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)

@@ -1,9 +1,9 @@
 """Compares Looseleaf with alternative engines: `make bench-peers PEERS=<harness> ROOT=<environments>`.
 
 Starts `looseleaf serve`, colocated and split, and the server of every peer that is installed. Runs the harness' load
-client against each in interleaved repetitions, and measures the effect of a long prompt on running decodes. Lets
+client against each in interleaved repetitions, and measures the effect of a long prompt on running decodes. Has
 transformers serve the same requests in three ways, and compares outputs. Prints medians, and for each goal the ratio to
-the best peer; the last line is JSON. The report names peers that are not installed or fail.
+the best peer. The last line is JSON. The report names peers that are not installed or fail.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from common.settings import Settings, settings_config
 
 MOST_BEYOND_MIB, MOST_FIRST_TOKEN_S = 1024.0, 5.0
 APART_S = 900.0
-"""The time for transformers and the S model. The rounds leave this much of the total."""
+"""The time reserved for transformers and the S model. The rounds use the remaining time."""
 TRANSFORMERS_LIMIT_S = 600.0
-"""The limit for one of transformers' ways without a server. Static batches compute up to the longest output of each."""
+"""The limit for each of the ways in which transformers runs without a server. A static batch runs until its longest
+output is complete.
+"""
 
 
 class PeersSettings(Settings):
@@ -59,7 +61,7 @@ class PeersSettings(Settings):
 
 
 def start_all(rounds: Rounds, roles: Sequence[str], peers: Sequence[str], stack: ExitStack, logs: Path) -> list[Target]:
-    """Starts our servers, and each installed peer that gets ready. The others become failures."""
+    """Starts our servers and the installed peers. Peers that do not become ready are recorded as failures."""
     targets, harness = [], rounds.harness
     for ours in roles:
         log = logs / f"looseleaf-{ours}-{harness.size}.log"
@@ -88,8 +90,8 @@ def wanted_peers(settings: PeersSettings) -> list[str]:
 
 
 def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, Any]:
-    """Runs all tests on M. Returns the results of our servers alone and the check of outputs; the rest is
-    in `rounds`.
+    """Runs all tests on M. Returns the results that concern only our servers, and the check of outputs; the other
+    results are in `rounds`.
     """
     groups = [group for group in GROUPS if group in settings.parts]
     if not groups:
@@ -175,8 +177,8 @@ def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> d
 
 
 def main(settings: PeersSettings) -> int:
-    """Returns exit status 1 if outputs in float32 differ from transformers'. A missed goal is printed, but is not an
-    error.
+    """Returns exit status 1 if outputs in float32 differ from transformers'. A missed goal is printed, but does not
+    count as an error.
     """
     if settings.quick:
         smaller = {"rounds": 1, "requests": 8, "transformers_requests": 16, "quiet": 0.0, "keep": False}

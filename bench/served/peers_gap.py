@@ -1,6 +1,7 @@
-"""Measures the worst gap between two tokens of running decodes while a long prompt arrives, at any OpenAI endpoint.
+"""Measures, at any OpenAI endpoint, the worst gap between two tokens of running decodes while a long prompt is
+computed.
 
-Prompts are random token ids, so every server computes the same amount, however it would tokenize text.
+Prompts are random token ids, so every server computes the same number of tokens, however it would tokenize text.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
 
 
 async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
-    """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens once each has WARM_TOKENS tokens.
+    """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens when each stream has WARM_TOKENS tokens.
 
-    Raises RuntimeError if a stream ended before the prompt's first token (`most_tokens` is too small for a server this
-    fast).
+    Raises RuntimeError if a stream ends before the prompt's first token (`most_tokens` is too small for so fast a
+    server).
     """
     rng = random.Random(seed)
 

@@ -27,7 +27,7 @@ class Load:
     quiet_s: float = 10.0
     """The longest wait for an idle machine before a repetition."""
     redo: int = 0
-    """How often a repetition is repeated if other processes disturbed it."""
+    """Number of times that a repetition is repeated if other processes have disturbed it."""
     limit_s: float = 300.0
     """The limit for one run of the client."""
 
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int, load: Load) -> list[Row]:
-    """Returns one row per test. Every seed has different prompts, so nothing is cached from the last repetition."""
+    """Returns one row per test. Every seed has different prompts, so nothing is cached from an earlier repetition."""
     python, where = harness.python, ["--url", target.url, "--model", target.model, "--pid", str(target.pid)]
     if not target.url:
         python = harness.root / "ov/bin/python"
@@ -66,8 +66,8 @@ def json_lines(command: Sequence[str], limit_s: float) -> list[Row]:
 
 
 def same_output(harness: Harness, url: str) -> dict[str, int]:
-    """Returns how many characters of greedy output agree with transformers in float32, and how many there are
-    (`check_same.py`).
+    """Returns how many characters of greedy output agree with those of transformers in float32, and how many there are
+    in all (`check_same.py`).
     """
     reference = harness.root / "models" / f"{harness.size}-float32"
     rows = json_lines([str(harness.python), str(harness.scripts / "check_same.py"), str(reference), url], 300.0)

@@ -1,6 +1,6 @@
 """Reduces single measurements to medians, and medians to the ratios that are set as goals. Pure functions.
 
-A goal names our server, the peer, the measure and the wanted ratio.
+A goal names our server, the peer, the measure and the required ratio.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ Medians = Mapping[tuple[str, str, str], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal. `wanted` is the least ratio ours / theirs, or the largest one for measures where less is better."""
+    """A goal. `wanted` is the smallest acceptable ratio ours / theirs, or the largest one for measures where less is
+    better.
+    """
 
     what: str
     test: str
@@ -66,7 +68,7 @@ GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A goal and its measurement. `ratio` is None if one of the two sides was not measured."""
+    """A goal and its measurement. `ratio` is None if our server or the peer was not measured."""
 
     what: str
     wanted: str
@@ -78,7 +80,7 @@ class Figure:
 
 
 def medians(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Returns the medians of all rows by test and measure. Disturbed repetitions count too."""
+    """Returns the medians of all rows by test and measure. Disturbed repetitions are included."""
     found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"].split("-")[0], row["test"], row["peer"]), []).append(row)
@@ -97,7 +99,7 @@ def figures(found: Medians, size: str = "M") -> list[Figure]:
 
 
 def figure(goal: Goal, found: Medians) -> Figure:
-    """Returns our figure with the best of the peers that were measured."""
+    """Returns our figure compared with the best of the peers that were measured."""
 
     def value(peer: str) -> float | None:
         return found.get((goal.size, goal.test, peer), {}).get(goal.measure)
@@ -114,7 +116,7 @@ def figure(goal: Goal, found: Medians) -> Figure:
 
 
 def absolute(what: str, value: float | None, most: float, unit: str) -> Figure:
-    """Returns the figure of a bound that concerns our server alone."""
+    """Returns the figure for a limit that concerns only our server."""
     holds = None if value is None else value <= most
     return Figure(what, f"<= {most:g} {unit}", value, None, None, None, holds)
 

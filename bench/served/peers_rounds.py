@@ -23,7 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prefix": ("prefix",),
     "gap": ("gap",),
 }
-"""The tests of one run of the client, which takes seconds to start (more for OpenVINO). Another program runs "gap"."""
+"""The tests of one run of the client, which takes seconds to start (more for OpenVINO). "gap" is a separate program.
+"""
 SPLIT_GROUPS = ("served", "prefix")
 """The tests of the split server. Where only one of its roles has work, it behaves like the colocated server."""
 GAP_PEERS = (BOTH, SPLIT, "vllm")
@@ -37,7 +38,7 @@ class Rounds:
     harness: Harness
     load: Load
     deadline: float
-    """By time.monotonic(). No round begins that would end later."""
+    """A time by time.monotonic(). No round is begun that would end later."""
     prompt_len: int = 4095
     """The length of the interrupting prompt. The models' limit is 4,096 tokens, one of which is the answer."""
     rows: list[Row] = field(default_factory=list)
@@ -108,8 +109,8 @@ class Rounds:
 
 
 def _seed(group: tuple[str, ...], number: int) -> int:
-    """Returns the seed of a run of the client. Two runs with the same seed cut prompts at the same places of the
-    corpus, even if their tests differ. With equal seeds, a target that is measured in more groups than another would
-    find prefixes in its cache.
+    """Returns the seed of a run of the client. Two runs with the same seed cut prompts at the same places in the
+    corpus, even if their tests differ. If seeds were equal, a target that is measured in more groups than other targets
+    would find prefixes in its cache.
     """
     return 1000 * (1 + list(GROUPS.values()).index(group)) + number

@@ -1,8 +1,9 @@
-"""The servers in the comparison: which of them are installed, how they start, and the rule that only one of them runs.
+"""The servers in the comparison: which of them are installed, how they are started, and the rule that only one of them
+runs at a time.
 
-A peer's command line comes from the harness (`run_peer.py`, table SERVERS). All servers stay up through the comparison,
-so that repetitions can be interleaved. A peer that is not being measured is stopped by SIGSTOP, so it uses no core. Our
-server is never stopped, because its leases would expire; it uses 1 to 2 % of a core at rest.
+A peer's command line comes from the harness (`run_peer.py`, table SERVERS). All servers stay up during the whole
+comparison, so that repetitions can be interleaved. A peer that is not being measured is stopped by SIGSTOP, so it uses
+no core. Our server is never stopped, because its leases would expire; it uses 1 to 2 % of a core at rest.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class Target:
 
 @contextmanager
 def peer_server(harness: Harness, name: str, log: Path, ready_s: float = 240.0) -> Iterator[Target]:
-    """Yields a peer's server, ready and stopped. Raises StartupError with its last output if it does not get ready."""
+    """Yields a peer's server when it is ready, in a stopped state. Raises StartupError with the server's last output if
+    it does not become ready.
+    """
     [port] = free_ports(1)
     options = Namespace(root=harness.root, size=harness.size, dtype=harness.dtype, port=port, kv_gib=2)
     environment = dict(os.environ, OMP_NUM_THREADS="2", TOKENIZERS_PARALLELISM="false")
@@ -145,7 +148,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_token_s(model: Path, starts: int = 3) -> float:
-    """Returns the median over starts of `looseleaf serve`, each alone. The first start reads its files from disk."""
+    """Returns the median time of several starts of `looseleaf serve`, each alone on the machine. The first start reads
+    its files from disk.
+    """
     seconds = []
     for _ in range(starts):
         with Served(str(model), ["--roles", "both"]) as served:

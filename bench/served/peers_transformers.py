@@ -31,8 +31,8 @@ def served(scripts: Path, data: Path, count: int) -> list[Request]:
 
 
 def generate(model: Any, batch: list[Request]) -> int:
-    """Generates a `batch` at once: prompts are padded on the left, and all outputs have the longest output's length.
-    Returns the number of requested tokens.
+    """Generates the outputs of a `batch` together: prompts are padded on the left, and all outputs have the length of
+    the longest one. Returns the number of requested tokens.
     """
     torch = importlib.import_module("torch")
     longest = max(len(ids) for _, ids, _ in batch)

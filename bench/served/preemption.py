@@ -1,9 +1,10 @@
 """Measures the cost of running out of blocks: `python -m bench.served.preemption`, or `make bench-preemption`.
 
 Serves the built-in model and sends the same requests, all at once, to two arenas. The first has room for all requests.
-The second has a share of the blocks that they used in the first; there, groups are swapped to host memory, given back
-to prefill, or either (auto). This is repeated for several block sizes. Prints counts and times for both arenas, and the
-number of requests whose tokens differed between them, which must be zero. The last line is JSON.
+The second has a share of the blocks that the requests used in the first; there, groups are swapped to host memory,
+given back to prefill, or treated in either way (auto). This is repeated for several block sizes. Prints counts and
+times for both arenas, and the number of requests whose tokens differed between them, which must be zero. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def requests(num: int) -> list[Request]:
 def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) -> Run:
     served = {"max_model_len": MAX_MODEL_LEN, "num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": 128}
     with WatchedServer(None, served, {"PREEMPTION": mode}) as server:
-        asyncio.run(send_all(server.addresses.grpc, wanted[:1], 1))  # warms up; its prefix is a hit in every later run
+        asyncio.run(send_all(server.addresses.grpc, wanted[:1], 1))  # warms up; later runs find its prefix
         started, prefills = time.monotonic(), server.dispatched("prefill")
         answers = asyncio.run(send_all(server.addresses.grpc, wanted, len(wanted)))
         seconds = time.monotonic() - started
@@ -92,8 +93,8 @@ def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) 
 
 
 def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """Returns twice the blocks that all requests need at full length. Floors reserve half for workers
-    that have none.
+    """Returns twice the blocks that all requests need at full length. Floors reserve half of them for workers that have
+    none.
     """
     lens = [(len(r.prompt_ids) + r.options["max_tokens"]) * r.options["n"] for r in wanted]
     return 2 * sum(-(-length // block_size) + 2 for length in lens)

@@ -1,8 +1,8 @@
-"""Measures the effect on clients if the only decode worker is killed with -9:
+"""Measures how clients are affected if the only decode worker is killed with -9:
 `python -m bench.served.recovery --model DIR`.
 
-Runs with and without a spare worker, several trials each. The kill comes in mid-stream, and the streams are compared
-with undisturbed ones.
+Runs several trials with a spare worker, and several without one. Each kill is in mid-stream, and the streams are
+compared with undisturbed ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from testing.system import assert_nothing_held, wait_for
 
 PROMPT_LEN = 64
 WARM_TOKENS = 16
-"""The tokens that every stream has when the worker dies."""
+"""The number of tokens that every stream has when the worker dies."""
 LOADED_S = 300.0
 
 

@@ -1,4 +1,4 @@
-"""A whole stack for a benchmark, whose decode worker records its blocks after every step; and requests for it."""
+"""A whole stack for a benchmark, with a decode worker that records its blocks after every step; and requests for it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class WatchedServer(Launcher):
     """Block store, gateway, one prefill worker and one watched decode worker. A worker that dies is not restarted."""
 
     def __init__(self, model: str | None, settings: Mapping[str, Any], decode: Mapping[str, str] | None = None) -> None:
-        """Starts the stack. `settings` are those of `LLM`; `decode` are variables of the decode worker, without their
-        prefix.
+        """Starts the stack. `settings` are the settings of `LLM`; `decode` are variables of the decode worker, without
+        their prefix.
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-bench-")
         self._file = Path(self._scratch.name) / "steps.jsonl"

@@ -5,9 +5,9 @@ measures the blocks saved by sharing: 1 - (different blocks / entries of all blo
 lengths like those of the PagedAttention paper's data sets and prints the paper's numbers for comparison. The second
 part measures the cost of one request of n samples up to the hand-over: prefills, tickets, bytes. The last line is JSON.
 
-Only the mean lengths of the data sets are known (paper, section 6.1). We assume a lognormal distribution, cut to the
-model's limit. Prompts are beginnings of stories that the model tells. Each request has a different cache salt, so only
-samples of the same request share blocks. Outputs run to their full length, as in the paper.
+Only the mean lengths of the data sets are known (paper, section 6.1). We assume a lognormal distribution, truncated at
+the model's limit. Prompts are beginnings of stories that the model tells. Each request has a different cache salt, so
+only samples of the same request share blocks. Outputs run to their full length, as in the paper.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Load:
     seed: int
 
     def run(self, name: str, width: int, options: GenerateOptions) -> list[StepRecord]:
-        """Sends all requests and returns the decode worker's steps in that time. `name` keeps runs from
-        sharing blocks.
+        """Sends all requests and returns the decode worker's steps in that time. `name` prevents runs from sharing
+        blocks.
         """
         requests = []
         for number, (prompt, output_len) in enumerate(zip(self.prompts, self.output_lens, strict=True)):
@@ -122,8 +122,8 @@ def saved_share(steps: Sequence[StepRecord]) -> float:
 
 
 def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
-    """Returns the cost of requests of n samples until decode has them, and the blocks that decode copies afterwards.
-    All figures are means per request.
+    """Returns what requests with n samples cost until decode has them, and the number of blocks that decode copies
+    afterwards. All figures are means per request.
     """
     server, num = load.server, len(load.prompts)
     before, dispatched = server.steps()[-1], server.dispatched("prefill")

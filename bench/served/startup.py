@@ -59,7 +59,7 @@ class Served:
         raise StartupError(f"looseleaf serve gave no token; it said: {tail(log)}")
 
     def stop(self) -> None:
-        """Sends SIGTERM, and SIGKILL after 30 s, as for a service that hangs."""
+        """Sends SIGTERM, and after 30 s SIGKILL, as to a service that hangs."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(30)
@@ -113,7 +113,7 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns user and system time of a process tree, including children that have ended and were reaped."""
+    """Returns user and system time of a process tree, including children that have ended and been reaped."""
     ticks = 0
     for member in tree(pid):
         with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ class Memory:
 
     @property
     def beyond(self) -> float:
-        """Returns the memory without KV and without one copy of the weights."""
+        """Returns the memory, excluding KV and one copy of the weights."""
         return self.total - self.arena - self.weights
 
     def row(self) -> dict[str, float]:

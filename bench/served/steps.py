@@ -36,7 +36,7 @@ class StepRecord:
     held_blocks: int
     """The number of blocks that the worker counts as used by a sequence."""
     reserve_blocks: int
-    """The number of blocks allocated ahead."""
+    """The number of blocks allocated in advance."""
     copied_blocks: int
     """The number of blocks copied on write since the start."""
     num_tickets: int
@@ -44,7 +44,7 @@ class StepRecord:
     ticket_bytes: int
     """The size of their messages in bytes."""
     ticket_blocks: int
-    """The sum of the numbers of different blocks in each."""
+    """The number of different blocks in each ticket, summed over all tickets."""
     preemption: Mapping[str, float]
     """The counts of `decode_svc.preemption.PreemptionCounts` since the start."""
 

@@ -7,7 +7,7 @@ beams; some share a prefix. They arrive in a seeded Poisson process, faster than
 * internal waste: slots of used blocks without KV, compared with the theoretical (block_size - 1) / 2 slots per
   sequence;
 * utilization while saturated: referenced blocks as a share of all blocks, in the middle of the run, when many requests
-  wait (blocks allocated ahead and blocks kept free for a floor do not count as used);
+  wait (blocks allocated in advance and blocks kept free for a floor do not count as used);
 * stranded blocks, which are referenced but needed by no sequence: while running (held, but in no block table) and at
   rest.
 
@@ -60,7 +60,7 @@ MIX: Sequence[tuple[int, GenerateOptions]] = (
 )
 """(share in percent, options)."""
 SATURATED = (0.2, 0.6)
-"""The interval of the measurement, as shares of answered requests. The other requests run or wait."""
+"""The interval of the measurement, as shares of answered requests. The other requests are running or waiting."""
 
 
 class WasteSettings(Settings):
@@ -82,7 +82,7 @@ class Poll:
 
     at_ns: int
     referenced: int
-    """The number of blocks with a reference, including those allocated ahead."""
+    """The number of blocks with a reference, including those allocated in advance."""
 
 
 async def poll(address: str, polls: list[Poll]) -> None:
@@ -123,7 +123,8 @@ def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float,
     """Returns (share of slots without KV in used blocks, the same in theory, mean length of a sequence in tokens), over
     all steps.
 
-    In theory the last block of a sequence lacks (block_size - 1) / 2 positions, and there is no other loss.
+    In theory, the last block of a sequence has (block_size - 1) / 2 empty positions on average, and there is no other
+    loss.
     """
     slots = block_size * sum(step.own_blocks for step in steps)
     filled = sum(step.filled_slots for step in steps)
@@ -133,7 +134,9 @@ def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float,
 
 
 def utilisations(polls: Sequence[Poll], steps: Sequence[StepRecord], num_blocks: int) -> list[float]:
-    """Returns the share of used blocks at each poll, without the blocks that the decode worker had allocated ahead."""
+    """Returns the share of used blocks at each poll, excluding the blocks that the decode worker had allocated in
+    advance.
+    """
     times = [step.at_ns for step in steps]
     reserves = [steps[max(0, bisect(times, item.at_ns) - 1)].reserve_blocks for item in polls]
     return [(item.referenced - ahead) / num_blocks for item, ahead in zip(polls, reserves, strict=True)]

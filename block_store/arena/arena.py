@@ -1,7 +1,7 @@
 """The arena, a file in shared memory with a header and equally sized blocks (long: all rules concern the same header).
 
-Every process of the node maps it. On a GPU the file contains only the header; the blocks are in device memory
-(`placement`). The header can be read without Redis and without CUDA. References are in the ledger. This module
+Every Looseleaf process on the node can map the file. On a GPU it contains only the header; the blocks are in device
+memory (`placement`). The header can be read without Redis and without CUDA. References are in the ledger. This module
 implements the writer rule (a header generation is raised from a lower value before the first store) and the reader rule
 (a block is valid only while its header names the generation in the block table).
 """
@@ -84,7 +84,8 @@ class Arena:
         cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
         placement: Placement | None = None, ahead: Prefault | None = None,
     ) -> Arena:  # fmt: skip
-        """Makes the file with all blocks empty and all memory allocated (no SIGBUS later), from `ahead` if it is given.
+        """Makes the file, with all blocks empty and all memory allocated (so that no SIGBUS can follow). Uses `ahead`
+        if it is given.
 
         `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.
         Raises ArenaError if `num_blocks` is below 1, ArenaExists, or NotEnoughSharedMemory.
@@ -109,7 +110,7 @@ class Arena:
     def open(cls, directory: str | os.PathLike[str], layout_fingerprint: bytes | None = None) -> Arena:
         """Maps the arena in the directory; `placement.open_blocks` opens blocks in device memory.
 
-        Raises ArenaError if there is none or it is damaged, and LayoutMismatch if its layout differs.
+        Raises ArenaError if there is no arena or it is damaged, and LayoutMismatch if its layout differs.
         """
         path = Path(directory) / FILE_NAME
         try:
@@ -145,7 +146,7 @@ class Arena:
 
     @property
     def fixed(self) -> FixedHeader:
-        """The current fixed page. Another process may have entered a new ledger since this one mapped the arena."""
+        """The current fixed page. Another process may have recorded a new ledger since this one mapped the arena."""
         return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
 
     @property
@@ -175,8 +176,8 @@ class Arena:
         self._data = blocks
 
     def place(self, placement: Placement) -> None:
-        """Enters the placement of the blocks in the header. Call it inside `exclusively` if another process might do so
-        too.
+        """Writes the placement of the blocks to the header. Call it inside `exclusively` if another process might also
+        write it.
         """
         self._rewrite(placement=placement)
 
@@ -196,8 +197,8 @@ class Arena:
         return int(self._rebuild_count[0])
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
-        """Writes the identity of the blocks' ledger, visible to other processes before this thread's next read. For
-        `rebuild`.
+        """Writes the identity of the blocks' ledger. Other processes can see it before this thread's next read. Only
+        `rebuild` calls this.
         """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
@@ -205,8 +206,8 @@ class Arena:
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Locks the fixed page for a change that another process might make too. Raises ArenaLost if the
-        arena is lost.
+        """Locks the fixed page for a change that another process might also make. Raises ArenaLost if the arena is
+        lost.
         """
         try:
             fd = os.open(self.directory / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -223,8 +224,8 @@ class Arena:
         self._map[: len(encoded)] = encoded
 
     def acquire_writer_slot(self) -> WriterSlot:
-        """Takes a slot, which is held until its `close` or the end of this process. Take one before registering as a
-        holder.
+        """Takes a slot, which is held until `close` is called on it or this process ends. Take one before registering
+        as a holder.
         """
         return self._slots.acquire()
 
@@ -232,7 +233,7 @@ class Arena:
         return self._slots.is_alive(number)
 
     def live_writers(self) -> list[int]:
-        """Returns the numbers of the writer slots that processes still hold, except that of the memory's owner."""
+        """Returns the numbers of the writer slots that processes still hold, excluding that of the memory's owner."""
         return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
@@ -253,9 +254,9 @@ class Arena:
     def mark_sealed(
         self, refs: Sequence[BlockRef], hashes: Sequence[bytes | None] | None, digests: Sequence[int]
     ) -> None:
-        """Enters the hashes (None: a partial block) and digests of blocks whose content is final.
+        """Writes to the header the hashes (None: a partial block) and digests of blocks whose content is final.
 
-        Raises HeaderMismatch if a block was reallocated.
+        Raises HeaderMismatch if a block has been reallocated.
         """
         ids, gens = ref_arrays(refs)
         if not self.check(ids, gens):
@@ -274,7 +275,7 @@ class Arena:
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 
     def check_refs(self, refs: Sequence[BlockRef]) -> bool:
-        """Checks a few references as `check` does."""
+        """Checks a few references in the same way as `check`."""
         return self.check(*ref_arrays(refs))
 
     def has(self, refs: Sequence[BlockRef], hashes: Sequence[bytes]) -> bool:
@@ -296,11 +297,11 @@ class Arena:
         )
 
     def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
-        """Returns the digests that `mark_sealed` enters.
+        """Returns the digests that `mark_sealed` writes.
 
-        On a device they are 0, which means that there is none: a digest would cost a copy of the block to the host, in
-        the step thread. The digest is computed when a block is sent to another host (`service.read_block`); `digest`
-        computes it at any time.
+        On a device they are 0, which means that there is no digest: computing one would cost a copy of the block to the
+        host, in the step thread. The digest is computed when a block is sent to another host (`service.read_block`);
+        `digest` computes it at any time.
         """
         return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]
 
@@ -334,7 +335,7 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
 
 
 def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
-    """Makes the file from memory that was taken ahead."""
+    """Makes the file from memory that was allocated in advance."""
     ahead.stop()
     available = _free_bytes(where) + ahead.num_bytes
     if available < size:

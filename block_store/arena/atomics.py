@@ -1,5 +1,5 @@
-"""Loads the C helper that raises and compares the generations in an arena's header and enters states. Does not depend
-on the meaning of the arrays.
+"""Loads the C helper that raises and compares the generations in an arena's header and sets states. Does not depend on
+the meaning of the arrays.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDAr
 def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
     """Raises each of `base[ids]` to `gens` by compare-and-swap from a lower value.
 
-    Returns the index of the first one that was not lower (those before it are raised), or None.
+    Returns the index of the first generation that was not lower (those before it have been raised), or None.
     """
     return _run("looseleaf_raise_generations", base, ids, gens)
 
 
 def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None:
-    """Sets `base[ids] = state`, visible to other threads only after all earlier stores. Raises IndexError for ids
-    outside `base`.
+    """Sets `base[ids] = state`. Other threads see the new state only after all earlier stores. Raises IndexError for
+    ids outside `base`.
     """
     blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64)
     if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < base.size:
@@ -69,7 +69,7 @@ def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None
 
 
 def fence() -> None:
-    """Issues a full memory barrier: stores before it are visible to all before loads after it are done."""
+    """Issues a full memory barrier: stores before it are visible to all threads before loads after it are done."""
     nothing: U64Array = np.zeros(0, np.uint64)
     first_mismatch(nothing, nothing, nothing)  # fences on both sides
 

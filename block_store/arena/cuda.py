@@ -1,8 +1,8 @@
 """The CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or the
 CUDA toolkit. Does not depend on blocks.
 
-Needs driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. It has
-not run on a GPU yet; the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
+Needs driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. This
+module has not run on a GPU yet; the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CudaUnavailable(BlockStoreError):
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes of a device's memory, for all processes together."""
+    """Sizes of a device's memory in bytes, for all processes together."""
 
     free: int
     total: int
@@ -111,7 +111,7 @@ class Cuda:
         raise CudaUnavailable(f"GPU {uuid.hex()} is not among the {self.num_devices} that this process sees")
 
     def uuid(self, ordinal: int) -> bytes:
-        """Returns the device's UUID, 16 bytes. A MIG instance has a separate one."""
+        """Returns the device's UUID, 16 bytes. A MIG instance has its own UUID."""
         handle, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
         self.call("cuDeviceGet", ctypes.byref(handle), ordinal)
         self.call("cuDeviceGetUuid_v2", uuid, handle)
@@ -124,7 +124,7 @@ class Cuda:
 
 
 class CudaDevice:
-    """One device, through its primary context, which torch uses too and which is retained until the process ends.
+    """One device, through its primary context, which torch also uses and which is retained until the process ends.
 
     Usable from any thread. Methods raise CudaError.
     """
@@ -160,8 +160,8 @@ class CudaDevice:
             call("cuMemFree_v2", pointer)
 
     def export(self, pointer: int) -> bytes:
-        """Returns the 64-byte handle by which another process opens allocated memory. It is invalid after this process
-        ends.
+        """Returns the 64-byte handle with which another process opens allocated memory. It is invalid after this
+        process ends.
         """
         handle = _IpcHandle()
         with self._current() as call:
@@ -169,7 +169,7 @@ class CudaDevice:
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Opens memory that another process exported; returns its address in this process."""
+        """Opens memory that another process has exported; returns its address in this process."""
         pointer = _POINTER()
         with self._current() as call:
             call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)

@@ -1,8 +1,8 @@
 """An arena's blocks in device memory, as one process accesses them: allocated here, or opened through CUDA IPC.
 
-Does not depend on the arena's header. The allocating process must outlive all processes that opened the memory. By
-NVIDIA's documentation, a mapping whose owner has ended is undefined, so a worker whose arena is lost exits
-(`errors.ArenaLost`).
+Does not depend on the arena's header. The allocating process must outlive all processes that have opened the memory.
+According to NVIDIA's documentation, the use of a mapping whose owner has ended is undefined, so a worker whose arena is
+lost exits (`errors.ArenaLost`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from block_store.arena.cuda import CudaDevice
 from block_store.arena.header import round_up
 
 GRANULE_BYTES = 2 << 20
-"""Granule of allocations: smaller ones may share a driver allocation, and an IPC handle would open all of that."""
+"""Granule of allocations. Smaller ones may share a driver allocation, and an IPC handle would open all of it."""
 
 
 class DeviceBlocks:
@@ -28,20 +28,23 @@ class DeviceBlocks:
 
     @classmethod
     def allocate(cls, device: CudaDevice, num_blocks: int, block_bytes: int) -> DeviceBlocks:
-        """Allocates blocks of zeros, which end with this process. Raises CudaError (CUDA_ERROR_OUT_OF_MEMORY)."""
+        """Allocates blocks of zeros, which last until this process ends. Raises CudaError (out of memory)."""
         pointer = device.alloc(device_bytes(num_blocks, block_bytes))
         return cls(device, pointer, num_blocks, block_bytes, is_owner=True)
 
     @classmethod
     def open(cls, device: CudaDevice, handle: bytes, num_blocks: int, block_bytes: int) -> DeviceBlocks:
-        """Opens blocks of another process of this host. Raises CudaError if it has ended or IPC does not reach it."""
+        """Opens blocks of another process on this host. Raises CudaError if that process has ended or IPC cannot reach
+        it.
+        """
         return cls(device, device.open(handle), num_blocks, block_bytes, is_owner=False)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The interface's version 3, through which `torch.as_tensor(blocks, device="cuda")` uses this memory uncopied.
 
-        It names no stream: callers order their own work. The tensor keeps this object alive, but not the mapping.
+        It names no stream, so callers must order their own work. The tensor keeps this object alive, but not the
+        mapping.
         """
         return {"shape": self.shape, "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None}
 

@@ -29,7 +29,7 @@ REBUILD_COUNT_AT = struct.calcsize("<8sIIQQQ16s32s")
 
 
 class HeaderState(IntEnum):
-    """State of a block in the header, known without Redis. The ledger's states are finer."""
+    """State of a block in the header, known without Redis. The ledger distinguishes more states."""
 
     EMPTY = 0
     WRITING = 1
@@ -37,7 +37,7 @@ class HeaderState(IntEnum):
 
 
 class Memory(IntEnum):
-    """Memory that contains an arena's blocks, and the processes that it outlives. Numbered as in
+    """The kind of memory that contains an arena's blocks, and the processes that it outlives. Numbered as in
     `BlockStoreService`.
     """
 
@@ -77,7 +77,8 @@ class FixedHeader:
     layout: KvLayout
     placement: Placement = Placement()
     is_lost: bool = False
-    """Whether the blocks' memory is gone or the store has removed the arena: nothing in it may be used any more."""
+    """Whether the blocks' memory is gone or the store has removed the arena. If so, nothing in it may be used any more.
+    """
 
     @property
     def file_bytes(self) -> int:

@@ -31,8 +31,8 @@ class NoDeviceMemory(ArenaError):
 def create_on_device(
     directory: Path, layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> Arena:
-    """Creates an arena, for the store. This process allocates its blocks (all zeros), or leaves that to the first
-    worker.
+    """Creates an arena, for the store. This process allocates its blocks (all zeros), or leaves the allocation to the
+    first worker.
 
     If `owner` is "auto", the worker owns the memory only if this process cannot export memory; this is logged. Raises
     NoDeviceMemory, ArenaExists or NotEnoughSharedMemory.
@@ -45,7 +45,7 @@ def create_on_device(
         undo.callback(blocks.close)
         placement = Placement(Memory.STORE_DEVICE, device.uuid, ipc_handle=handle)
         arena = Arena.create(directory, layout, num_blocks, placement=placement)
-        # The slot is held until the process ends; nobody closes it earlier.
+        # The slot is held until the process ends; no code closes it earlier.
         arena.place(replace(placement, owner_slot=arena.acquire_writer_slot().number))
         arena.use_memory(blocks)
         undo.pop_all()
@@ -53,9 +53,9 @@ def create_on_device(
 
 
 def open_blocks(arena: Arena, cuda: Cuda) -> None:
-    """Opens the store's memory or, if the store leaves it to the worker, allocates it. For workers.
+    """Opens the store's memory or, if the store leaves the allocation to the worker, allocates it. Workers call this.
 
-    The mapping stays until the process ends. Raises NoDeviceMemory, ArenaBusy if another process owns the memory,
+    The mapping exists until the process ends. Raises NoDeviceMemory, ArenaBusy if another process owns the memory,
     ArenaLost, or CudaUnavailable if there is no such device here.
     """
     placement = arena.placement
@@ -70,7 +70,9 @@ def open_blocks(arena: Arena, cuda: Cuda) -> None:
 
 
 def has_live_memory(arena: Arena) -> bool:
-    """Returns whether the blocks exist. They always do on the host. On a device they do unless the owner has died."""
+    """Returns whether the blocks exist. On the host they always exist. On a device they exist unless the owner has
+    died.
+    """
     placement = arena.placement
     return placement.memory is Memory.HOST or has_no_owner_yet(placement) or arena.is_writer_alive(placement.owner_slot)
 
@@ -104,7 +106,7 @@ def _export(
 
 
 def _adopt(arena: Arena, device: CudaDevice) -> None:
-    """Allocates the blocks here and enters this process in the header as their owner. This happens once per arena."""
+    """Allocates the blocks here and records this process in the header as their owner. This happens once per arena."""
     with arena.exclusively():
         if arena.is_lost:
             raise ArenaLost(f"arena {arena.arena_id} is lost")

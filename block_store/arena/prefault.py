@@ -1,4 +1,5 @@
-"""Shared memory for an arena, allocated while workers load their model: 4 GiB in small pages take seconds of CPU time.
+"""Shared memory for an arena, allocated while workers load their model, because 4 GiB in small pages take seconds of
+CPU time.
 
 The file gets a name only when an arena is made from it, so a killed store leaves nothing behind. Does not depend on
 headers.
@@ -13,11 +14,11 @@ from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20
-"""Bytes taken by one call; a store that knows the size waits for one call at most."""
+"""Number of bytes allocated by one call. Once the store knows the size, it waits for at most one call."""
 
 
 class Prefault:
-    """A thread that allocates memory until it has `most_bytes`, until there is no more, or until `stop`."""
+    """A thread that allocates memory until it has `most_bytes`, no more is available, or `stop` is called."""
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
         """Starts the thread, which allocates an unnamed file. Raises OSError if the file system of `directory` does not
@@ -27,33 +28,34 @@ class Prefault:
         self._most_bytes = most_bytes
         self._known = threading.Event()
         self.num_bytes = 0
-        """Bytes taken so far."""
+        """Number of bytes allocated so far."""
         self._thread = threading.Thread(target=self._take, name="memory-ahead", daemon=True)
         self._thread.start()
 
     def _take(self) -> None:
         try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread only: loading a model comes first
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread only: model loading comes first
         except OSError as error:
             _LOG.info("shared memory is taken without idle priority: %s", error.strerror)
         while not self._known.is_set() and self.num_bytes < self._most_bytes:
             size = min(_PIECE_BYTES, self._most_bytes - self.num_bytes)
             try:
                 os.posix_fallocate(self._fd, self.num_bytes, size)
-            except OSError as error:  # whoever makes the arena gets the error if it needs more
+            except OSError as error:  # if the arena needs more, its creation raises the error
                 _LOG.info("only %d bytes of shared memory were taken ahead: %s", self.num_bytes, error.strerror)
                 return
             self.num_bytes += size
 
     def stop(self) -> None:
-        """Stops taking memory; returns when the thread has ended."""
+        """Stops allocating memory; returns when the thread has ended."""
         self._known.set()
         self._thread.join()
 
     def become(self, path: Path, head: bytes, size: int) -> None:
-        """Turns the memory into the file `path` of `size` bytes. All of it is allocated, and zero after `head`.
+        """Turns the memory into the file `path` of `size` bytes. All of the file is allocated; after `head`, it
+        contains zeros.
 
-        Call `stop` first. Raises FileExistsError, or OSError if there is no memory.
+        Call `stop` first. Raises FileExistsError, or OSError if there is not enough memory.
         """
         if size > self.num_bytes:
             os.posix_fallocate(self._fd, self.num_bytes, size - self.num_bytes)

@@ -1,11 +1,11 @@
 """Writer slots: numbered lock files in the arena's directory. A process keeps one locked (flock) while it may write, as
 proof of life.
 
-A number is never used twice in the life of an arena. If it were, a block that a dead process was writing would stay in
-quarantine as long as the next process with that number is alive. Does not depend on blocks.
+A number is never used twice in the life of an arena. Otherwise, a block that a dead process was writing would stay in
+quarantine as long as the next process with that number was alive. Does not depend on blocks.
 
-The kernel drops the lock whenever the process ends, for any reason. (A child made by a bare `fork` shares the lock;
-exec drops it.)
+The kernel releases the lock when the process ends, for any reason. (A child made by a bare `fork` shares the lock; exec
+releases it.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WriterSlots:
         self._directory = directory
 
     def acquire(self) -> WriterSlot:
-        """Takes the next number and its lock; removes the lock files of dead processes."""
+        """Takes the next number and locks its file; removes the lock files of dead processes."""
         self._directory.mkdir(exist_ok=True)
         with self._counter() as counter:
             number = int(os.pread(counter, 20, 0) or b"1")
@@ -60,7 +60,7 @@ class WriterSlots:
     def is_alive(self, number: int) -> bool:
         """Returns whether a process still holds the slot.
 
-        Tries a shared lock, so that two callers do not see each other.
+        Tries a shared lock, so that two callers do not mistake each other for the holder.
         """
         try:
             fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)

@@ -2,8 +2,8 @@
 
 Does not depend on models: the caller supplies the layout and sizes (`Needs`).
 
-A worker whose arena is lost (its store ended, and the device memory with it) exits too. Reading that memory through the
-driver is undefined, and only a new process is certain to have no mapping of it.
+A worker whose arena is lost, because the store has ended and with it the device memory, also exits. Reading that memory
+through the driver is undefined, and only a new process is certain to have no mapping of it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ from protos.v1 import block_store_pb2_grpc
 
 logger = logging.getLogger("attach")
 PREDECESSOR_S = 10.0
-"""How long a starting worker retries its registration, so that the lease of a killed predecessor can end."""
+"""Time for which a starting worker retries its registration, so that the lease of a killed predecessor can end."""
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
-"""The store answers only when every worker that it expects has asked; large models take minutes to load."""
+"""Long, because the store answers only when every worker that it expects has asked, and large models take minutes to
+load.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Needs:
 
     @property
     def cuda_ordinal(self) -> int | None:
-        """Number of the GPU among those that this process sees; None for the CPU."""
+        """Number of the GPU among those that are visible to this process; None for the CPU."""
         kind, _, number = self.device.partition(":")
         return int(number or 0) if kind == "cuda" else None
 
@@ -90,22 +92,23 @@ class Attached:
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
         """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows,
-        because other workers that rejoin after a rebuild must find room for their floors.
+        because there must be room for the floors of other workers that rejoin after a rebuild.
         """
         self._needs = needs
         self._client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
-        # For a thread of its own, with a longer timeout: a worker that cannot publish for three seconds counts as gone.
+        # For a separate thread, with a longer timeout: a worker that cannot publish for three seconds counts as gone.
         self._registry_client = open_client(redis_url)
         self._registry = WorkerRegistry(self._registry_client)
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
         self.on_fenced: Callable[[], None] = lambda: None
-        """Callback, from any thread, for the moment at which the incarnation learns that it is fenced, even if idle."""
+        """Callback that runs, in any thread, when the incarnation learns that it is fenced, even if it is idle."""
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
-        """Registers, with retries while Redis is silent, lost or damaged, or while a dead predecessor's floor counts.
+        """Registers, with retries while Redis is silent, lost or damaged, or while a dead predecessor's floor still
+        counts.
 
         Raises the last LedgerError after `timeout_s`.
         """
@@ -204,14 +207,14 @@ class Attached:
         return replace(record, load=load, epoch=epoch, max_group_blocks=floor, fallbacks=fallbacks)
 
     def withdraw(self) -> None:
-        """Takes the worker out of the registry, so that gateways send it no new work."""
+        """Removes the worker from the registry, so that gateways send it no new work."""
         self._stop.set()
         if self._announcer is not None and self._record is not None:
             self._announcer.join(5.0)
             try:
                 self._registry.withdraw(self._record.worker_id)
             except LedgerUnavailable as error:
-                logger.warning("the worker's record goes stale by itself: %s", error)
+                logger.warning("the worker's record was not removed and will expire: %s", error)
 
     def close(self) -> None:
         """Releases everything and ends the incarnation."""
@@ -223,7 +226,7 @@ class Attached:
 def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> list[Attached]:
     """Attaches all roles of one process to the store at `address`; they share one mapping of the arena.
 
-    All send their requests at once, because the store answers only when every expected worker has asked. Raises
+    All roles send their requests at once, because the store answers only when every expected worker has asked. Raises
     StartupError if the store refuses or does not answer.
     """
     replies = _ask(address, [_request_of(need) for need in needs], trust)
@@ -251,7 +254,7 @@ def _request_of(needs: Needs) -> pb.AttachRequest:
 
 
 def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> list[pb.AttachResponse]:
-    """Returns the store's answers, which differ only in the floor.
+    """Returns the store's answers, which differ only in their floors.
 
     Raises StartupError at the first refusal, because the other calls would wait.
     """

@@ -1,8 +1,8 @@
 """The blocks that a worker holds, with a count of the sequences that share each (long: one door for a step's changes).
 
-The ledger records a reference (holder, block, generation) once. The count is kept here: the ledger is called only when
-the first sequence takes a block and when the last one releases it. A reserve of RESERVED blocks makes it rare that a
-decode step needs a call.
+The ledger records a reference (holder, block, generation) once. The count of sequences is kept here. The ledger is
+called only when the first sequence takes a block and when the last one releases it. A reserve of RESERVED blocks makes
+it rare that a decode step needs a call.
 
 Used by one thread at a time, while the holder's beat thread calls `rejoin`. Does not depend on sequences or tensors.
 Once the holder is fenced, every method raises Fenced: abort the sequences, close the writer slot, register again.
@@ -44,22 +44,22 @@ class HeldBlocks:
     """
 
     def __init__(self, holder: LedgerClient, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
-        """`reserve` is the least number of blocks to keep allocated in advance."""
+        """`reserve` is the minimum number of blocks to keep allocated in advance."""
         self.holder = holder
         self.arena = arena
         self.writer_slot = writer_slot
         self._counts: Counter[BlockRef] = Counter()
         self._wanted: set[Attempt] = set()
-        """Claims that were not answered and will be repeated."""
+        """Claims that have not been answered and will be repeated."""
         self._calls = OutageCalls(holder, arena)
         self._reserve = Reserve(self._calls, writer_slot, reserve)
         self.rejoining = Rejoining(self._calls, self._reserve, self._counts, self._wanted)
         self.fallbacks = self._calls.fallbacks
-        """Counts of what was done without the ledger, by kind."""
+        """Numbers of operations that were done without the ledger, by kind."""
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
-        """The lock that is held while a method runs; the beat thread takes it too."""
+        """The lock that is held while a method runs; the beat thread also takes it."""
         return self._calls.lock
 
     @property
@@ -69,7 +69,7 @@ class HeldBlocks:
 
     @property
     def num_held(self) -> int:
-        """Number of blocks that sequences here use."""
+        """Number of blocks that this worker's sequences use."""
         return len(self._counts)
 
     @property
@@ -79,13 +79,13 @@ class HeldBlocks:
     @property
     def num_free_hint(self) -> int:
         """The number of blocks that `alloc` can probably return: the reserve, plus the ledger's blocks as of the last
-        beat, corrected for blocks taken and released here since then.
+        beat, adjusted for the blocks that have been taken and released here since then.
         """
         available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
 
     def count(self, ref: BlockRef) -> int:
-        """Returns how many sequences here share `ref`."""
+        """Returns the number of this worker's sequences that share `ref`."""
         return self._counts.get(ref, 0)
 
     @locked
@@ -99,14 +99,14 @@ class HeldBlocks:
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve as far as blocks are available; the beat thread does so after every answered beat."""
+        """Fills the reserve as far as blocks are available; the beat thread calls this after every answered beat."""
         self._calls.check_fence()
         self._reserve.level()
 
     def expect(self, num_blocks: int) -> None:
-        """Sets the size of the reserve from the next beat on, for times when the ledger does not answer.
+        """Sets the size that the reserve has after the next beat, for times when the ledger does not answer.
 
-        The reserve takes an eighth of the arena at most; cached blocks are evicted for it.
+        The reserve takes at most an eighth of the arena. Cached blocks are evicted to fill it.
         """
         self._reserve.expect(num_blocks)
 
@@ -139,8 +139,8 @@ class HeldBlocks:
 
     @locked
     def present(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Returns, for each prefix hash, whether a block is indexed under it at the moment; False without the
-        ledger.
+        """Returns, for each prefix hash, whether a block is currently indexed under it. If the ledger does not answer,
+        all are False.
         """
         try:
             return self._calls.call(lambda: self.holder.present(hashes))
@@ -152,9 +152,10 @@ class HeldBlocks:
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
         """Publishes blocks whose content is final. Returns the reference to put into the block table for each.
 
-        If another block already has the hash, the returned reference names that block: the worker's own block is
-        released and its count moves to the other. Without the ledger, the block is sealed in the header now and in the
-        ledger later. Raises Stale or HeaderMismatch (discard the written data, prefill again), or NotHolder.
+        If a different block already has the hash, the returned reference names that block: the worker's own block is
+        released, and its count moves to the other block. If the ledger does not answer, the block is sealed in the
+        header now and in the ledger later. Raises Stale or HeaderMismatch (discard the written data, prefill again), or
+        NotHolder.
         """
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
@@ -190,7 +191,7 @@ class HeldBlocks:
 
     @locked
     def release_many(self, tables: Iterable[Sequence[BlockRef]]) -> None:
-        """Gives up several block tables with one call."""
+        """Gives up several block tables in one call."""
         self._calls.check_fence()
         self._calls.release(self._uncount(tables)[0])
 
@@ -198,8 +199,8 @@ class HeldBlocks:
     def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
         """Returns a ticket for these block tables, whose sequences give up their blocks. Every block must be sealed.
 
-        Blocks that other sequences here share are still held here. Raises Stale, NotHolder or LedgerUnavailable. In
-        these cases nothing has changed: try again with the same tables and the same `attempt`, or `forget` it.
+        This worker still holds the blocks that its other sequences share. Raises Stale, NotHolder or LedgerUnavailable.
+        In these cases nothing has changed: try again with the same tables and the same `attempt`, or call `forget`.
         """
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
@@ -212,8 +213,8 @@ class HeldBlocks:
     def claim(self, ticket: Ticket, attempt: Attempt | None = None) -> Tables:
         """Takes over the ticket's block tables.
 
-        Raises Gone if the ticket has been claimed or has expired, Stale if it names blocks that it does not hold. After
-        LedgerUnavailable, claim it again with the same `attempt`, or `decline` it.
+        Raises Gone if the ticket has been claimed or has expired, and Stale if it names blocks that it does not hold.
+        After LedgerUnavailable, claim the ticket again with the same `attempt`, or call `decline`.
         """
         if ticket.arena_id != self.arena.arena_id:
             raise ValueError(f"the ticket is for arena {ticket.arena_id}, this one is {self.arena.arena_id}")
@@ -231,7 +232,7 @@ class HeldBlocks:
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
         """Releases a ticket's blocks now instead of when its lease ends, if the ledger answers.
 
-        Blocks that sequences here use are kept. `attempt` is that of a claim that was begun.
+        Blocks that this worker's sequences use are kept. `attempt` is the attempt of a claim that has been begun.
         """
         self._calls.check_fence()
         self.holder.give_up(ticket.id)
@@ -240,12 +241,12 @@ class HeldBlocks:
 
     @locked
     def forget(self, attempt: Attempt) -> None:
-        """Drops a hand-over or a claim that was begun and will not be repeated, and releases the blocks that it
-        obtained.
+        """Drops a hand-over or a claim that has been begun and will not be repeated, and releases the blocks that it
+        has obtained.
         """
         if attempt in self._wanted:
             self._wanted.discard(attempt)
-            self._calls.is_unsure = True  # it may have happened without an answer
+            self._calls.is_unsure = True  # it may have happened, but without an answer
         self.holder.forget(attempt)
         self._calls.release([ref for ref in attempt.refs if ref not in self._counts])
 
@@ -266,7 +267,7 @@ class HeldBlocks:
             claimed = self._calls.call(lambda: self.holder.claim(ticket, attempt))
         except LedgerUnavailable:
             raise
-        except LedgerError:  # some blocks may be here already, if the ticket's lease ended in between
+        except LedgerError:  # some blocks may already be here, if the ticket's lease ended between two calls
             self.forget(attempt)
             raise
         self._wanted.discard(attempt)
@@ -280,14 +281,15 @@ class HeldBlocks:
         assert ledger_side == set(self._reserve), f"the ledger also has {ledger_side - set(self._reserve)}"
 
     def close(self) -> None:
-        """Gives up all blocks and ends the holder and the writer slot. Call it only when no step runs any more."""
-        self.holder.close()  # joins the beat thread, which may want the lock
+        """Gives up all blocks and ends the holder and the writer slot. Call it only when no step is running."""
+        self.holder.close()  # joins the beat thread, which may be waiting for the lock
         self._counts.clear()
         self._reserve.clear()
         self.writer_slot.close()
 
     def _uncount(self, tables: Iterable[Sequence[BlockRef]]) -> tuple[list[BlockRef], list[BlockRef]]:
-        """Subtracts one sequence per table. Returns the blocks without a sequence and those with some left.
+        """Subtracts one sequence per table. Returns the blocks that no sequence uses any more, and those that some
+        sequences still use.
 
         Both are in order of first appearance. In that order a shared head comes before every tail, so that tails are
         evicted before heads.
@@ -303,7 +305,9 @@ class HeldBlocks:
         return gone, kept
 
     def _times(self, tables: Iterable[Sequence[BlockRef]]) -> Counter[BlockRef]:
-        """Returns how many of the tables name each block. Raises NotHolder if more do than sequences hold the block."""
+        """Returns how many of the tables name each block. Raises NotHolder if more tables name a block than sequences
+        hold it.
+        """
         times: Counter[BlockRef] = Counter()
         for table in tables:
             times.update(table)

@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 
 class Locked(Protocol):
-    """A class with `locked` methods."""
+    """A class that has methods decorated with `locked`."""
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
@@ -47,24 +47,24 @@ def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P]
 
 
 class OutageCalls:
-    """Calls to the ledger that may be answered late or never; made by one thread and by the holder's beat thread."""
+    """Calls to the ledger that may be answered late or never. One thread and the holder's beat thread make them."""
 
     def __init__(self, holder: LedgerClient, arena: Arena) -> None:
         self.holder = holder
         self.arena = arena
         self.lock = threading.RLock()
         self.fallbacks = Fallbacks(_LOG)
-        """Counts of what was done without the ledger, by kind."""
+        """Numbers of operations that were done without the ledger, by kind."""
         self.rebuild_count = arena.rebuild_count
         """Rebuild count of the ledger in which the holder is registered."""
         self.is_unsure = False
-        """Whether the ledger may hold references for this worker that the worker does not know of."""
+        """Whether the ledger may record references of this worker that the worker does not know about."""
         self.late_seals: list[list[SealItem]] = []
         """Items sealed in the header but not yet in the ledger."""
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Runs one operation of the ledger. If it is not answered, sets `is_unsure`, because the two sides may then
-        differ.
+        """Runs one operation of the ledger. If it is not answered, sets `is_unsure`, because the worker's record and
+        the ledger may then differ.
         """
         self.check_fence()
         try:
@@ -78,7 +78,9 @@ class OutageCalls:
             raise
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef] | None:
-        """Seals like `LedgerClient.seal`. If the ledger does not answer, returns None and repeats the seal later."""
+        """Seals blocks, as `LedgerClient.seal` does. If the ledger does not answer, returns None and repeats the seal
+        later.
+        """
         try:
             return self.call(lambda: self.holder.seal(items))
         except LedgerUnavailable as error:
@@ -87,7 +89,9 @@ class OutageCalls:
             return None
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Releases like `LedgerClient.release`. If the ledger does not answer, `Rejoining` releases `refs` later."""
+        """Releases blocks, as `LedgerClient.release` does. If the ledger does not answer, `Rejoining` releases `refs`
+        later.
+        """
         if not refs:
             return
         try:
@@ -97,8 +101,8 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """Asks for a rebuild, because the header is ahead of the ledger, which must be an older one. The caller writes
-        nothing.
+        """Asks for a rebuild, because the header is ahead of the ledger, which must be an older one. The caller must
+        not write.
 
         Raises Fenced.
         """
@@ -112,13 +116,13 @@ class OutageCalls:
             raise Fenced(f"holder {self.holder.name} is fenced or closed")
 
     def _seal_late(self) -> None:
-        """Sends the seals that the ledger missed, before any other call: even blocks that no sequence uses may serve
-        others.
+        """Sends the seals that the ledger missed, before any other call. Even blocks that no sequence uses any more may
+        be useful to others.
         """
         while self.late_seals and not self.holder.breaker.is_open:
             try:
                 self.holder.seal(self.late_seals[0])
-                self.is_unsure = True  # the ledger may have added references to blocks that had the hash already
+                self.is_unsure = True  # the ledger may have added references to blocks that already had the hash
             except Stale as error:
                 self.fallbacks.note("late seal refused", str(error))
             self.late_seals.pop(0)

@@ -1,6 +1,6 @@
 """Restores agreement between a worker and the ledger, after unanswered calls and after a rebuild of the ledger.
 
-Runs in the beat thread, in parts: a step can use the ledger between two of them. The blocks in use are only a set here;
+Runs in the beat thread, in parts: a step can use the ledger between two parts. Here, the blocks in use are only a set;
 `HeldBlocks` counts their uses.
 """
 
@@ -24,8 +24,8 @@ class Rejoining:
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]
     ) -> None:
-        """`in_use` contains the blocks that sequences here use. `wanted` contains unanswered claims that will be
-        repeated. The caller owns both and continues to change them.
+        """`in_use` contains the blocks that this worker's sequences use. `wanted` contains unanswered claims that will
+        be repeated. The caller owns both and continues to change them.
         """
         self._calls = calls
         self._reserve = reserve
@@ -41,8 +41,8 @@ class Rejoining:
     def rejoin(self) -> bool:
         """Asserts the worker's blocks in the ledger that the header names, if that is a new one.
 
-        Returns False if there is no new ledger yet, or if there will be none (it fences the holder in this case).
-        Raises LedgerError; try again. Runs in the beat thread, perhaps during a step: the blocks that the step writes
+        Returns False if there is no new ledger yet, or if there will be none (in which case it fences the holder).
+        After a LedgerError, try again. Runs in the beat thread, perhaps during a step: the blocks that the step writes
         are asserted too.
         """
         holder, fixed = self._calls.holder, self._settled_page()
@@ -51,17 +51,18 @@ class Rejoining:
             return False
         if fixed.dataset == holder.ledger.dataset:
             return False
-        # Steps go on meanwhile. They get no new blocks, since the old ledger refuses: what is held can only shrink.
+        # Steps go on. They get no new blocks, since the old ledger refuses their calls, so the set of held blocks only
+        # shrinks.
         standings = holder.assert_held(fixed.dataset, self._everything())
         with self.lock:
             holder.join()
             self._calls.rebuild_count = fixed.rebuild_count
             self._settle_standings(standings)
-            self._calls.is_unsure = True  # blocks given up meanwhile were asserted
+            self._calls.is_unsure = True  # blocks that were given up after they were asserted
         return True
 
     def settle_up(self) -> None:
-        """Repeats the calls that the ledger missed, levels the reserve, and reports to `fsck` if asked."""
+        """Repeats the calls that the ledger missed, levels the reserve, and reports to `fsck` if requested."""
         holder = self._calls.holder
         if holder.fenced.is_set():
             return
@@ -72,7 +73,7 @@ class Rejoining:
 
     def reconcile(self) -> None:
         """Settles differences after unanswered calls. Makes the late seals, and releases the blocks that the ledger
-        records as held here but that are unknown here.
+        records as held here but that this worker does not know about.
         """
         calls = self._calls
         if not (calls.is_unsure or calls.late_seals):
@@ -102,8 +103,8 @@ class Rejoining:
     def _settle_standings(self, standings: dict[BlockRef, Standing]) -> None:
         """Drops from the reserve and the late seals the blocks that the new ledger did not accept as unsealed.
 
-        Lost blocks in use can still be read, by the reader rule, until their headers change; this worker does not write
-        into them.
+        Lost blocks in use can still be read, under the reader rule, until their headers change; this worker does not
+        write into them.
         """
         self._reserve.keep_only(lambda ref: standings[ref] is Standing.UNSEALED)
         late = [
@@ -116,7 +117,7 @@ class Rejoining:
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
         """Yields the references that the ledger records as held here, in parts.
 
-        The references of an answered call are known here by the time the lock is free.
+        By the time the lock is free, the references of an answered call are known here.
         """
         holder = self._calls.holder
         part, place = holder.holdings_after(0)
@@ -133,7 +134,7 @@ class Rejoining:
         )
 
     def _report(self, census: str) -> None:
-        """Reports the differences to `fsck`, each checked a second time while no call is under way."""
+        """Reports the differences to `fsck`. Each is first checked again while no call is under way."""
         holder, believed = self._calls.holder, set(self._everything())
         surplus: list[BlockRef] = []
         for part in self._ledger_side():

@@ -14,10 +14,12 @@ from common.types import BlockRef
 
 
 class Reserve:
-    """RESERVED blocks that no sequence uses yet, in the order in which they are taken; levelled by the beat thread."""
+    """RESERVED blocks that no sequence uses yet, in the order in which they will be taken. The beat thread levels the
+    reserve.
+    """
 
     def __init__(self, calls: OutageCalls, writer_slot: WriterSlot, least: int) -> None:
-        """`least` is the number of blocks to hold at any time, as far as they are available."""
+        """`least` is the minimum number of blocks to hold, as far as they are available."""
         self.target = least
         """Number of blocks to which the beat thread fills the reserve."""
         self._calls = calls
@@ -84,9 +86,9 @@ class Reserve:
         self._refs.clear()
 
     def _refill(self, num_blocks: int) -> None:
-        """Allocates until `num_blocks` can be taken and, if there is room, the least reserve is left after that.
+        """Allocates until `num_blocks` can be taken and, if there is room, the minimum reserve is left after that.
 
-        The next beat allocates the rest.
+        The next beat allocates the remaining blocks.
         """
         self._calls.check_fence()
         missing = num_blocks - len(self._refs)
@@ -101,7 +103,7 @@ class Reserve:
             self._fetch(missing)
 
     def _fetch(self, num_blocks: int) -> None:
-        """Allocates blocks and enters them in the header at once, so that a rebuild sees their owner."""
+        """Allocates blocks and records them in the header at once, so that a rebuild sees their owner."""
         calls, arena, holder = self._calls, self._calls.arena, self._calls.holder
         refs = calls.call(lambda: holder.alloc(num_blocks))
         holder.lease.num_available -= num_blocks

@@ -9,7 +9,7 @@ import numpy as np
 FIELDS = (
     ("state", "B"),
     ("hashed", "B"),  # whether the block's hash is in the prefix index
-    ("owner", "H"),  # number of the tenant whose quota it counts against; 0: none
+    ("owner", "H"),  # number of the tenant against whose quota it counts; 0: none
     ("slot", "I"),  # the writer's slot
     ("generation", "Q"),
     ("epoch", "Q"),  # the writer's epoch

@@ -1,7 +1,7 @@
 """A circuit breaker for Redis, and the time budget of a worker's ledger call (docs/design.md, Ledger: without Redis).
 
-One call without an answer within its budget opens the breaker. After that, calls fail at once, so that no step waits,
-until a beat is answered again (the thread of `lease.Lease` probes). Does not depend on the calls.
+A call that is not answered within its budget opens the breaker. After that, calls fail at once, so that no step waits,
+until a beat is answered again (the thread of `lease.Lease` probes). Does not depend on what the calls do.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from common.telemetry import LOG_EVERY_S
 
 _LOG = logging.getLogger(__name__)
 BUDGET_S = 0.25
-"""Longest time that a step waits for Redis, once; then the breaker opens. A call takes a millisecond, but on two cores
-that all services and a load generator share, Redis itself waits for a core: with 50 ms the breaker opened six times in
-a minute with 32 users, for up to 2.3 s each time, and requests waited for it.
+"""Longest time that a step waits for Redis. It waits only once, because the breaker then opens. A call takes a
+millisecond, but on two cores that all services and a load generator share, Redis itself waits for a core: with 50 ms,
+the breaker opened six times in a minute with 32 users, for up to 2.3 s each time, and requests waited until it closed.
 """
 PROBE_S = 0.1
 """Interval between probes while the breaker is open."""
 
 
 class Breaker:
-    """A circuit breaker that counts openings and refused calls; logs at most once in LOG_EVERY_S. Thread-safe."""
+    """A circuit breaker that counts openings and refused calls. Logs at most once in LOG_EVERY_S. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,12 +39,12 @@ class Breaker:
         return not self._closed.is_set()
 
     def refuses(self) -> bool:
-        """Returns `is_open`, before a call, and counts a refused call."""
+        """Returns `is_open`, before a call, and counts the call if it is refused."""
         self.num_refused += self.is_open
         return self.is_open
 
     def open(self, reason: object) -> None:
-        """Opens the breaker: Redis gave no answer, or one that voids the ledger."""
+        """Opens the breaker, because Redis gave no answer, or one that voids the ledger."""
         if not self.is_open:
             self._closed.clear()
             self._opened_at = time.monotonic()
@@ -54,7 +54,7 @@ class Breaker:
                 _LOG.warning("%s goes on without the ledger (time %d): %s", self._name, self.num_opened, reason)
 
     def close(self) -> None:
-        """Closes the breaker: the ledger answers again."""
+        """Closes the breaker, because the ledger answers again."""
         if self.is_open:
             self._closed.set()
             if self._said_at == self._opened_at:

@@ -1,7 +1,7 @@
 """One holder's access to the ledger: an epoch, a lease (`lease`), and calls that take effect once each (`lane`).
 
-An operation on more blocks than one call takes is made in several calls. `HeldBlocks` counts the sequences that use
-them.
+An operation on more blocks than one call accepts is made in several calls. `HeldBlocks` counts the sequences that use
+the blocks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _LOG = logging.getLogger(__name__)
 class LedgerClient:
     """A worker's incarnation in the ledger, with one method for every operation. Thread-safe.
 
-    Once it is fenced, every call except `release` and `close` raises Fenced; register a new one with a new writer slot.
-    Every call can raise LedgerUnavailable (no answer in time, or the breaker is open) and StaleDataset (the ledger was
-    or will be rebuilt: the beat thread calls `lease.on_stale` until it reports that the holder has rejoined).
+    Once it is fenced, every call except `release` and `close` raises Fenced; register a new incarnation with a new
+    writer slot. Every call can raise LedgerUnavailable (no answer in time, or the breaker is open) and StaleDataset
+    (the ledger has been or will be rebuilt: the beat thread calls `lease.on_stale` until it reports that the holder has
+    rejoined).
     """
 
     def __init__(self, lane: OrderedLane, lease: Lease, writer_slot: int, floor: int) -> None:
@@ -70,7 +71,7 @@ class LedgerClient:
 
     @property
     def ledger(self) -> LedgerScripts:
-        """The ledger to which calls go."""
+        """The ledger to which calls are sent."""
         return self.lane.ledger
 
     @property
@@ -90,7 +91,7 @@ class LedgerClient:
 
     @property
     def breaker(self) -> Breaker:
-        """The breaker, which is open while the ledger is not called."""
+        """The breaker. While it is open, the ledger is not called."""
         return self.lane.breaker
 
     def alloc(self, num_blocks: int) -> list[BlockRef]:
@@ -110,15 +111,15 @@ class LedgerClient:
         return refs
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
-        """Seals at most CHUNK items. Returns the reference to use from now on for each: the given one, or one that is
-        indexed already (in this case both are held).
+        """Seals at most CHUNK items. Returns, for each item, the reference to use from then on: the given one, or one
+        that is already indexed (in this case both are held).
         """
         # A block is sealed once per generation, so every seal of it is the same call.
         key = ("seal", *(item.ref for item in items))
         return self.lane.call(lambda call: self.ledger.seal(call, items), key)
 
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Takes references on the longest prefix indexed for every group, returned per group; at most CHUNK hashes."""
+        """Takes references to the longest prefix indexed for every group, returned per group; at most CHUNK hashes."""
         return self.lane.call(lambda call: self.ledger.acquire(call, hashes_by_group))
 
     def present(self, hashes: Sequence[bytes]) -> list[bool]:
@@ -138,7 +139,7 @@ class LedgerClient:
                     lambda call, part=part: self.ledger.hand_over(call, part, ticket_lease_s, attempt.ticket),  # type: ignore[misc]
                     (attempt, attempt.num_answered),
                 )
-            except Gone:  # the ticket's lease ended between two calls, or the ledger was built anew
+            except Gone:  # the ticket's lease has ended between two calls, or the ledger has been rebuilt
                 attempt.ticket, attempt.num_answered = None, 0
             else:
                 attempt.num_answered += 1
@@ -147,8 +148,9 @@ class LedgerClient:
     def claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
         """Takes over all references of the ticket. Raises Fenced or Gone.
 
-        After LedgerUnavailable the call may be repeated with the same `attempt`. Until it is complete, `attempt.refs`
-        lists the references that it obtained, and `unfetched` returns those that an unanswered call obtained.
+        After LedgerUnavailable the call may be repeated with the same `attempt`. Until the claim is complete,
+        `attempt.refs` lists the references that it has obtained, and `unfetched` returns those that an unanswered call
+        has obtained.
         """
         more = True
         while more:
@@ -158,15 +160,15 @@ class LedgerClient:
         return attempt.refs
 
     def unfetched(self, attempt: Attempt) -> list[BlockRef]:
-        """Returns the references that an unanswered call of this claim obtained, if a later call has recovered its
-        answer and the claim has not been repeated.
+        """Returns the references that an unanswered call of this claim obtained, if a later call has recovered that
+        call's answer and the claim has not been repeated.
         """
         settled = self.lane.settled((attempt, attempt.num_answered))
         return cast(tuple[list[BlockRef], bool], settled)[0] if settled else []
 
     def forget(self, attempt: Attempt) -> None:
-        """Declares that this hand-over or claim will not be repeated. Ends a ticket that it began, even if this becomes
-        known only later. The caller releases the references that a claim obtained.
+        """Declares that this hand-over or claim will not be repeated. Ends a ticket that a hand-over began, even if
+        this becomes known only later. The caller releases the references that a claim has obtained.
         """
         attempt.is_over = True
         late = self.lane.forget((attempt, attempt.num_answered))
@@ -179,7 +181,7 @@ class LedgerClient:
         self.lane.give_up(ticket)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Gives up `refs` (chains head first; they are released from their tails on), whose writes must be complete.
+        """Gives up `refs`, whose writes must be complete. Chains are given head first and released tail first.
 
         The ledger never refuses this, and a fenced holder gets no error.
         """
@@ -202,10 +204,10 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.holds(call.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:
-        """Asks for a rebuild, because the header contradicts the ledger: blocks that it gave this holder were
-        reallocated.
+        """Asks for a rebuild, because the header contradicts the ledger: blocks that the ledger gave to this holder
+        have been reallocated.
 
-        Raises Fenced if the lease had ended, so that the blocks may have been given to others.
+        Raises Fenced if the lease had ended, because the blocks may then have been given to others.
         """
         try:
             self.ledger.distrust(self.epoch)
@@ -217,10 +219,10 @@ class LedgerClient:
         self.breaker.open(f"it must be built anew: {reason}")
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
-        """Registers in a rebuilt ledger and asserts `refs` there: all blocks that are held, may be written, or are in
-        reserve here. Calls go there from `join` on. Takes no lock; for one thread.
+        """Registers in a rebuilt ledger and asserts `refs` there: all blocks that are held, may be written to, or are
+        in reserve here. After `join`, calls are sent there. Takes no lock, so only one thread may call it.
 
-        Raises the errors of `register`, and Fenced; after LedgerUnavailable the next call continues where this one
+        Raises the errors of `register`, and Fenced. After LedgerUnavailable, the next call continues where this one
         ended.
         """
         if self._joining is None or self._joining.ledger.dataset != dataset:
@@ -237,13 +239,13 @@ class LedgerClient:
             raise
 
     def join(self) -> None:
-        """Directs all further calls to the ledger in which all blocks were asserted."""
+        """Directs all further calls to the ledger in which all blocks have been asserted."""
         assert self._joining is not None and self._joining.epoch is not None
         self.lane.restart(self._joining.ledger, self._joining.epoch, self._joining.number)
         self._joining = None
 
     def close(self) -> None:
-        """Ends the beats and gives up all blocks. Call it only when this process does not write any more."""
+        """Ends the beats and gives up all blocks. Call it only when this process no longer writes."""
         self.lease.end()
         try:
             self.ledger.unregister(self.epoch)

@@ -17,12 +17,12 @@ _NO_HASH = bytes(HASH_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class SealItem:
-    """A block whose content is final: a full one with its prefix hash, or a partial one without."""
+    """A block whose content is final: a full block with its prefix hash, or a partial block without one."""
 
     ref: BlockRef
     prefix_hash: bytes | None = None
     quota: CacheQuota | None = None
-    """Quota of the tenant that owns the block; None: it counts against no quota."""
+    """Quota of the tenant that owns the block. If it is None, the block counts against no quota."""
 
 
 def pack_refs(refs: Iterable[BlockRef]) -> bytes:
@@ -38,7 +38,7 @@ def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
 
 
 def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
-    """Packs the items, and the quotas that they refer to by position, from 1 on."""
+    """Packs the items, and the quotas, to which the items refer by position, starting with 1."""
     places: dict[CacheQuota | None, int] = {None: 0}
     packed = b"".join(
         _ITEM.pack(
@@ -65,7 +65,7 @@ def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
 
 
 def pack_report(missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> bytes:
-    """Packs a u32 count of the first list, followed by the references of both."""
+    """Packs a u32 count of the first list, followed by the references of both lists."""
     return struct.pack("<I", len(missing)) + pack_refs(missing) + pack_refs(surplus)
 
 

@@ -1,4 +1,4 @@
-"""Reads the ledger: counts, holders, the map of blocks. For `Inspect`, the invariants and operators."""
+"""Reads the ledger: counts, holders, and the map of blocks. Used by `Inspect`, by the invariants and by operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PIECE = 512
 """Number of entries that one command reads."""
 _TRIES = 3
 _HOPELESS_S = 0.5
-"""Duration of a reading after which it is not tried again: a busy ledger does not stay unchanged for so long."""
+"""A reading that takes longer is not repeated, because a busy ledger does not stay unchanged for so long.
+"""
 
 
 class BlockState(IntEnum):
@@ -50,11 +51,13 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
-    """A live holder; `own` maps each reference to its place in their order, and is empty without the map of blocks."""
+    """A live holder. `own` maps each of its references to the reference's place in their order; without the map of
+    blocks, it is empty.
+    """
 
     epoch: Epoch
     kind: str
-    """"worker" or "ticket"; empty if the ledger is damaged: a lease without a holder."""
+    """"worker" or "ticket"; empty for a lease without a holder, which is damage."""
     name: str
     floor: int
     writer_slot: int
@@ -74,7 +77,7 @@ class BlockView:
     writer_epoch: int
     prefix_hash: bytes | None
     owner: int
-    """Number of the tenant against whose quota it counts while it is CACHED; 0: none."""
+    """Number of the tenant against whose quota the block counts while it is CACHED; 0: none."""
     holders: tuple[Epoch, ...]
 
 
@@ -97,15 +100,15 @@ class Inspection:
     """(block, writer slot) of each quarantined block."""
     floors: dict[Epoch, int] | None = None
     dying: dict[Epoch, tuple[int, ...]] | None = None
-    """Blocks that ended holders have still to release."""
+    """Blocks of ended holders that have yet to be released."""
 
 
 def inspect(ledger: LedgerScripts, with_blocks: bool = False) -> Inspection:
     """Reads the ledger. The map of blocks, which grows with the arena, is read in parts, so that other calls do not
     wait.
 
-    The result is one moment of the ledger if nothing changed while it was read. If something did, the reading is
-    repeated a few times; the last one may mix several moments.
+    The result shows a single moment if the ledger did not change while it was read. If it changed, the reading is
+    repeated a few times; the last reading may mix several moments.
     """
     if not with_blocks:
         return _counts_and_holders(ledger)
@@ -191,7 +194,9 @@ class BlockMap:
             first += _PIECE
 
     def each_ordered(self, names: Sequence[str]) -> Iterator[Iterator[tuple[bytes, float]]]:
-        """Yields `ordered` of each of many sorted sets, most of them small, since there may be many tickets."""
+        """Yields the result of `ordered` for each of many sorted sets. Most of them are small, since there may be many
+        tickets.
+        """
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.zrange(self._tag + name, 0, _PIECE - 1, withscores=True)

@@ -1,8 +1,8 @@
 """Checks of the ledger's invariants (docs/design.md, Invariants), at one moment or between two moments of one ledger.
 
 Tests call `check` after every step; `check_running` is for a running store. Each finding begins with the invariant's
-name. I7, I8 and I10 concern operations and bytes, not one moment; the tests check them. I2 needs no check: a block's
-generation is stored only once, and I3 says when it may change.
+name. I7, I8 and I10 concern operations and bytes, not a single moment; the tests check them. I2 needs no check: a
+block's generation is stored only once, and I3 says when it may change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTLE_S = 0.3
 
 
 def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
-    """Returns every invariant that is broken now. With an earlier moment `before`, also checks the changes
+    """Returns every invariant that is currently broken. If an earlier moment `before` is given, also checks the changes
     since then.
     """
     return findings(ledger, inspect(ledger, with_blocks=True), before)
@@ -32,9 +32,9 @@ def check_running(ledger: LedgerScripts) -> list[str]:
 
 
 def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
-    """Returns the differences that all of up to LOOKS looks find. Stops looking when none is left.
+    """Looks up to LOOKS times, and returns the differences that were found every time. Stops when none remain.
 
-    A ledger that changes while it is read in parts shows differences that do not exist.
+    If a ledger changes while it is read in parts, the reading shows differences that do not exist.
     """
     found = list(dict.fromkeys(look()))
     for _ in range(LOOKS - 1):
@@ -46,7 +46,7 @@ def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
 
 
 def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None = None) -> list[str]:
-    """Returns the broken invariants in a reading of the ledger that the caller has just made."""
+    """Returns the broken invariants in a reading of the ledger, which the caller has just made."""
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
     return found if before is None else [*found, *changes(before, now)]
 

@@ -1,7 +1,7 @@
-"""A holder's entry into a rebuilt ledger: it registers once and asserts all its blocks in parts, each once.
+"""How a holder joins a rebuilt ledger: it registers once, and asserts each of its blocks once, in parts.
 
-No call is long, even if the holder has very many blocks, and an interrupted attempt is continued. Does not depend on
-the use of the references.
+No call takes long, even if the holder has very many blocks, and an interrupted attempt is continued. Does not depend on
+how the references are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Joining:
 
     ledger: LedgerScripts
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Token that identifies a repeated registration, which would otherwise leave behind another holder with a floor."""
+    """Token that identifies a repeated registration, which would otherwise create a second holder with a floor."""
     epoch: Epoch | None = None
     number: int = 0
     """Number of the last answered call."""
@@ -39,9 +39,9 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def assert_all(self, refs: Sequence[BlockRef], lease_s: float) -> dict[BlockRef, Standing]:
-        """Returns the standing of each of `refs`, and of the blocks that earlier tries asserted.
+        """Returns the standing of each of `refs`, and of the blocks that earlier attempts asserted.
 
-        After that no block waits for the holder's writer slot.
+        After that, no block waits for the holder's writer slot.
         """
         if self._unanswered:
             self._assert(self._unanswered, lease_s)
@@ -65,7 +65,7 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def _end(self) -> bool:
-        """Frees the remaining blocks that wait for the writer slot. Returns whether blocks are left for another call.
+        """Frees the remaining blocks that wait for the writer slot. Returns whether blocks remain for a further call.
         May be repeated.
         """
         assert self.epoch is not None

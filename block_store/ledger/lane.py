@@ -1,8 +1,9 @@
-"""The ordered lane of a holder's ledger calls: each takes effect once, though some have to be repeated.
+"""The ordered lane of a holder's ledger calls. Each call takes effect once, even if it has to be repeated.
 
-Mutating calls carry a running number and are made one at a time. An unanswered call is repeated with the same number
-before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget. When it is
-spent, the breaker opens and calls fail at once, until a beat is answered (`lease`). Does not depend on the operations.
+Mutating calls are numbered consecutively and made one at a time. An unanswered call is repeated with the same number
+before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget. When the
+budget is used up, the breaker opens, and calls fail at once until a beat is answered (`lease`). Does not depend on what
+the operations do.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One hand-over or one claim, with all its calls and their repetitions, whose answers belong to it alone.
+    """One hand-over or one claim, with all its calls and their repetitions. The answers to these calls belong to it
+    alone.
 
-    A caller that repeats it after LedgerUnavailable passes the same object; one that does not repeat it calls
+    A caller that repeats it after LedgerUnavailable passes the same object. A caller that does not repeat it calls
     `LedgerClient.forget`.
     """
 
@@ -67,10 +69,10 @@ class OrderedLane:
 
     def call(self, operation: Callable[[CallId], T], key: Key | None = None, changes: bool = True) -> T:
         """Returns the answer to `operation`. If `key` is None, this call will not be repeated. If `changes` is False,
-        it is a read, which takes no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
+        the call is a read, which has no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
         refusals.
         """
-        self._check_open()  # without the lock, which is held by a call that waits for an answer
+        self._check_open()  # without the lock, which a call that waits for an answer holds
         with self._lock:
             self._check_open()
             if self._pending is not None:
@@ -91,7 +93,7 @@ class OrderedLane:
             return self._settled.pop(key, None)
 
     def restart(self, ledger: LedgerScripts, epoch: Epoch, number: int) -> None:
-        """Continues in a rebuilt ledger, and drops the calls under way in the old one."""
+        """Continues in a rebuilt ledger, and drops the calls that are under way in the old one."""
         with self._lock:
             self.ledger, self.epoch, self.number, self.answered = ledger, epoch, number, number
             self._pending = None
@@ -104,7 +106,7 @@ class OrderedLane:
             self.on_fenced()
 
     def distrust(self, reason: object) -> None:
-        """Asks for the rebuild of an untrustworthy ledger, and goes on without it until then."""
+        """Asks for a rebuild of a ledger that cannot be trusted, and goes on without the ledger until then."""
         self.breaker.open(f"it must be built anew: {reason}")
         try:
             self.ledger.distrust()
@@ -128,8 +130,8 @@ class OrderedLane:
     def _settle(self, key: Key | None, pending: Callable[[CallId], object]) -> None:
         """Repeats the unanswered call.
 
-        The answer is kept for a caller that makes the same call again. A refusal is ignored. Other results of the call
-        appear in `holdings`, except a ticket, which is ended.
+        The answer is kept for a caller that makes the same call again. A refusal is ignored. Any other result of the
+        call appears in `holdings`, except for a ticket, which is ended.
         """
         try:
             answer = self._until_answered(pending)
@@ -158,7 +160,7 @@ class OrderedLane:
             except StaleDataset as error:
                 self.breaker.open(error)
                 raise
-            except (LedgerDamaged, OutOfOrder) as error:  # a holder has one lane, so something else changed the number
+            except (LedgerDamaged, OutOfOrder) as error:  # a holder has one lane: the number was changed
                 self._pending = None
                 self.distrust(error)
                 raise LedgerUnavailable(str(error)) from error

@@ -1,6 +1,6 @@
 """A holder's lease in the ledger. A separate thread extends it with beats.
 
-The same thread notices that the ledger answers again or was rebuilt, and makes the holder settle missed calls.
+The same thread notices when the ledger answers again or has been rebuilt, and makes the holder settle missed calls.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from common.telemetry import Fallbacks
 _LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
 MOST_PROBE_PAUSE_S = 8 * PROBE_S
-"""Longest pause between two tries to join a new ledger that does not admit the holder; the pauses grow up to this."""
+"""Longest pause between two attempts to join a new ledger that does not admit the holder. The pauses grow to this
+length.
+"""
 
 
 class Lease:
-    """A holder's lease and the ledger's answer to the last beat. One thread at a time may beat."""
+    """A holder's lease, and the ledger's answer to the last beat. Only one thread at a time may call `beat`."""
 
     def __init__(self, lane: OrderedLane, lease_s: float) -> None:
         self.lease_s = lease_s
         self.on_stale: Callable[[], bool] = lambda: False
-        """Callback that rejoins a ledger that was built anew; returns False if there is none yet."""
+        """Callback that joins the rebuilt ledger; returns False if there is none yet."""
         self.on_answer: Callable[[], object] = lambda: None
         """Callback that the beat thread runs after every answered beat."""
         self.num_available = 0
-        """Number of blocks that could still be allocated at the last beat; allocations and releases here adjust it."""
+        """Number of blocks that could still be allocated at the last beat. Allocations and releases here adjust it."""
         self.census = ""
-        """Name of the census that the last beat reported; empty: none."""
+        """Name of the census that the last beat reported; empty if there is none."""
         self._lane = lane
         self._beaten_at = 0.0
         self._probe_pause_s = PROBE_S
@@ -64,12 +66,12 @@ class Lease:
             raise
 
     def keep(self) -> None:
-        """Beats if the last beat was more than a fifth of a lease ago; called during long work in the beat thread."""
+        """Beats if the last beat was more than a fifth of a lease ago. Called during long work in the beat thread."""
         if time.monotonic() - self._beaten_at > self.lease_s / 5:
             self.beat()
 
     def probe(self) -> None:
-        """Beats, rejoins if the ledger was rebuilt, and opens or closes the breaker. Raises Fenced."""
+        """Beats, rejoins if the ledger has been rebuilt, and opens or closes the breaker. Raises Fenced."""
         lane = self._lane
         try:
             self.beat()
@@ -90,7 +92,7 @@ class Lease:
                 self.probe()
             except Fenced as error:
                 _LOG.error("holder %s is fenced: %s", lane.name, error)
-            except Exception:  # without renewal the lease ends, which costs every request here
+            except Exception:  # without renewal the lease ends, and every request here is lost
                 _LOG.exception("a beat of %s failed; the next one follows", lane.name)
 
     def _rejoin(self) -> None:

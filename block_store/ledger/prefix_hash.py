@@ -15,7 +15,7 @@ from common.types import PrefixHash
 
 HASH_BYTES = 32
 Rekey = tuple[int, bytes]
-"""The index of a block, and the parent of its hash in place of the hash of the block before it."""
+"""The index of a block, and the parent of its hash, which replaces the hash of the preceding block."""
 
 
 def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
@@ -27,7 +27,7 @@ def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
 
 
 def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes, numerics: str) -> bytes:
-    """Returns the hash domain of one KV group: blocks of another model, layout or numerics have other bits
+    """Returns the hash domain of one KV group: blocks of a different model, layout or numerics have different bits
     (docs/design.md, Blocks and the arena: hash domain).
     """
     return _digest(b"domain", (model_fingerprint, group.to_bytes(4, "little"), layout_fingerprint, numerics.encode()))
@@ -55,7 +55,7 @@ def prompt_chain(
 
 
 def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> PrefixHash:
-    """Returns the hash of the full block that holds `token_ids` (each as little-endian u32) after `parent`.
+    """Returns the hash of the full block that contains `token_ids` (each as little-endian u32) after `parent`.
 
     `extra` names anything else that determines the block's content (an adapter, an image). Raises OverflowError if an
     id does not fit into u32.
@@ -67,8 +67,8 @@ def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> Pr
 
 
 def group_hash(block_hash: bytes, group: int) -> bytes:
-    """Returns the hash under which a block of KV group `group` is indexed. `block_hash` is that of the chain, which is
-    group 0's.
+    """Returns the hash under which a block of KV group `group` is indexed. `block_hash` is the chain's hash, which is
+    that of group 0.
     """
     return block_hash if group == 0 else _digest(b"group", (block_hash, group.to_bytes(4, "little")))
 
@@ -76,7 +76,7 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 def hash_blocks(
     parent: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"", rekey: Rekey | None = None
 ) -> list[PrefixHash]:
-    """Returns the hashes of the full blocks of `token_ids`, in order; a last partial block has none.
+    """Returns the hashes of the full blocks of `token_ids`, in order; a partial last block has no hash.
 
     `parent` is `chain_start(...)` or the hash of the block before `token_ids[0]`.
     """

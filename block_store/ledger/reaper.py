@@ -1,7 +1,8 @@
 """The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead. It rebuilds
-the ledger if Redis has lost it or is another Redis.
+the ledger if Redis has lost it or a different Redis answers.
 
-It runs in a thread of the store, the only caller of `reap` and, once the store runs, of `rebuild`. Does not use gRPC.
+It runs in a thread of the store, which is the only caller of `reap` and, once the store is running, of `rebuild`. Does
+not use gRPC.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ SWEEP_S = 0.5
 
 
 def sweep(ledger: LedgerScripts, arena: Arena, waiting_slots: tuple[int, ...], tick: int = 0) -> ReapReport:
-    """Makes one sweep. `waiting_slots` and `tick` come from the last report. The slots' locks are checked before the
-    call, which `reap` requires.
+    """Makes one sweep. `waiting_slots` and `tick` come from the last report. The slots' locks are checked before `reap`
+    is called, as `reap` requires.
 
-    A second call immediately frees blocks that enter quarantine from a process that is already dead.
+    A second call immediately frees blocks that have been quarantined because of a process that is already dead.
     """
     report = ledger.reap([slot for slot in waiting_slots if not arena.is_writer_alive(slot)], tick=tick)
     if report.reaped and (dead := [slot for slot in report.waiting_slots if not arena.is_writer_alive(slot)]):

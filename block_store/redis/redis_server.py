@@ -1,7 +1,7 @@
-"""The Redis that stores the ledger: one given by URL, or a private `redis-server` (`private_redis`).
+"""The Redis server that stores the ledger: one that is given by URL, or a private `redis-server` (`private_redis`).
 
-Rejects a setup that would lose references (an evicting memory policy). Makes connections that refuse any server except
-the one in which the ledger was built. Does not depend on the ledger's keys.
+Rejects a setup that would lose references (an evicting memory policy). Makes connections that accept only the server in
+which the ledger was built. Does not depend on the ledger's keys.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _MIN_VERSION = (6, 2)
 
 
 class RedisHandle:
-    """A Redis that passed the checks, with its private server if there is one."""
+    """A Redis server that has passed the checks, with its private process if there is one."""
 
     def __init__(self, url: str, run_id: str, version: str, private: PrivateServer | None) -> None:
         self.url = url
         self.run_id = run_id
-        """`run_id` of the server that `client` talks to; connections to another one fail until `follow`."""
+        """`run_id` of the server that `client` talks to. Connections to other servers fail until `follow` is called.
+        """
         self.version = version
         self.client = open_client(url, lambda: self.run_id)
         self._any_server = open_client(url)
@@ -42,7 +43,7 @@ class RedisHandle:
         return None if self._private is None else self._private.process
 
     def follow(self) -> bool:
-        """Makes `client` talk to the server that answers now. Returns whether this is a different server.
+        """Makes `client` talk to the server that currently answers. Returns whether this is a different server.
 
         Raises redis.ConnectionError or redis.TimeoutError if none answers.
         """
@@ -51,7 +52,7 @@ class RedisHandle:
         return self.run_id != before
 
     def close(self) -> None:
-        """Closes the connections; ends a private server."""
+        """Closes the connections, and ends the private server if there is one."""
         self.client.close()
         self._any_server.close()
         if self._private is not None:
@@ -88,10 +89,10 @@ def open_client(
     """Returns a thread-safe client (a pool). With `run_id`, a connection is used only if the server has that run ID;
     if `run_id` is a function, it is called for each connection.
 
-    The first call opens the connections, which raises redis.ConnectionError if they fail or find another server.
+    The first call opens the connections, which raises redis.ConnectionError if they fail or reach a different server.
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
-    # The retries of redis-py are off: a repeated call must carry the same running number, which LedgerClient ensures.
+    # The retries of redis-py are off: a repeated call must carry the same number, which LedgerClient ensures.
     return redis.Redis.from_url(
         url,
         socket_timeout=call_timeout_s,

@@ -1,7 +1,9 @@
-"""The registry of live workers and block stores: they publish records in Redis regularly, gateways list the fresh ones.
+"""The registry of live workers and block stores: they publish records in Redis regularly, and gateways list the fresh
+ones.
 
-Stamps are Redis `TIME`, so the clocks of machines are not compared. An unreadable entry is skipped and counted, and
-removed once it is old; it does not hide the others. Does not depend on the ledger. Calls block; make them in a thread.
+Stamps are Redis' `TIME`, so the clocks of different machines are not compared. An unreadable entry is skipped and
+counted, and is removed when it is old; it does not hide the others. Does not depend on the ledger. Calls block; make
+them in a thread.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ local stamp = time[1] .. string.format('%03d', math.floor(time[2] / 1000))
 redis.call('HSETNX', KEYS[1], '#life', stamp .. ' ' .. ARGV[1])
 return redis.call('HSET', KEYS[1], ARGV[1], stamp .. ' ' .. ARGV[2])
 """
-# Returns the registry's incarnation, then the fresh values; values older than a minute are removed. A value without a
-# stamp, or with one more than a minute ahead, gets a new stamp, so that it ages like the others. Its first 200 bytes
+# Returns the registry's incarnation, and then the fresh values. Values older than a minute are removed. A value without
+# a stamp, or with one more than a minute ahead, gets a new stamp, so that it ages like the others. Its first 200 bytes
 # are kept for inspection.
 _LIST = f"""{_HASH_ONLY}
 local time, all = redis.call('TIME'), redis.call('HGETALL', KEYS[1])
@@ -81,10 +83,10 @@ class WorkerRegistry:
         self._list = client.register_script(_LIST)
         self.fallbacks = Fallbacks(_LOG)
         self.incarnation = b""
-        """Incarnation of the registry at the last `list`; a change means that Redis lost the records in between."""
+        """Incarnation of the registry at the last `list`. A change means that Redis has lost the records since then."""
 
     def publish(self, record: WorkerRecord) -> None:
-        """Enters a worker or renews its record; call it every second."""
+        """Adds a worker's record or renews it. Call it every second."""
         self._run(self._publish, self._workers, record.worker_id, json.dumps(asdict(record)))
 
     def withdraw(self, worker_id: str) -> None:
@@ -92,7 +94,7 @@ class WorkerRegistry:
         self._remove(self._workers, worker_id)
 
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:
-        """Returns the workers that published within `fresh_s`, by id."""
+        """Returns, by id, the workers that have published within the last `fresh_s`."""
         self.incarnation, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
         return sorted(self._read(_WORKER, found), key=lambda record: record.worker_id)
 
@@ -103,7 +105,9 @@ class WorkerRegistry:
         self._remove(self._stores, arena_id)
 
     def get_store(self, arena_id: str | None = None, fresh_s: float = FRESH_S) -> StoreRecord | None:
-        """Returns the store of `arena_id`, or the first fresh one by arena id; None if there is none."""
+        """Returns the store of `arena_id`, or, if that is not given, the first fresh one by arena id. None if there is
+        none.
+        """
         _, *found = self._run(self._list, self._stores, round(fresh_s * 1000))
         records = sorted(self._read(_STORE, found), key=lambda record: record.arena_id)
         return next((record for record in records if arena_id in (None, record.arena_id)), None)
@@ -129,7 +133,7 @@ class WorkerRegistry:
 
 
 def _usable(record: WorkerRecord) -> WorkerRecord:
-    """Returns `record` if gateways can compute with it. Raises ValueError otherwise."""
+    """Returns `record` if gateways can use its numbers. Raises ValueError otherwise."""
     bytes.fromhex(record.hash_domain)
     if min(record.block_size, record.max_model_len, record.max_num_seqs) < 1:
         raise ValueError("block_size, max_model_len and max_num_seqs must be positive")

@@ -33,7 +33,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArenaOwner:
-    """The owner of at most one arena. `arena` and `ledger` are None until it is found or made, and after it is lost."""
+    """The owner of at most one arena. `arena` and `ledger` are None until the arena is found or made, and after it has
+    been lost.
+    """
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
         """Loads the CUDA driver if the arena is on a GPU. Raises CudaUnavailable if `--device cuda` is given without a
@@ -58,8 +60,8 @@ class ArenaOwner:
         return self._redis.url
 
     def find(self) -> None:
-        """Maps the arena that an earlier store left, if there is one whose blocks still exist: device memory ends with
-        its owner. Raises ArenaError or LedgerError.
+        """Maps the arena that an earlier store left behind, if there is one and its blocks still exist (device memory
+        is lost when its owner ends). Raises ArenaError or LedgerError.
         """
         if not (self._directory / FILE_NAME).exists():
             self._take_ahead()
@@ -75,7 +77,7 @@ class ArenaOwner:
         """Sizes and makes the arena, on the workers' device, or on the host if `device_uuid` is empty.
 
         Raises CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable or LedgerError, or ArenaError if the
-        workers compute elsewhere than `--device` says.
+        workers use a device other than `--device`.
         """
         self._check_place(device_uuid)
         device = self._open_device(device_uuid) if device_uuid else None
@@ -91,8 +93,8 @@ class ArenaOwner:
     def _take_ahead(self) -> None:
         """Begins to allocate the memory of a host arena.
 
-        Does nothing if the user gave a budget, which may be nearly all memory; workers need some memory while they
-        load.
+        Does nothing if the user gave a budget, which may be nearly all memory, because workers need some memory while
+        they load.
         """
         settings = self._settings
         if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:
@@ -116,7 +118,9 @@ class ArenaOwner:
             self._ahead = None
 
     def drop_dead(self) -> None:
-        """Gives up an arena whose blocks were lost with the worker that owned their memory. The next arena is empty."""
+        """Gives up an arena whose blocks have been lost with the worker that owned their memory. The next arena is
+        empty.
+        """
         with self._drop_lock:
             if self.arena is not None and not has_live_memory(self.arena):
                 self._stop_reaper()
@@ -124,7 +128,7 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps and removes the arena, whichever store made it, unless it must and can be kept."""
+        """Ends the sweeps, and removes the arena, even if a different store made it, unless it must and can be kept."""
         self._stop_reaper()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
@@ -172,8 +176,8 @@ class ArenaOwner:
         return self._device
 
     def _limits_of(self, device: CudaDevice | None, needs: Sequence[WorkerNeeds]) -> DeviceLimits:
-        """Returns the limits. Those of a device are measured now, when the workers' contexts and weights are in its
-        memory.
+        """Returns the limits. The limits of a device are measured now, when the workers' contexts and weights are in
+        its memory.
         """
         if device is None:
             return self._limits
@@ -183,9 +187,9 @@ class ArenaOwner:
 
 
 class DirectoryLock:
-    """The lock that the one store of a directory holds.
+    """The lock that a directory's only store holds.
 
-    The constructor raises StartupError if another store runs there, or if the directory cannot be made.
+    The constructor raises StartupError if another store is running there, or if the directory cannot be made.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -204,7 +208,7 @@ class DirectoryLock:
             raise StartupError(f"--directory {directory} belongs to another block store that is running") from None
 
     def close(self) -> None:
-        """Releases the lock, and removes the directory if nothing is left in it."""
+        """Releases the lock, and removes the directory if it is empty."""
         (self._directory / "store.lock").unlink(missing_ok=True)
         os.close(self._fd)
         if not any(self._directory.iterdir()):

@@ -2,9 +2,9 @@
 
 Run `python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
 
-Prints every difference. A running store changes while it is read in parts, so it is read again a few times if there are
-differences (`invariants.lasting`). A repair is a rebuild (`rebuild`): the ledger is built from the header, and every
-worker asserts its blocks. Does not use gRPC.
+Prints every difference. The ledger of a running store changes while it is read in parts, so it is read again a few
+times if there are differences (`invariants.lasting`). A repair is a rebuild (`rebuild`): the ledger is built from the
+header, and every worker asserts its blocks. Does not use gRPC.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: 
 
 
 def repair(arena: Arena, ledger: LedgerScripts, timeout_s: float = 15.0) -> bool:
-    """Asks the store to rebuild the ledger. Returns whether it did so in time. Raises LedgerUnavailable."""
+    """Asks the store to rebuild the ledger. Returns whether the store did so in time. Raises LedgerUnavailable."""
     before = arena.rebuild_count
-    with suppress(StaleDataset, LedgerDamaged):  # the store finds the same in its next sweep, if it has not yet
+    with suppress(StaleDataset, LedgerDamaged):  # if the store has not found this out yet, its next sweep will
         ledger.distrust()
     deadline = time.monotonic() + timeout_s
     while arena.rebuild_count == before and time.monotonic() < deadline:
@@ -90,7 +90,8 @@ def _headers(arena: Arena, moment: Inspection) -> list[str]:
 def _header(arena: Arena, block: int, view: BlockView) -> list[str]:
     """Returns the contradictions between one block's header and the ledger.
 
-    The header of a block without readers may be behind: the block was allocated but not entered in the header.
+    The header of a block without readers may be out of date, if the block has been allocated but not yet recorded
+    there.
     """
     generation, state = int(arena.generations[block]), int(arena.states[block])
     if view.state not in _READABLE:

@@ -50,15 +50,15 @@ class BlockStoreServicer:
         self._device_uuid = b""
         self._needs: dict[str, WorkerNeeds] = {}
         self._mapping = asyncio.Lock()
-        """Lock under which the map of blocks is read, for one caller at a time."""
+        """Lock that lets only one caller at a time read the map of blocks."""
         self._making: asyncio.Task[None] | None = None
         self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         """Waits until the arena exists.
 
-        Answers FAILED_PRECONDITION if the layout or the device differs or there is no room, and UNAVAILABLE if not
-        enough workers attach in time or the ledger does not answer.
+        Answers FAILED_PRECONDITION if the layout or the device differs or if there is no room. Answers UNAVAILABLE if
+        too few workers attach in time or if the ledger does not answer.
         """
         layout = _layout_of(request)
         await asyncio.to_thread(self._owner.drop_dead)
@@ -87,7 +87,9 @@ class BlockStoreServicer:
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
-        """Returns counts and holders, and with `include_blocks` the map of blocks; empty before there is an arena."""
+        """Returns counts and holders, and with `include_blocks` the map of blocks. The result is empty until there is
+        an arena.
+        """
         arena, ledger = self._owner.arena, self._owner.ledger
         if arena is None or ledger is None:
             return pb.InspectResponse()
@@ -100,10 +102,11 @@ class BlockStoreServicer:
         return _inspect_response(arena, moment)
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
-        """Streams the blocks that a ticket holds to its owner, each checked before and after it is read.
+        """Streams the blocks that a ticket holds to the ticket's owner. Each block is checked before and after it is
+        read.
 
-        Answers ABORTED if a block was reallocated or the ticket has ended, PERMISSION_DENIED if it does not hold a
-        block.
+        Answers ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
+        does not hold a block.
         """
         arena = self._owner.arena
         if arena is None or request.arena_id != arena.arena_id:
@@ -131,7 +134,7 @@ class BlockStoreServicer:
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
 
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
-        if self._made.done():  # the future of an arena that has been lost since
+        if self._made.done():  # the future of an arena that has since been lost
             self._made = asyncio.get_running_loop().create_future()
         if self._needs and self._layout is not None and self._layout.fingerprint != layout.fingerprint:
             raise FailedPrecondition(f"worker {request.worker_id} has another KV layout than the workers before it")
@@ -153,9 +156,9 @@ class BlockStoreServicer:
             self._needs.pop(request.worker_id, None)
 
     async def _make(self, layout: KvLayout) -> None:
-        """Makes the arena, or sends all waiting workers the reason why not. Later ones may try again.
+        """Makes the arena, or sends all waiting workers the reason why it cannot be made. Later workers may try again.
 
-        Runs as a separate task, since the worker whose call started it may be gone before it ends.
+        Runs as a separate task, since the worker whose call started it may be gone before the task ends.
         """
         error: LooseleafError | None = None
         try:
@@ -179,9 +182,9 @@ class BlockStoreServicer:
 def read_block(arena: Arena, ref: BlockRef) -> tuple[bytes, int]:
     """Returns the bytes and the digest of a sealed block.
 
-    The digest is that of the seal. If the seal has none (`Arena.seal_digests`), it is computed from the copy, and
-    protects the bytes only from here on. Raises Aborted if the block is not sealed, or does not have this generation
-    before and after the copy.
+    The digest is the one made when the block was sealed. If there is none (`Arena.seal_digests`), it is computed from
+    the copy, and protects the bytes only on the way from here. Raises Aborted if the block is not sealed, or does not
+    have this generation before and after the copy.
     """
     ids, generations = ref_arrays([ref])
     if not arena.check(ids, generations) or arena.states[ref.block] != HeaderState.SEALED:

@@ -17,13 +17,15 @@ from common.types import KvLayout
 
 DEFAULT_MEMORY_SHARE = 0.5
 DEFAULT_ARENA_BYTES = 4 << 30
-"""Maximum size of an arena without a given budget: all its memory is allocated, on a machine that others use too."""
+"""Maximum size of an arena if no budget is given, because all of its memory is allocated, on a machine that may have
+other uses.
+"""
 SHARED_MEMORY_SHARE = 0.9
 HEADER_BYTES_PER_BLOCK = 53
 
 
 class CannotSize(ValueError):
-    """The workers do not fit into the memory; the text names the numbers."""
+    """The workers do not fit into the memory. The text states the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class DeviceLimits:
     """Maximum size of the blocks: the shared memory, or the device's free memory."""
     reserve_bytes: int
     others_bytes: int = 0
-    """Memory of the device that is in use besides the workers' weights: their contexts, and other programs."""
+    """Memory of the device that is used for anything other than the workers' weights: their contexts, and other
+    programs.
+    """
     on_device: bool = False
 
 
@@ -68,7 +72,7 @@ class Sizing:
 
     @property
     def max_concurrency(self) -> float:
-        """Number of sequences of full length that fit at once while they are decoded."""
+        """Number of sequences of full length that fit at the same time while they are decoded."""
         size = self.layout.block_size
         return self.num_blocks / sum(group.num_needed(self.max_model_len, size) for group in self.layout.groups)
 
@@ -92,7 +96,7 @@ def size_arena(
 ) -> Sizing:
     """Sizes the arena for these workers; `num_blocks` overrides the arithmetic.
 
-    Raises CannotSize if no block is left, or fewer than the floors.
+    Raises CannotSize if no blocks remain, or fewer than the floors need.
     """
     weights = sum(worker.weights_bytes for worker in needs)
     peaks = sum(worker.peak_activation_bytes for worker in needs)
@@ -112,21 +116,21 @@ def size_arena(
 
 def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int) -> int:
     """Returns the floor of a worker. A decode worker also gets a share x of the blocks that the requested floors leave,
-    so that groups wider than one sequence of full length can be served too.
+    so that groups that need more than one sequence of full length can also be served.
 
-    Of N blocks, W workers, D of them decode workers, ask for at most a blocks each; x = (N - W a) / (2 W). All floors
-    together are at most W a + D x <= N - (N - W a) / 2, so half of the rest is available to every worker. When no other
-    worker holds a block, a prefill worker can take N - (W - 1) a - D x = a + (2 W - D) x >= a + x. A group that fits
-    into a decode worker's floor can therefore also be prefilled, at the latest when nothing else runs. If a killed
-    worker's floor still counts together with its successor's, both fit if a <= N / (W + 2) and at least one worker is
-    not a decode worker.
+    Of N blocks, W workers, D of which are decode workers, ask for at most a blocks each; x = (N - W a) / (2 W). All
+    floors together are at most W a + D x <= N - (N - W a) / 2, so half of the remaining blocks are available to every
+    worker. When no other worker holds a block, a prefill worker can take N - (W - 1) a - D x = a + (2 W - D) x >= a +
+    x. A group that fits into a decode worker's floor can therefore also be prefilled, at the latest when nothing else
+    is running. If a killed worker's floor still counts together with its successor's, both fit if a <= N / (W + 2) and
+    at least one worker is not a decode worker.
     """
     left = num_blocks - num_workers * asked
     return asked + max(0, left) // (2 * num_workers) if role == "decode" else asked
 
 
 def _room(limits: DeviceLimits) -> str:
-    """Returns the rest of the numbers, and advice."""
+    """Returns the remaining numbers, and advice."""
     if limits.on_device:
         others, free = gib(limits.others_bytes), gib(limits.room_bytes)
         return f"others {others}, free on the device {free}; raise --gpu-memory-utilization, free the GPU,"
@@ -148,7 +152,7 @@ def device_limits(
 def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> DeviceLimits:
     """Returns the limits of this node: the given budget, and 90 % of the free shared memory for the blocks.
 
-    Without a given budget: half of the available memory, and at most 4 GiB for the blocks.
+    If no budget is given: half of the available memory, and at most 4 GiB for the blocks.
     """
     stat = os.statvfs(directory)
     shared = int(stat.f_bavail * stat.f_frsize * SHARED_MEMORY_SHARE)
@@ -158,7 +162,7 @@ def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns MemAvailable, or the rest of the control group's limit (version 1 or 2, if any) if that is less."""
+    """Returns MemAvailable, or what remains of the control group's limit (version 1 or 2, if any) if that is less."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:
         raise CannotSize(f"{proc / 'meminfo'} does not say MemAvailable; give --memory-budget")

@@ -13,6 +13,7 @@ import torch
 
 from engine.errors import ModelError, UnsupportedModel
 from engine.foreign import state_hook
+from engine.foreign.attention_hook import StateFacts
 from engine.kv_groups import LayerMemory
 
 ATTENDING = ("full_attention", "sliding_attention", "hybrid")
@@ -58,6 +59,8 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
     text = text_of(config)
     if not any(layer.attends for layer in layer_memories(config)):
         return 1, 1, 8
+    if not getattr(text, "num_attention_heads", None):
+        raise UnsupportedModel(f"model_type {text.model_type} has neither attention heads nor states that are known")
     heads = int(text.num_attention_heads)
     if getattr(text, "kv_lora_rank", None):  # multi-head latent attention, cached as the heads that it unfolds to
         return heads, heads, max(int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim), int(text.v_head_dim))
@@ -84,24 +87,28 @@ def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
     num_layers, window = int(text.num_hidden_layers), getattr(text, "sliding_window", None) or None
     default = "sliding_attention" if window and getattr(text, "use_sliding_window", True) else "full_attention"
     kinds = getattr(text, "layer_types", None) or [default] * num_layers
-    states = _state_bytes(config) if set(kinds) & set(RECURRENT) else {}
+    states = _states(config) if set(kinds) & set(RECURRENT) else {}
+    for layer, kind in enumerate(kinds):
+        facts = states.get(layer, StateFacts())
+        if kind in RECURRENT and not (facts.convolution if kind == "conv" else facts.recurrence):
+            raise UnsupportedModel(f"layer {layer} ({kind}) has a recurrent state of a kind that is not supported")
     return tuple(
         LayerMemory(
             kind in ATTENDING,
             int(window) if window and kind == "sliding_attention" else None,
-            states.get(layer, 0) if kind in RECURRENT else 0,
+            states[layer].num_bytes if kind in RECURRENT else 0,
         )
         for layer, kind in enumerate(kinds)
     )
 
 
-def _state_bytes(config: Any) -> dict[int, int]:
+def _states(config: Any) -> dict[int, StateFacts]:
     """Returns the size of each recurrent layer's state."""
     import transformers
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    return {layer: state_hook.facts_of(mixer).num_bytes for layer, mixer in state_hook.mixers_of(model).items()}
+    return {layer: state_hook.facts_of(mixer) for layer, mixer in state_hook.mixers_of(model).items()}
 
 
 def rope_kinds(config: Any) -> set[str]:

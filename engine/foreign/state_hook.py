@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.errors import UnsupportedModel
 from engine.foreign.attention_hook import HARMLESS, StateFacts, running
+from engine.foreign.steady import steady
 from kernels.recurrence import Recurrence
 
 IGNORED = {"chunk_size", "use_mambapy", "use_associative_scan"}
@@ -32,7 +33,7 @@ def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
         if convolution_of(module) is not None:
             layer = getattr(module, "layer_idx", None)
             if not isinstance(layer, int) or layer in found:
-                raise UnsupportedModel(f"{type(module).__name__} is not the one recurrent part of a layer")
+                raise UnsupportedModel(f"{type(module).__name__} does not belong to one layer alone")
             found[layer] = module
     return found
 
@@ -77,7 +78,10 @@ def _enter(layer: int, mixer: nn.Module, args: Any) -> None:
 def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if running() is None else answer(*args, **kwargs)
+        if running() is None:
+            return original(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # modes cost microseconds a call; the answers are steady by themselves
+            return answer(*args, **kwargs)
 
     replaced.looseleaf = True  # type: ignore[attr-defined]
     return replaced
@@ -121,7 +125,7 @@ def _mamba2(
     _refuse_unknown("mamba2_chunk_scan", asked)
     steps = _time_steps(dt[0], dt_bias, dt_softplus).clamp(*dt_limit)
     x = hidden_states[0].float()
-    decay = torch.exp(A.float() * steps)
+    decay = steady(torch.exp, A.float() * steps)
     out = _recur(Recurrence(x * steps[..., None], B[0].float(), C[0].float(), decay))
     return (out if D is None else out + D.float()[:, None] * x)[None]
 
@@ -136,13 +140,13 @@ def _mamba(
     keys, queries = B[0].T.float()[:, None], C[0].T.float()[:, None]
     out = _recur(Recurrence((x * steps)[:, None], keys, queries, steps[:, None], rates=A.float().T[None]))[:, 0]
     out = out if D is None else out + D.float() * x
-    return (out if z is None else out * F.silu(z[0].T.float())).T[None]
+    return (out if z is None else out * steady(F.silu, z[0].T.float())).T[None]
 
 
 def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """Returns the lengths of the steps of a discretized state space, in fp32."""
     dt = dt.float() if bias is None else dt.float() + bias.float()
-    return F.softplus(dt) if softplus else dt
+    return steady(F.softplus, dt) if softplus else dt
 
 
 def _gated_delta(
@@ -157,7 +161,7 @@ def _gated_delta(
     if use_qk_l2norm_in_kernel:
         queries, keys = _normalized(queries), _normalized(keys)
     queries = queries * queries.shape[-1] ** -0.5
-    decay = torch.exp(g[0].float())
+    decay = steady(torch.exp, g[0].float())
     out = _recur(Recurrence(value[0].float(), keys, queries, decay, beta=beta[0].float()))
     return out.to(query.dtype)[None], None
 

@@ -39,10 +39,14 @@ class Steady(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in ELEMENTWISE:
             x = args[0] if args else kwargs.pop("input")
-            if x.device.type == "cpu":
-                kwargs.pop("inplace", None)  # the caller uses the result in any case
-                return steadily(lambda piece: func(piece, *args[1:], **kwargs), x)
+            kwargs.pop("inplace", None)  # the caller uses the result in any case
+            return steady(lambda piece: func(piece, *args[1:], **kwargs), x)
         return func(*args, **kwargs)
+
+
+def steady(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Applies `function` to every element of `x`, steadily if it is on a CPU. Returns a new tensor."""
+    return steadily(function, x) if x.device.type == "cpu" else function(x)
 
 
 def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Decides which requests are admitted and which are refused at once with a retry time. No I/O.
 
 There are two checks: one when a request's headers have arrived (`Admission.enter`: its tenant, the queue, its predicted
-wait), and one when it has been read (`Entry.take`: its samples, priority and tokens). The bound on the queue applies to
+wait), and one when it has been read (`Entry.take`: its samples, priority and tokens). The limit on the queue applies to
 each tenant. While the queue is full, a tenant may not exceed an even share of it; other tenants are not affected.
 """
 
@@ -55,9 +55,9 @@ class Admission:
         self._on_refusal = on_refusal
         self._clock = clock
         self._sequences: Counter[str] = Counter()
-        """Sequences by tenant, for tenants that have any."""
+        """Sequences by tenant, for tenants that have any sequences."""
         self._coming: Counter[str] = Counter()
-        """Requests by tenant that have not been read, and so have not reached the gate."""
+        """Requests, by tenant, that have not been read and therefore have not reached the gate."""
         self.current = 0
         """Sequences of all tenants."""
         self.num_requests = 0
@@ -65,8 +65,8 @@ class Admission:
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Makes the checks of `enter` without admitting, for callers that have not received a message yet. Raises the
-        same errors.
+        """Makes the same checks as `enter` without admitting a request, for callers that have not yet received a
+        message. Raises the same errors.
         """
         if self.draining:
             raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
@@ -77,7 +77,7 @@ class Admission:
     def enter(self, tenant: str = "") -> Entry:
         """Admits a request from its headers. Use it in a `with` statement.
 
-        Raises ResourceExhausted (queue, wait, quota) or, while draining, Unavailable. Each has a retry time.
+        Raises ResourceExhausted (queue, wait, quota) or, while draining, Unavailable. Each error has a retry time.
         """
         self.check(tenant)
         self._take(self._tenants.requests(tenant), 1)
@@ -91,7 +91,7 @@ class Admission:
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Notes that a request has ended or was given back, and the number of its tokens that were computed or found in
+        """Notes that a request has ended or has been given back, and how many of its tokens were computed or found in
         the cache.
         """
         self._take(self._tenants.tokens(tenant), num_tokens)
@@ -105,7 +105,7 @@ class Admission:
         cost = sum(request.cost for request in requests)
         self._check_priority(tenant, priority)
         self._check_room(tenant, more)
-        if priority > 0:  # a better one has been found to be in time
+        if priority > 0:  # `enter` has checked the wait at priority 0
             self._check_wait(tenant, priority)
         self._check_bucket(self._tenants.requests(tenant), len(requests) - 1, Reason.REQUESTS)
         self._check_bucket(self._tenants.tokens(tenant), cost, Reason.TOKENS)
@@ -127,7 +127,7 @@ class Admission:
     # --- inside
 
     def _check_room(self, tenant: str, count: int) -> None:
-        """Enforces a tenant's share while the queue is full: an even part among all tenants that have
+        """Enforces a tenant's share while the queue is full: an even part of the queue among all tenants that have
         sequences in it.
         """
         present = len(self._sequences) + (tenant not in self._sequences)
@@ -150,7 +150,7 @@ class Admission:
         raise self._refusal(Reason.QUEUE_WAIT, ResourceExhausted(text, retry_after_s=wait))
 
     def _check_bucket(self, bucket: Bucket | None, amount: int, reason: Reason) -> None:
-        """Checks whether the tenant may have `amount` now."""
+        """Checks whether the tenant may use `amount` now."""
         if bucket is not None and amount > 0 and (wait := bucket.wait_s(amount, self._clock())) > 0:
             text = f"the limit of your key is {bucket.per_minute} {reason.value.replace('_', ' ')}"
             raise self._refusal(reason, ResourceExhausted(text, retry_after_s=wait))
@@ -172,7 +172,7 @@ class Admission:
             del self._sequences[tenant]
 
     def _has_come(self, entry: Entry) -> None:
-        """Notes that the request goes to the gate now, or that it never will."""
+        """Notes that the request has reached the gate, or that it never will."""
         if entry.is_coming:
             entry.is_coming = False
             self._coming[entry.tenant] -= 1
@@ -205,7 +205,7 @@ class Entry:
         self._admission.take(self, requests)
 
     def close(self) -> None:
-        """Returns all places and tokens. A second call does nothing."""
+        """Gives back all places and tokens. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._admission.leave(self)

@@ -1,4 +1,4 @@
-"""Deficit round robin between tenants (Shreedhar and Varghese, 1996), first come first served within a tenant.
+"""Deficit round robin between tenants (Shreedhar and Varghese, 1996). Within a tenant, first come, first served.
 
 Tenants take turns. Each turn adds a quantum to a tenant's credit, and the tenant keeps unused credit while it has
 waiting items. In any period, two waiting tenants therefore get the same number of tokens, up to a quantum and two
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Line(Generic[T]):
-    """One tenant's waiting items, and the credit that it has left in this turn."""
+    """One tenant's waiting items, and the credit that the tenant has left in this turn."""
 
     deficit: int = 0
     items: deque[tuple[int, T]] = field(default_factory=deque)
@@ -41,7 +41,9 @@ class FairQueue(Generic[T]):
         return bool(self._lines)
 
     def push(self, tenant: str, cost: int, item: T) -> None:
-        """Puts an item behind all others of its tenant. A tenant that had none gets its turn after all others."""
+        """Adds an item behind all others of its tenant. A tenant that had no items gets its turn after all other
+        tenants.
+        """
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = _Line(0 if self._lines else self._quantum)
@@ -91,7 +93,7 @@ class FairQueue(Generic[T]):
         return item
 
     def discard(self, tenant: str, item: T) -> bool:
-        """Removes an item that no longer waits. Returns False if it was removed before."""
+        """Removes an item that is no longer waiting. Returns False if it has already been removed."""
         line = self._lines.get(tenant)
         found = None if line is None else next((entry for entry in line.items if entry[1] is item), None)
         if line is None or found is None:
@@ -107,15 +109,15 @@ class FairQueue(Generic[T]):
         return next(iter(self._lines.values()))
 
     def _skip_idle_rounds(self) -> None:
-        """Skips all rounds in which no tenant can afford its head. A head may cost thousands of quanta."""
+        """Skips all rounds in which no tenant can afford its first item. That item may cost thousands of quanta."""
         turns = min(-(-(line.items[0][0] - line.deficit) // self._quantum) for line in self._lines.values())
         if turns > 1:
             for line in self._lines.values():
                 line.deficit += (turns - 1) * self._quantum
 
     def _drop_if_empty(self, tenant: str) -> None:
-        """Removes a tenant without waiting items. It must not save credit, or it could later monopolize the service for
-        a while.
+        """Removes a tenant without waiting items. Such a tenant must not save credit, or it could later monopolize the
+        service for a while.
         """
         if self._lines[tenant].items:
             return

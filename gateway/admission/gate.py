@@ -1,7 +1,7 @@
 """The gate to the workers: a request waits here until decode has room for it. No I/O.
 
-Requests pass by priority, and fairly between tenants. A prompt that is prefilled too early would hold blocks that
-running requests need. The gate also predicts how long a request that arrives now will wait.
+Requests pass in order of priority, and tenants share fairly. A prompt that was prefilled too early would hold blocks
+that running requests need. The gate also predicts how long a request that arrives now will wait.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from gateway.admission.shares import Shares
 QUANTUM = 2048
 """Tokens that a tenant may spend per turn. Most requests cost less, so few turns are idle."""
 RETURN_POLL_S = 0.05
-"""Interval at which a group that was given back asks whether there is room for it: no event reports that workers have
-room.
+"""Interval at which a group that was given back checks whether there is room for it, because no event reports that
+workers have room.
 """
 BUSY_SHARE = 0.7
-"""The service counts as busy from this share of the places (`Workers.gate_capacity`) on."""
+"""The service counts as busy if at least this share of the places (`Workers.gate_capacity`) is taken."""
 RESERVED_RANK = -(1 << 32)
 """Added to the priority of a request with a reserved place, so that it precedes every other priority."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A request's place with the workers. Its width is the number of sequences that the request runs at once."""
+    """A request's place at the workers. Its weight is the number of sequences that the request runs at once."""
 
     priority: int
     tenant: str
@@ -43,13 +43,13 @@ class Place:
     """Position of its request in the order of arrival at the gate."""
     reserved: bool = False
     predicted_s: float | None = 0.0
-    """Predicted wait when it arrived, or None if unknown."""
+    """Predicted wait at the time the request arrived, or None if unknown."""
     began: Mark | None = None
-    """When it got its place; None before."""
+    """When the request got its place; None before that."""
 
     @property
     def rank(self) -> int:
-        """The request's priority with the workers."""
+        """The request's priority at the workers."""
         return self.priority + (RESERVED_RANK if self.reserved else 0)
 
 
@@ -73,9 +73,10 @@ class _Returning:
 class Gate:
     """Lets requests through to workers while there are places. A place is one sequence.
 
-    The lowest priority number goes first. Within a priority, deficit round robin decides between tenants, and arrival
-    within a tenant. The request whose turn it is waits until it fits. Nothing smaller overtakes it, except by priority
-    or by a place reserved for a tenant that has less than its share (`Shares`). Groups that were given back go first.
+    The lowest priority number goes first. Within a priority, deficit round robin decides between tenants, and the order
+    of arrival decides within a tenant. The request whose turn it is waits until it fits. No smaller request overtakes
+    it, unless that request has a better priority or a place reserved for a tenant that has less than its share
+    (`Shares`). Groups that were given back go first.
     """
 
     def __init__(
@@ -96,28 +97,28 @@ class Gate:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests: for a place, or for blocks after they were given back."""
+        """Number of requests that wait for a place, or, after they have been given back, for blocks."""
         return sum(map(len, self._queues.values())) + len(self._returning)
 
     @property
     def num_running(self) -> int:
-        """Number of requests that have a place and do not wait."""
+        """Number of requests that have a place and are not waiting."""
         return self._num_places - len(self._returning)
 
     def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """Returns the longest time that a request which arrives now is likely to wait, or None until a rate has been
+        """Returns the longest time that a request that arrives now is likely to wait, or None until a rate has been
         measured. `coming` counts admitted requests by tenant that have not reached the gate.
         """
         predicted = self._predict(tenant, priority, coming)
         return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
 
     def waited(self, place: Place, seconds: float) -> None:
-        """Notes the time that a request, whose prefill has begun, has waited since it arrived here."""
+        """Notes how long a request whose prefill has begun waited after it arrived here."""
         if place.predicted_s is not None:
             self._margin.learn(place.predicted_s, seconds)
 
     def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """Returns the mean instead of the likely maximum of `wait_s`. 0 if there is a place now."""
+        """Returns the mean wait, not the likely maximum as `wait_s` does. It is 0 if there is a place now."""
         self._note_time()
         rate, capacity = self._rate.per_second, self._capacity()
         if rate is None:
@@ -166,9 +167,9 @@ class Gate:
         """Waits until a group that was given back may be prefilled again. It keeps its place, even if this is
         cancelled.
 
-        `fits` (must not raise) is called only for the first group, by rank and arrival, and one `wake` lets at most one
-        group go. At the next `wake`, `fits` can account for the blocks that this group takes. While the group waits, no
-        new request of the same or a lower rank enters.
+        `fits` (must not raise) is called only for the first group, by rank and arrival, and each call of `wake` lets at
+        most one group through. At the next `wake`, `fits` can account for the blocks that this group takes. While the
+        group waits, no new request of the same or a lower rank is let in.
         """
         group = _Returning(place, fits, asyncio.get_running_loop().create_future())
         bisect.insort(self._returning, group, key=lambda g: (g.place.rank, g.place.arrival))
@@ -193,7 +194,7 @@ class Gate:
             back = self._returning.pop(0).future
             back.set_result(None)
             back.get_loop().call_later(RETURN_POLL_S, self.wake)
-            return  # those behind it go later: it is to be with its worker first
+            return  # the groups behind it go later, after this one has reached its worker
         for waiter in self._with_reserve():
             self._admit(waiter, reserved=True)
         while self._queues:
@@ -206,7 +207,9 @@ class Gate:
             self._admit(waiter, reserved=False)
 
     def _with_reserve(self) -> Iterator[_Waiter]:
-        """Takes the waiters that may enter beyond all places out of their queues, one by one, and yields them."""
+        """Takes out of their queues, one by one, the waiters that may be let in although all places are taken, and
+        yields them.
+        """
         if self._shares.num_tenants < 2:
             return
         for priority in sorted(self._queues):
@@ -230,13 +233,13 @@ class Gate:
 
     def _may_enter(self, rank: int) -> bool:
         """Returns False while a group of this rank or a better one waits to come back, because the waiter would take
-        its blocks.
+        that group's blocks.
         """
         return not self._returning or rank < self._returning[0].place.rank
 
     def _fits(self, weight: int) -> bool:
-        """Returns whether a waiter fits. A waiter that is wider than all places fits when it is alone; otherwise it
-        would never enter.
+        """Returns whether a waiter fits. A waiter that needs more than all places fits when it is alone; otherwise it
+        would never be let in.
         """
         capacity = self._capacity()
         return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
@@ -251,7 +254,7 @@ class Gate:
         return place
 
     def _drop(self, waiter: _Waiter) -> None:
-        """Removes a request that no longer waits. The next one may fit."""
+        """Removes a request that is no longer waiting. The next request may fit."""
         wanted = waiter.wanted
         queue = self._queues.get(wanted.priority)
         if queue is not None and queue.discard(wanted.tenant, waiter):

@@ -1,6 +1,6 @@
 """The open answers. Ends an answer that takes too long, or all of them at once. No I/O.
 
-When an answer's scope ends in this way, it raises inside the scope, and the answer's writer informs the client.
+When an answer is ended in this way, an error is raised inside its scope, and the answer's writer informs the client.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class OpenAnswers:
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
-        """A scope in which an answer is written, in one task. Raises DeadlineExceeded if that took too long because the
-        client did not read, and Unavailable if `end` was called.
+        """A scope in which an answer is written, in one task. Raises DeadlineExceeded if writing takes too long because
+        the client does not read, and Unavailable if `end` is called.
         """
         scope = asyncio.timeout(0.0 if self._ended else timeout_s)
         try:

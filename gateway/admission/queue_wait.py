@@ -1,9 +1,10 @@
-"""Predicts how long a request will wait for its place: the work before it over the rate of work. No I/O, no clock.
+"""Predicts how long a request will wait for its place: the work ahead of it, divided by the rate of work. No I/O, no
+clock.
 
-A request's work is the most tokens that it may take, both in the queue and in the rate. If this estimate is too high,
-it is too high on both sides. The rate counts time only while places are taken, so an idle service neither forgets its
-rate nor appears slow. Places do not become free evenly, and prompts wait for each other at the workers. A margin, which
-is learned from the waits of earlier requests, is therefore added to the mean.
+A request's work is the largest number of tokens that it may take, both in the queue and in the rate. If this estimate
+is too high, it is too high in the queue and in the rate alike. The rate counts time only while places are taken, so an
+idle service neither forgets its rate nor appears slow. Places do not become free evenly, and prompts wait for each
+other at the workers. A margin, which is learned from the waits of earlier requests, is therefore added to the mean.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ MEMORY_S = 20.0
 """Time constant of the rate, in busy seconds."""
 MIN_BUSY_S = 1.0
 MIN_DONE = 16
-"""Amount that must be seen before a rate is reported."""
+"""Amount of work that must have been seen before a rate is reported."""
 _MEAN_WEIGHT = 0.05
 _QUANTILE = 0.98
 """Share of all requests that wait no longer than predicted."""
 _STEP = 0.1
-"""By how much a request moves the margin: in seconds, and as a share of the margin itself."""
+"""Amount by which a request moves the margin: in seconds, and as a share of the margin itself."""
 
 
 class Mark(NamedTuple):
@@ -29,7 +30,7 @@ class Mark(NamedTuple):
 
     at: float
     busy_s: float
-    """Busy time until then."""
+    """Busy time up to that moment."""
 
 
 class ServiceRate:
@@ -46,7 +47,7 @@ class ServiceRate:
 
     @property
     def per_second(self) -> float | None:
-        """Returns the rate, or None until enough has been seen."""
+        """Returns the rate, or None until enough work has been seen."""
         if self._busy_s < MIN_BUSY_S or self._num_done < MIN_DONE or not self._work:
             return None
         return self._work / self._busy_s
@@ -62,8 +63,8 @@ class ServiceRate:
         self._mean_cost += (each - self._mean_cost) * (_MEAN_WEIGHT if self._mean_cost else 1.0)
 
     def pass_time(self, now: float, *, busy: bool) -> None:
-        """Advances the time; called with every change. The last call's `busy` holds until now, and this call's from now
-        on.
+        """Advances the time. Must be called at every change. The `busy` of the previous call applies up to now, and the
+        `busy` of this call applies after that.
         """
         if self._busy and now > self._at:
             self._total_busy_s += now - self._at
@@ -77,8 +78,8 @@ class ServiceRate:
         return Mark(self._at, self._total_busy_s)
 
     def done(self, work: int, began: Mark) -> None:
-        """Notes that a request left its place, as of the last `pass_time`. Its work counts in proportion to the busy
-        share of its time: many requests end together, and after the first of them the service is no longer busy.
+        """Notes that a request has given up its place, as of the last `pass_time`. Its work counts in proportion to the
+        busy share of its time: many requests end together, and after the first of them the service is no longer busy.
         """
         whole_s, busy_s = self._at - began.at, self._total_busy_s - began.busy_s
         if busy_s > 0:
@@ -102,10 +103,10 @@ class Margin:
 
 
 def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:
-    """Returns how much of the waiting work, given by tenant, is done before one more request of `tenant` begins.
+    """Returns how much of the waiting work, given by tenant, is done before a new request of `tenant` begins.
 
-    Tenants take turns by `quantum`. The work of another tenant that precedes it is limited to the tenant's own amount
-    and one turn.
+    Tenants take turns by `quantum`. Of each other tenant's work, at most the tenant's own amount plus one turn precedes
+    the request.
     """
     own = work.get(tenant, 0.0)
     return own + sum(min(other, own + quantum) for name, other in work.items() if name != tenant)

@@ -1,9 +1,10 @@
-"""The places of each tenant at the gate. Decides which tenant may enter although all are taken. Plain Python, no clock.
+"""The places of each tenant at the gate. Decides which tenants may start requests although all places are taken. Plain
+Python, no clock.
 
-A tenant that has less than an even share of the places may enter beyond them. Its rank precedes the surplus of all
-other tenants, so workers preempt the newest group of the tenants that have more. This applies to only a few sequences
-of a tenant at a time, or to one request, and never to more than half of all places. Requests without a reserved place
-therefore make progress too.
+A tenant that has less than an even share of the places may start requests beyond the limit. Their rank precedes that of
+requests without a reserved place, so workers preempt the newest group of the tenants that have more. At a time, this
+applies to only a few sequences of a tenant, or to one request, and never to more than half of all places. Requests
+without a reserved place therefore also make progress.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESERVED_SHARE = 16
-"""Each tenant has a sixteenth of all places reserved, at least one."""
+"""The share of all places that is reserved for each tenant, but at least one place."""
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class _Holding:
 
     inside: int = 0
     reserved: int = 0
-    """Those that have entered with a reserved place."""
+    """Sequences that have a reserved place."""
     waiting: int = 0
 
 
@@ -36,10 +37,9 @@ class Shares:
         return len(self._holdings)
 
     def may_reserve(self, tenant: str, priority: int, weight: int, capacity: int) -> bool:
-        """Returns whether the tenant may enter with `weight` more sequences although all `capacity` places may be
-        taken.
+        """Returns whether the tenant may start `weight` more sequences even if all `capacity` places are taken.
 
-        It may not if there is no other tenant, or if its own priority says that it can wait.
+        It may not if there is no other tenant, or if the request's priority says that the request can wait.
         """
         holding = self._holdings.get(tenant) or _Holding()
         present = len(self._holdings) + (tenant not in self._holdings)
@@ -54,7 +54,7 @@ class Shares:
         self._holding(tenant).waiting += weight
 
     def wait_no_more(self, tenant: str, weight: int) -> None:
-        """Notes that a request enters, after a call of `enter`, or gives up."""
+        """Notes that a request has been let in, after a call to `enter`, or has given up."""
         self._holdings[tenant].waiting -= weight
         self._drop_if_empty(tenant)
 

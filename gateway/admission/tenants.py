@@ -1,7 +1,7 @@
 """The limits of tenants: requests and tokens per minute, priority, cached blocks. No I/O; the time is an argument.
 
-The limits come from the key file (`common.api_keys`) and may change while requests run. There are no limits for tenants
-without them, and none for clients if no key is required.
+The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant for which the file
+states no limits has none, and clients have none if no key is required.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NO_LIMITS = TenantLimits()
 
 
 class Bucket:
-    """A token bucket of one tenant: it holds at most a minute's worth and fills evenly. It may be in debt."""
+    """A token bucket of one tenant: it holds at most one minute's worth and fills evenly. Its level may be negative."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -36,7 +36,7 @@ class Bucket:
         self._level = min(self._level - amount, float(self.per_minute))
 
     def limit(self, per_minute: int, now: float) -> None:
-        """Changes the limit from now on. Tokens that were used stay used."""
+        """Changes the limit. Tokens that have been used stay used."""
         self._fill(now)
         self._level = min(self._level + per_minute - self.per_minute, float(per_minute))
         self.per_minute = per_minute
@@ -61,7 +61,7 @@ class Tenants:
         self.replace(limits, now)
 
     def replace(self, limits: Mapping[str, TenantLimits], now: float) -> None:
-        """Replaces the limits after the key file was read again."""
+        """Replaces the limits after the key file has been read again."""
         self._limits = limits
         accounts = {name: self._accounts.get(name, _Account()) for name in limits}
         for name, account in accounts.items():

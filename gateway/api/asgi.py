@@ -36,7 +36,7 @@ class BodyTooSlow(DeadlineExceeded):
 
 
 def error_response(error: LooseleafError, content: Mapping[str, Any] | None = None) -> Response:
-    """Returns the answer for an error. `content` is its body, by default OpenAI's."""
+    """Returns the answer for an error. `content` is its body; the default is OpenAI's error object."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
@@ -90,7 +90,9 @@ async def read_body(request: Request, limit: int, take: Callable[[int], None]) -
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`, cancelled when the client disconnects (Cancelled). The body must have been read."""
+    """Returns the result of `work`. If the client disconnects, cancels `work` and raises Cancelled. The body must have
+    been read.
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
     try:
@@ -110,7 +112,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def with_server_send(app: ASGIApp) -> ASGIApp:
-    """Wraps `app` to put the server's own `send` into the scope: Starlette wraps it three times, for every message."""
+    """Wraps `app` to put the server's own `send` into the scope, because Starlette wraps `send` three times, for every
+    message.
+    """
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
@@ -120,8 +124,8 @@ def with_server_send(app: ASGIApp) -> ASGIApp:
 
 
 class EventSender:
-    """A sender of server-sent events to one client. The headers are sent with the first event, so an error before that
-    has its own status.
+    """A sender of server-sent events to one client. The headers are sent with the first event, so an earlier error can
+    have its own status.
     """
 
     __slots__ = ("_direct", "_send", "started")
@@ -151,7 +155,7 @@ class EventStream(Response):
         on_error: OnError,
         at_end: contextlib.ExitStack,
     ) -> None:
-        """`form` says how the stream ends. `at_end` is closed once there is nothing more to send."""
+        """`form` says how the stream ends. `at_end` is closed when there is nothing more to send."""
         self._form = form
         self._work = work
         self._on_error = on_error
@@ -163,7 +167,7 @@ class EventStream(Response):
             with self._at_end:
                 await while_connected(receive, self._serve(scope, receive, send))
         except Cancelled:
-            logger.debug("a client went away")
+            logger.debug("a client has disconnected")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = EventSender(scope, send)

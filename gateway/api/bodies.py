@@ -1,7 +1,7 @@
-"""Reads request bodies: each within its limit, all together within a budget, large ones parsed in a thread.
+"""Reads request bodies, each within its limit and all together within a budget. Large bodies are parsed in a thread.
 
-Parsing holds the interpreter lock for at most a few milliseconds (`openai_parse` limits it), so one thread is enough:
-the event loop runs in between, and bodies that wait for the thread count against the budget.
+Parsing holds the interpreter lock for at most a few milliseconds (`openai_parse` limits this), so one thread is enough:
+the event loop runs between two bodies, and bodies that wait for the thread count against the budget.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """Returns a function that takes bytes for one body and keeps them until the context ends. It raises
-        ResourceExhausted if none are left.
+        """Returns a function that takes bytes for one body and keeps them until the context ends. The function raises
+        ResourceExhausted if the budget is used up.
         """
         taken = 0
 

@@ -26,7 +26,7 @@ def unsupported_of(kind: type[Body]) -> Mapping[str, Any]:
 def fields_of(
     kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None] | None
 ) -> Mapping[str, msgspec.Raw]:
-    """Returns the raw values of the given fields, without the ignored ones."""
+    """Returns the raw values of the fields that the body contains, excluding ignored fields."""
     try:
         try:
             found = _outline(kind).decode(raw)

@@ -61,7 +61,7 @@ def chat_prompt(body: TemplateFields, messages: Sequence[MessageBody], effort: s
 
 
 def tool_choice(body: ToolFields) -> ToolChoice:
-    """Returns the checked tools of a body and which of them may be called."""
+    """Checks the tools of a body. Returns them and which of them may be called."""
     functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
     if len(functions) > MAX_TOOLS:
         raise InvalidArgument.of("tools", f"must hold at most {MAX_TOOLS} tools, got {len(functions)}")
@@ -84,10 +84,10 @@ class ToolChoice:
     """Which tools the model may call."""
 
     choice: Choice
-    """none: no tool; auto: the model decides; required: it must call one."""
+    """none: the model must not call a tool; auto: the model decides; required: the model must call a tool."""
     functions: tuple[Function, ...] = ()
     many: bool = True
-    """Whether it may call several."""
+    """Whether the model may call several tools."""
 
 
 def _choice(given: str | dict[str, Any] | None) -> tuple[Choice, str | None]:

@@ -19,7 +19,7 @@ _OTHER_MEDIA = {
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content. The fields of other media than text are not read."""
+    """A part of a message's content. The fields of media other than text are not read."""
 
     type: str
     text: str | None = None
@@ -40,8 +40,8 @@ class ToolCall(msgspec.Struct):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. Fields that clients copy from an answer are accepted: OpenAI's (`refusal: null`, ...) if they are
-    empty, those that client libraries add (`parsed`, ...) without being read.
+    """One message. Fields that clients copy from an answer are accepted: OpenAI's fields (`refusal: null`, ...) must be
+    empty, and the fields that client libraries add (`parsed`, ...) are not read.
     """
 
     role: str

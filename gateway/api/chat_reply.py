@@ -11,7 +11,7 @@ from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reaso
 
 
 def message_of(text: str, reader: OutputReader | None, ids: CallIds) -> dict[str, Any]:
-    """Returns the message of a whole answer. Without content (`null`) if the model only called tools."""
+    """Returns the message of a whole answer. Its content is `null` if the model only called tools."""
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reader is None:
         return message

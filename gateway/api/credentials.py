@@ -1,4 +1,4 @@
-"""Authenticates clients by bearer token, compared in constant time. The tenant follows from the token."""
+"""Authenticates clients by bearer token, compared in constant time. The token determines the tenant."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Authenticator:
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, str]) -> None:
-        """Replaces the keys. `keys` maps API keys to tenants (`common.api_keys`). If it is empty, none is required."""
+        """Replaces the keys. `keys` maps API keys to tenants (`common.api_keys`). If empty, no key is required."""
         self._tenants = [(key.encode(), tenant) for key, tenant in keys.items()]
 
     def tenant(self, authorization: str | None, address: str | None = None) -> str:
         """Returns the tenant of an Authorization header, or "" if no key is required.
 
-        Raises Unauthenticated for a wrong key, and ResourceExhausted if `address` has tried too many. If `address` is
-        None, the caller was checked before.
+        Raises Unauthenticated for a wrong key, and ResourceExhausted if `address` has tried too many wrong keys. If
+        `address` is None, the caller has already been checked.
         """
         if not self._tenants:
             return ""
@@ -34,7 +34,7 @@ class Authenticator:
         counted = None if address is None or not given else self._wrong_keys
         if counted is not None:
             counted.check(address or "", given)
-        found = [tenant for key, tenant in self._tenants if hmac.compare_digest(given, key)]  # all: in constant time
+        found = [tenant for key, tenant in self._tenants if hmac.compare_digest(given, key)]  # all keys: constant time
         if counted is not None:
             (counted.right(address or "", given) if found else counted.wrong(address or ""))
         if not found:

@@ -30,6 +30,6 @@ def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
     if is_loopback(settings.host):
         return
     if not has_keys:
-        logger.warning("--host %s without an API key: everybody who reaches it may use it", settings.host)
+        logger.warning("--host %s without an API key: everyone who can reach it may use it", settings.host)
     if settings.ssl_certfile is None:
-        logger.warning("--host %s without --ssl-certfile: keys and prompts go unencrypted", settings.host)
+        logger.warning("--host %s without --ssl-certfile: keys and prompts are not encrypted", settings.host)

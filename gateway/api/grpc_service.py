@@ -23,7 +23,7 @@ from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 
 STALLED_CLIENT_S = 5.0
-"""How long after its deadline a request may still wait for a client that does not read."""
+"""Time after its deadline for which a request may still wait for a client that does not read."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -104,11 +104,11 @@ def key_check(
     admission: Admission | None = None,
     failed: Callable[[str], None] = lambda code: None,
 ) -> Check:
-    """Returns an interceptor that checks the API key, and asks `admission` whether a request may enter now, before a
-    message is received.
+    """Returns an interceptor that checks the API key, and asks `admission` whether a request may be admitted now,
+    before a message is received.
 
-    gRPC's own services, health and reflection, need no key. `failed` counts refusals by status code. Every call gets
-    its request id back in its trailing metadata.
+    gRPC's own services (health and reflection) need no key. `failed` counts refusals by status code. The trailing
+    metadata of every call contains its request id.
     """
 
     def check(method: str, context: Context) -> None:
@@ -145,15 +145,15 @@ def _metadata(context: Context, name: str) -> str | None:
 
 
 def _time_left(context: Context) -> float | None:
-    """Returns the seconds until the client's deadline, or None if it has none (grpc.aio then gives None or a time
-    beyond any limit).
+    """Returns the seconds until the client's deadline, or None if there is no deadline (grpc.aio then gives None or a
+    time beyond any limit).
     """
     left = context.time_remaining()
     return None if left is None or left > RANGES["timeout"].high else left
 
 
 def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
-    """Returns (field name, prompt) of a message whose oneof `which` holds text, token_ids or chat."""
+    """Returns (field name, prompt) of a message whose oneof `which` contains text, token_ids or chat."""
     if which == "text":
         return "text", TextPrompt(message.text)
     if which == "token_ids":

@@ -31,8 +31,8 @@ class About:
     def __init__(
         self, ready: Callable[[], bool], num_requests: Callable[[], int], checker: Callable[[], Checker]
     ) -> None:
-        """`ready` returns whether requests can be served, `num_requests` the number of current requests, `checker` the
-        model's current limits.
+        """`ready` returns whether requests can be served, `num_requests` returns the number of current requests, and
+        `checker` returns the model's current limits.
         """
         self._ready = ready
         self._num_requests = num_requests
@@ -51,7 +51,7 @@ class About:
         return _json({"version": VERSION})
 
     async def load(self, request: Request) -> Response:
-        """Returns how many requests run or wait, in vLLM's shape."""
+        """Returns the number of requests that are running or waiting, in vLLM's format."""
         return _json({"server_load": self._num_requests()})
 
     async def openapi(self, request: Request) -> Response:

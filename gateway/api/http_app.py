@@ -77,8 +77,8 @@ class HttpApi:
         body_budget_bytes: int = BODY_BUDGET_BYTES,
         options: HttpOptions = DEFAULT_OPTIONS,
     ) -> ASGIApp:
-        """Builds the application. `ready` says whether requests can be served. `body_budget_bytes` limits all bodies
-        that are received and not yet parsed.
+        """Builds the application. `ready` says whether requests can be served. `body_budget_bytes` limits the total
+        size of all bodies that have been received but not yet parsed.
         """
         budget = BodyBudget(body_budget_bytes)
         self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)
@@ -120,7 +120,7 @@ class HttpApi:
     def _tenant(self, request: Request) -> str:
         address = request.client.host if request.client is not None else ""
         authorization = request.headers.get("authorization")
-        if authorization is None and (key := request.headers.get("x-api-key")):  # as Anthropic's clients send it
+        if authorization is None and (key := request.headers.get("x-api-key")):  # as Anthropic's clients send the key
             authorization = f"Bearer {key}"
         return self._authenticator.tenant(authorization, address)
 
@@ -158,7 +158,7 @@ class HttpApi:
             return await self._answer(request, answer, entry, stack)
 
     async def _answer(self, request: Request, answer: HttpAnswer, entry: Entry, stack: ExitStack) -> Response:
-        """Returns the answer. `stack` releases the request's admission at once, or for a streamed answer when the
+        """Returns the answer. `stack` releases the request's admission at once or, for a streamed answer, when the
         stream ends.
         """
         if answer.asking.stream:
@@ -177,7 +177,7 @@ class HttpApi:
                 requests.append(await self._validator.resolve(wanted, entry.tenant))
             except InvalidArgument as error:
                 raise renamed(error, answer.field_names) from None
-            await asyncio.sleep(0)  # streams go on between one prompt of a batch and the next
+            await asyncio.sleep(0)  # streams can go on between two prompts of a batch
         answer.take(requests)
         entry.take(requests)
 

@@ -13,18 +13,20 @@ from common.request_ids import HEADER, take_request_id
 
 WARNING_HEADER = "x-looseleaf-warning"
 WARNINGS = "looseleaf.warnings"
-"""The key of a scope's warnings, which go out with the answer's headers."""
+"""The key of a scope's warnings, which are sent with the answer's headers."""
 MAX_WARNING_CHARS = 1000
 CORS_MAX_AGE_S = 600
 
 
 def warn(scope: Scope, text: str) -> None:
-    """Adds a warning to the answer of a request, whose headers must not have been sent."""
+    """Adds a warning to the answer to a request. The answer's headers must not have been sent yet."""
     scope.setdefault(WARNINGS, []).append(text)
 
 
 def framed(app: ASGIApp, origins: Sequence[str] = ()) -> ASGIApp:
-    """Wraps `app` to take and return request ids and to send warnings. Pages of `origins` may read the answers."""
+    """Wraps `app` so that it accepts and returns request ids and sends warnings. Pages of `origins` may read the
+    answers.
+    """
     if origins:
         app = CORSMiddleware(
             app,

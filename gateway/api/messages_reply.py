@@ -54,7 +54,7 @@ class MessagesAnswer:
             self._last = delta if delta.finish_reason is not None else self._last
 
     def whole(self) -> bytes:
-        assert self._last is not None and self._last.summary is not None  # come with the last delta
+        assert self._last is not None and self._last.summary is not None  # contained in the last delta
         summary = self._last.summary
         message = self._message([{"type": "text", "text": "".join(self._text)}], _usage(summary))
         return dumps({**message, **_ending(self._last), "looseleaf": account_of([summary])})
@@ -78,7 +78,7 @@ class MessagesAnswer:
         if delta.text:
             yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
         if delta.finish_reason is not None:
-            assert delta.summary is not None  # comes with the only sample's last delta
+            assert delta.summary is not None  # contained in the only sample's last delta
             yield _event("content_block_stop", index=0)
             account = account_of([delta.summary])
             yield _event("message_delta", delta=_ending(delta), usage=_usage(delta.summary), looseleaf=account)
@@ -103,7 +103,7 @@ def _ending(last: Delta) -> dict[str, Any]:
 
 
 def _usage(summary: Summary) -> dict[str, Any]:
-    """Returns the account. Tokens that were found in the cache are not among `input_tokens`, as in Anthropic's API."""
+    """Returns the usage. As in Anthropic's API, `input_tokens` does not include tokens that were found in the cache."""
     return {
         "input_tokens": summary.prompt_tokens - summary.sources.cached,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens, Anthropic's API: text only."""
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, which are Anthropic's API. Text only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_k: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the one request."""
+        """Returns the body's only request."""
         wanted = Wanted(stop=self.stop_sequences or (), prompt=self.prompt(), prompt_field="messages")
         for name in ("model", "max_tokens", "temperature", "top_p", "top_k"):
             setattr(wanted, name, getattr(self, name))

@@ -1,9 +1,9 @@
-"""Parses bytes into a typed body. The limits bound the cost for any input. Stops at the first error.
+"""Parses bytes into a typed body. Limits keep the cost low for any input. Stops at the first error.
 
 There are two passes. The first finds the fields and creates no objects. The second decodes each field with its type,
 after a check of its size. The number of elements of a prompt or a list of messages is estimated from its separators,
 because element objects cost ten times the size of their bytes. An unknown field is refused, or reported to the caller
-and ignored. A number such as 2.0 is taken as an integer, as in JSON Schema. Does not depend on connections.
+and ignored. A number such as 2.0 is accepted as an integer, as in JSON Schema. Does not depend on connections.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ M = TypeVar("M", bound=Body)
 JSON_BYTES = 6
 """The most that JSON takes for a byte of a text: an ASCII character as \\u0041."""
 ID_BYTES = 8
-"""The bytes that JSON usually needs for a token id and its comma."""
+"""Number of bytes that JSON usually needs for a token id and its comma."""
 NOTHING_BYTES = 64
-"""The most bytes of an unsupported field's value that requests nothing."""
+"""The maximum size in bytes of a value that requests nothing, for an unsupported field."""
 MAX_INTEGRAL_BYTES = 1 << 20
-"""The most bytes of a field in which numbers such as 2.0 are taken as integers."""
+"""The maximum size in bytes of a field in which numbers such as 2.0 are accepted as integers."""
 MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
-"""The most quotation marks of a message that belong to JSON itself: a part has 8, a message about as many."""
+"""The largest number of quotation marks in a message that belong to JSON itself: a part has 8, and a message has about
+as many.
+"""
 _PATH = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*)`", re.DOTALL)
@@ -126,7 +128,7 @@ def _decoded(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder
 
 
 def _decoded_integral(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """Decodes a field with numbers such as 2.0 where integers belong."""
+    """Decodes a field in which integers may be written as numbers such as 2.0."""
     try:
         return decoder.decode(msgspec.json.encode(_integral(_ANY.decode(part))))
     except msgspec.ValidationError as error:
@@ -136,7 +138,7 @@ def _decoded_integral(name: str, part: bytes | msgspec.Raw, decoder: msgspec.jso
 
 
 def _integral(value: Any) -> Any:
-    """Returns the value with every float that is an integer of 64 bits as one."""
+    """Returns the value with every float that is an exact 64-bit integer converted to int."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < 2**63 else value
     if isinstance(value, list):
@@ -147,7 +149,7 @@ def _integral(value: Any) -> Any:
 def _violation(name: str, message: str) -> LooseleafError:
     """Converts msgspec's message to one of ours: the path within the field becomes part of the field's name."""
     found = _PATH.fullmatch(message)
-    assert found is not None  # the pattern takes anything
+    assert found is not None  # the pattern matches anything
     name += (found["path"] or "").replace("[...]", "")
     if unknown := UNKNOWN.fullmatch(found["what"]):
         return InvalidArgument.of(f"{name}.{unknown['field'][:100]}", "is not a known field")
@@ -267,7 +269,7 @@ def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
 
 
 def _num_quotes(raw: bytes) -> int:
-    """Counts quotation marks: at least one for each string, at most two."""
+    """Counts quotation marks: at least one and at most two for each string."""
     return raw.count(b'"') - raw.count(b'\\"')
 
 

@@ -67,7 +67,7 @@ def finish_name(reason: FinishReason | None) -> str | None:
 
 
 def stop_reason(delta: Delta, eos: frozenset[int]) -> str | int | None:
-    """Returns vLLM's stop_reason: the stop string or id, or None if the model itself ended."""
+    """Returns vLLM's stop_reason: the stop string or id, or None if the model itself ended the output."""
     if delta.stop_string is not None:
         return delta.stop_string
     return None if delta.stop_token_id in eos else delta.stop_token_id
@@ -158,7 +158,7 @@ class Choice:
     last: Delta | None = None
     offset: int = 0
     reader: OutputReader | None = None
-    """Reads the text as reasoning, content and tool calls. None: all of it is content."""
+    """Splits the text into reasoning, content and tool calls. If it is None, the whole text is content."""
     token_ids: list[int] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
@@ -175,7 +175,7 @@ class Envelope:
 
     answer_id: str
     kind: str
-    """`object` of the whole answer. Chunks of a chat have another."""
+    """`object` of the whole answer. Chunks of a chat have a different one."""
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -227,7 +227,7 @@ class ChunkWriter:
         return f"{self._head}{choice}]{self._tail}".encode()
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None, more: str = "") -> bytes:
-        """Returns a chunk with text. This is the hot path. `more` is JSON of further members of the choice."""
+        """Returns a chunk with text. This is the hot path. `more` contains further members of the choice, as JSON."""
         shown = "null" if logprobs is None else json.dumps(logprobs)
         body = f'"delta":{{"content":{quoted(text)}}}' if self._chat else f'"text":{quoted(text)}'
         choice = f'{{"index":{index},{body},"logprobs":{shown},"finish_reason":null{more}}}'
@@ -236,7 +236,9 @@ class ChunkWriter:
     def delta(
         self, index: int, fields: Mapping[str, Any], logprobs: dict[str, Any] | None = None, more: str = ""
     ) -> bytes:
-        """Returns a chunk of a chat with these fields of the message. `more` is JSON of more members of the choice."""
+        """Returns a chunk of a chat with these fields of the message. `more` contains further members of the choice, as
+        JSON.
+        """
         shown = "null" if logprobs is None else json.dumps(logprobs)
         body = f'"delta":{json.dumps(fields)},"logprobs":{shown},"finish_reason":null{more}'
         return f'{self._head}{{"index":{index},{body}}}]{self._tail}'.encode()

@@ -24,7 +24,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, Any]] = {}
-    """Known but unsupported fields, each with the value that requests nothing."""
+    """Known but unsupported fields, with the value of each that requests nothing."""
 
     model: str | None = None
 
@@ -146,7 +146,7 @@ class CompletionBody(SamplingBody, kw_only=True):
             if self.echo and self.logprobs is not None:
                 item.prompt_logprobs = self.logprobs
             if self.scores_only:
-                item.max_tokens = 1  # a worker always draws one; it is not shown
+                item.max_tokens = 1  # a worker always draws one token; it is not shown
         return wanted
 
 

@@ -63,7 +63,7 @@ class Answer:
         self._continuous = body.continuous_usage
         self._summaries: list[Summary] = []
         self._num_tokens = 0
-        """Tokens of all choices so far."""
+        """Number of tokens of all choices so far."""
         self.asking = self.body = body
         self.envelope = envelope
         self._writer = ChunkWriter(envelope, include_usage=body.include_usage)
@@ -72,11 +72,11 @@ class Answer:
         self._samples = 1
         self._planner = planner
         self._plan: ChatPlan | None = None
-        """None: all text is content."""
+        """If None, all text is content."""
         self._ids = CallIds(str)
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per prompt. Raises InvalidArgument for invalid ones."""
+        """Returns one request per prompt. Raises InvalidArgument if one is invalid."""
         wanted = self.body.all_wanted()
         if self._planner is not None and isinstance(self.body, ChatBody):
             plan = self._planner.plan(wanted[0], tool_choice(self.body))
@@ -158,7 +158,9 @@ class Answer:
         return b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
 
     def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
-        """Returns the chunks for deltas of request `number`. The stream's last delta adds usage and account."""
+        """Returns the chunks for deltas of request `number`. The chunks of the stream's last delta include the usage
+        and the account.
+        """
         first, events = number * self._samples, b""
         for delta in deltas:
             if self._continuous:
@@ -195,7 +197,7 @@ class Answer:
             yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice), ids)
 
     def _read(self, writer: ChunkWriter, choice: Choice, reader: OutputReader, delta: Delta) -> Iterator[bytes]:
-        """Yields chunks for the pieces of a delta's text. Log-probabilities and token ids go with the first."""
+        """Yields chunks for the pieces of a delta's text. The first one has the log-probabilities and token ids."""
         pieces = reader.feed(delta.text) + ([] if delta.finish_reason is None else reader.finish())
         fields = list(deltas_of(pieces, self._ids))
         ids = f',"token_ids":{json.dumps(delta.token_ids)}' if self._with_ids else ""
@@ -260,5 +262,5 @@ class Answer:
 
 
 def _ended_with_calls(last: Delta, choice: Choice) -> bool:
-    """Returns whether the model ended its answer after it had called tools."""
+    """Returns whether the model ended its answer itself after calling tools."""
     return last.finish_reason is FinishReason.STOP and choice.reader is not None and choice.reader.has_calls

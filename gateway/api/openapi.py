@@ -39,7 +39,7 @@ class _Operation:
 
 
 _EITHER = ("prompt", "messages")
-"""The fields of which a /tokenize body must have one."""
+"""The fields of a /tokenize body, which must have one of them."""
 _MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 _OPERATIONS = (
     _Operation(
@@ -118,7 +118,7 @@ def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
 
 @cache
 def _without_raw(kind: Any) -> Any:
-    """Returns the type of a field with arbitrary JSON in place of raw JSON, which msgspec cannot describe."""
+    """Returns the type of a field, with arbitrary JSON instead of raw JSON, which msgspec cannot describe."""
     if isinstance(kind, UnionType):
         return reduce(or_, map(_without_raw, get_args(kind)))
     if kind is msgspec.Raw:

@@ -100,7 +100,7 @@ class ResponsesAnswer:
     # --- objects
 
     def _ended(self) -> dict[str, Any]:
-        assert self._summary is not None  # comes with the last delta
+        assert self._summary is not None  # contained in the last delta
         status = "incomplete" if self._finish is FinishReason.LENGTH else "completed"
         response = self._response(status)
         response["output"] = [self._message(status, [_part("".join(self._text))])]
@@ -115,7 +115,7 @@ class ResponsesAnswer:
         }  # fmt: skip
 
     def _response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the response object. Parameters are those that are in effect."""
+        """Returns the response object. It states the parameters that are in effect."""
         body, sampling = self.asking, self.requests[0].sampling
         return {
             "id": self._id, "object": "response", "created_at": self._created_at, "status": status,

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, OpenAI's Responses API without state: each request brings the whole conversation."""
+"""The body of POST /v1/responses, OpenAI's Responses API without state: each request has the whole conversation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InputItem(msgspec.Struct):
     content: str | list[InputPart] | None = None
 
     def plain(self, name: str, roles: Sequence[str] = ROLES) -> dict[str, str]:
-        """Returns the message in the form that templates expect. `name` is the item's name in errors."""
+        """Returns the message in the form that templates expect. Errors use `name` for the item."""
         if self.type != "message":
             raise Unimplemented.of(f"{name}.type", f"{self.type[:40]!r} is not supported yet: only messages are")
         if self.role is None or self.role not in roles:
@@ -54,7 +54,7 @@ def check_parts(name: str, items: Sequence[InputItem]) -> None:
 
 
 def text_of(parts: Sequence[InputPart], name: str) -> str:
-    """Returns the text of a message's parts. `name` is that of their list, for errors."""
+    """Returns the text of a message's parts. Errors use `name` for the list of parts."""
     texts: list[str] = []
     for index, part in enumerate(parts):
         if part.type not in _TEXT_PARTS:
@@ -129,7 +129,7 @@ class ResponsesBody(Body, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the one request."""
+        """Returns the body's only request."""
         self._check()
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:

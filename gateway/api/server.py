@@ -35,7 +35,7 @@ CERTIFICATE_POLL_S = 1.0
 BACKLOG = 2048
 OTHER_FILES = 512
 LAST_WORDS_S = 2.0
-"""The time in which answers that the drain has ended can still be written."""
+"""The time for which answers that the drain has ended can still be written."""
 
 
 class HttpServer(uvicorn.Server):
@@ -48,9 +48,9 @@ class HttpServer(uvicorn.Server):
         bounds: HttpBounds = DEFAULT_BOUNDS,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`certificates` enables HTTPS. Each new connection gets the current ones.
+        """`certificates` enables HTTPS. Each new connection uses the current ones.
 
-        A caller's address, by which wrong keys are counted, is that of its connection. X-Forwarded-For is ignored.
+        Wrong keys are counted by the address of the connection. X-Forwarded-For is ignored.
         """
         protocol: Any = partial(BoundedHttp, bounds)
         files: Any = (
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
             )
         )  # fmt: skip
         self._certificates = certificates
-        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every client that sends no HTTP
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # uvicorn warns of every client that does not send HTTP
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
 
@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.01)
 
     async def watch_certificates(self) -> None:
-        """Loads certificates that have changed. Returns only if there are none."""
+        """Loads certificates that have changed. Returns only if no certificates are configured."""
         if self._certificates is None or self.config.ssl is None:
             return
         look = front_context_watch(self._certificates, self.config.ssl)
@@ -87,7 +87,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.to_thread(look)
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the port and gives running answers `grace_s` seconds to finish."""
+        """Closes the port and allows running answers `grace_s` seconds to finish."""
         if self._task is None:
             return
         self.should_exit = True
@@ -99,8 +99,8 @@ class HttpServer(uvicorn.Server):
 
 
 async def say_goodbye(server: RpcServer, seconds: float) -> None:
-    """Reports to load balancers for `seconds` that the gateway is about to stop, while it still serves. A second signal
-    ends the wait.
+    """For `seconds`, tells load balancers that the gateway is about to stop, while it continues to serve. A second
+    signal ends the wait.
     """
     await server.set_ready(False)
     if seconds:
@@ -109,7 +109,9 @@ async def say_goodbye(server: RpcServer, seconds: float) -> None:
 
 
 async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
-    """Refuses new requests, gives running answers `seconds` to finish, ends the others with an error, and closes."""
+    """Refuses new requests, allows running answers `seconds` to finish, ends the remaining ones with an error, and
+    closes.
+    """
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
     await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in (grpc_server, http_server)))
     timer.cancel()
@@ -146,8 +148,8 @@ def bind_grpc(server: RpcServer, port: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raises this process' limit of open files to the system's maximum, because connections count towards it. Returns
-    the limit.
+    """Raises this process' limit on open files to the system's maximum, because every connection is an open file.
+    Returns the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
@@ -196,7 +198,7 @@ async def watch_readiness(
 
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
-    """Keeps the gauges of blocks, workers and fallbacks fresh for /metrics."""
+    """Keeps the gauges of blocks, workers and fallbacks up to date for /metrics."""
     channel: grpc.aio.Channel | None = None
     try:
         while True:
@@ -209,7 +211,7 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
             if address is not None:
                 channel = channel or open_channel(address, trust)
                 if not await _inspect(channel, metrics, trust):
-                    await channel.close()  # the next one shows the certificates of then
+                    await channel.close()  # the next channel uses the certificates of that time
                     channel = None
             await asyncio.sleep(INSPECT_POLL_S)
     finally:

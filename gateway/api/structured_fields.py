@@ -15,7 +15,7 @@ from common.errors import InvalidArgument
 from common.types import GrammarKind, StructuredOutput
 
 NOT_GIVEN = msgspec.Raw(b"null")
-"""The default of a field that is kept as JSON. (msgspec takes no `Raw | None`.)"""
+"""The default of a field that is kept as JSON. (msgspec does not accept `Raw | None`.)"""
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,7 +105,7 @@ def _of_value(name: str, kind: GrammarKind, value: Any) -> Found:
 
 
 def _schema_text(raw: bytes) -> str:
-    """Returns a schema as text. vLLM takes a schema as an object, or as a string that holds one."""
+    """Returns a schema as text. vLLM accepts a schema as an object, or as a string that contains one."""
     if raw.startswith(b'"'):
         text: str = json.loads(raw)
         return text

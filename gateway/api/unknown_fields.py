@@ -11,9 +11,9 @@ from gateway.api.http_frame import warn
 
 logger = logging.getLogger("http")
 MAX_LOGGED = 256
-"""The most names that are logged."""
+"""The maximum number of names that are logged."""
 MAX_SHOWN = 8
-"""The most names in a warning."""
+"""The maximum number of names in a warning."""
 MAX_NAME_CHARS = 40
 
 

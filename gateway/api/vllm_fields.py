@@ -1,4 +1,4 @@
-"""vLLM's request fields that this server knows but does not support, each with the value that requests nothing.
+"""vLLM's request fields that this server knows but does not support, with the value of each that requests nothing.
 
 A field in these tables is refused unless it requests nothing. It is not ignored like an unknown field, because it would
 change the answer. A field that a body supports takes precedence over its entry here.

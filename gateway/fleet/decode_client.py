@@ -1,7 +1,7 @@
 """Sessions with decode workers: one bidirectional stream per worker carries all sequences.
 
 A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which calls each group's receiver
-with its outputs. A lost session fails its groups; they may be prefilled again. Does not interpret tokens.
+with its outputs. If a session is lost, its groups fail, and may be prefilled again. Does not interpret tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OnLoad = Callable[[str, WorkerLoad], None]
 
 
 class Receiver(Protocol):
-    """A receiver of one group's outputs as they are read. An exception that it raises ends the group's attempt, not the
+    """Receives one group's outputs as they are read. An exception that it raises ends the group's attempt, not the
     session.
     """
 
@@ -54,20 +54,20 @@ class SubmittedGroup:
         self.attempt = attempt
         self.receiver = receiver
         self.running = set(samples)
-        """Samples, or returned beams, that the worker has not ended and that were not cancelled."""
+        """Samples, or returned beams, that the worker has not ended and that have not been cancelled."""
         self.is_over = False
-        """Whether it takes no more outputs."""
+        """Whether the group accepts no more outputs."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: Exception | None = None
 
     def end(self) -> None:
-        """Ends the wait: the receiver has everything it wanted."""
+        """Ends the wait, because the receiver has everything that it needs."""
         self.is_over = True
         if not self._over.done():
             self._over.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Ends the wait with an error; no more outputs are taken. Has no effect after `end` or another failure."""
+        """Ends the wait with an error. No more outputs are accepted. Has no effect after `end` or another failure."""
         if not self.is_over:
             self._error = error
             self.end()
@@ -103,7 +103,7 @@ class DecodeSession:
         self._on_load = on_load
         self._groups: dict[int, SubmittedGroup] = {}
         self._next_handle = 1
-        # Bounded by the requests let in: each puts at most a submit and a cancel per sample.
+        # Bounded by the number of admitted requests: each adds at most one submit, and one cancel per sample.
         self._commands: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._reason = "session_lost"
         self._death: str | None = None
@@ -121,8 +121,8 @@ class DecodeSession:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
     def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
-        """Sends a group with its `attempt` filled in, and fills in the handle. The worker is finished with it when all
-        `samples` have ended.
+        """Sends a group with its `attempt` filled in, and fills in the handle. The group ends when all `samples` have
+        ended.
         """
         request.handle = self._next_handle
         self._next_handle += 1
@@ -189,7 +189,7 @@ class DecodeSession:
             while True:
                 await call.write(await self._commands.get())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader ends the session
+            call.cancel()  # the reader then ends the session
 
     def _dispatch(self, response: pb.SessionResponse) -> None:
         self._liveness.heard()
@@ -206,7 +206,7 @@ class DecodeSession:
             plain.handles, plain.attempts, plain.sample_indices, plain.output_indices, plain.token_ids, strict=True
         ):
             group = groups.get(handle)
-            if group is not last and last is not None:  # samples of a group come one after the other
+            if group is not last and last is not None:  # the tokens of a group's samples are adjacent
                 last.flush()
             last = group
             if group is None or group.attempt != attempt or group.is_over:
@@ -250,7 +250,7 @@ class SessionPool:
         self._limits = limits
         self._sessions: dict[str, DecodeSession] = {}
         self._retry_at: dict[str, float] = {}
-        """Sessions by address. A worker's successor has another address."""
+        """Time of the next attempt to connect, by address. A worker's successor has a different address."""
 
     def get(self, worker_id: str) -> DecodeSession | None:
         """Returns the session with a worker, if it is connected."""
@@ -261,8 +261,8 @@ class SessionPool:
         return self.get(record.worker_id) is not None
 
     def sync(self, records: Iterable[WorkerRecord]) -> None:
-        """Opens sessions with new workers and drops those that have ended. A worker that left the registry drains: it
-        keeps its session until its sequences are done.
+        """Opens sessions with new workers and drops those that have ended. A worker that has left the registry is
+        draining: it keeps its session until its sequences have ended.
         """
         now = time.monotonic()
         wanted = {r.worker_id: r for r in records if r.role == "decode"}

@@ -1,9 +1,10 @@
-"""Discovery: polls the registry in Redis, informs router and sessions, and looks up cached prefixes for routing.
+"""Discovery: polls the registry in Redis, informs the router and the sessions, and looks up cached prefixes for
+routing.
 
 All Redis calls run in threads, within a time budget. Without Redis the gateway routes by load alone, to the known
 workers. After a few unanswered lookups, requests skip them until a poll is answered within the time of a lookup. When
-Redis is back, it may have forgotten the workers, or they may have been unable to write to it. No worker therefore
-counts as gone until all have had time to register again.
+Redis comes back, its list of workers may be lost, or the workers may have been unable to write to it. No worker
+therefore counts as gone until all of them have had time to register again.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ logger = logging.getLogger("discovery")
 T = TypeVar("T")
 LOOKUP_BUDGET_S = 0.05
 MAX_UNANSWERED = 3
-"""Number of consecutive lookups without an answer that opens the breaker. A single one may have met a busy Redis."""
+"""Number of consecutive unanswered lookups that opens the breaker. A single one may only mean that Redis was busy."""
 FIRST_POLL_S = 0.05
-"""Interval between polls while there is no worker: a start ends when the first one joins."""
+"""Interval between polls while there is no worker. It is short, because a start is complete when the first one joins.
+"""
 GRACE_S = 5.0
-"""How long after Redis was silent, or forgot, missing workers are not considered gone. They publish every second."""
+"""Time after Redis has been silent or has lost its data during which missing workers do not count as gone. Workers
+publish every second.
+"""
 
 
 class Discovery:
@@ -98,8 +102,9 @@ class Discovery:
     async def cached_tokens(
         self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes, public_tokens: int = 0
     ) -> dict[str, int]:
-        """Returns how many leading tokens of the prompt each arena's index has. The result is empty if there is no
-        answer in time, and at once while the breaker is open (`breaker.num_refused` counts these calls).
+        """Returns the number of leading tokens of the prompt that each arena's index contains. The result is empty if
+        there is no answer in time; it is empty at once while the breaker is open (`breaker.num_refused` counts these
+        calls).
         """
         if self.breaker.refuses():
             return {}
@@ -125,7 +130,7 @@ class Discovery:
     def _lookup_failed(self, error: Exception) -> None:
         self.fallbacks.note("lookup", f"{type(error).__name__}; routing by load alone")
         if not isinstance(error, TimeoutError | LedgerUnavailable):
-            return  # Redis answered: the ledger was rebuilt, which the next poll sees
+            return  # Redis answered: the ledger has been rebuilt, which the next poll will notice
         self._unanswered += 1
         if self._unanswered >= MAX_UNANSWERED:
             self._unanswered = 0

@@ -1,6 +1,6 @@
 """Decides from the messages on one stream whether a worker is alive (`worker.heartbeat` sends them).
 
-If this process itself was stopped or its loop was busy, that time does not count against the worker.
+Time during which this process was stopped, or its loop was busy, does not count against the worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LivenessLimits:
     silence_s: float = 2.25
     """Limit without any message, heartbeats included: the process is frozen, or its host is gone."""
     stall_s: float = 60.0
-    """Limit with heartbeats but without a step, although the worker has work of ours."""
+    """Limit with heartbeats but without a step, although the worker has work from this gateway."""
 
 
 class Liveness:

@@ -36,7 +36,7 @@ class _Peer:
     channel: grpc.aio.Channel
     stub: prefill_pb2_grpc.PrefillServiceStub
     stamp: Stamp
-    """Version of the certificates that the channel shows."""
+    """Version of the certificates that the channel uses."""
     num_calls: int = 0
 
 
@@ -48,7 +48,7 @@ class PrefillClient:
     def __init__(
         self, on_load: OnLoad, silence_s: float, trust: Trust = NO_TRUST, on_unread: OnUnread = lambda _: None
     ) -> None:
-        """`on_unread` receives a response that had arrived when its reader was cancelled."""
+        """`on_unread` receives a response that had already arrived when its reader was cancelled."""
         self._on_load = on_load
         self._on_unread = on_unread
         self._silence_s = silence_s
@@ -80,7 +80,7 @@ class PrefillClient:
         raise WorkerLost("prefill_ended")
 
     async def keep(self, addresses: Iterable[str]) -> None:
-        """Closes channels to workers that are gone and have no open call, and those that show old certificates."""
+        """Closes channels without an open call to workers that are gone, and channels that use old certificates."""
         wanted, stamp = set(addresses), self._trust.stamp
         idle = [(address, peer) for address, peer in self._peers.items() if not peer.num_calls]
         for address in [a for a, peer in idle if a not in wanted or (stamp and peer.stamp != stamp)]:
@@ -116,7 +116,7 @@ async def _unless_silent(call: _Call, limit_s: float, on_unread: OnUnread) -> As
     liveness.start()
     try:
         while not is_lost:
-            read = asyncio.create_task(call.read())  # of its own, so that a response outlives its reader
+            read = asyncio.create_task(call.read())  # a separate task, so that a response outlives its reader
             await asyncio.wait({read})
             if read.cancelled():
                 read = None

@@ -1,9 +1,9 @@
 """Chooses the prefill and the decode worker of a request. Plain Python: no I/O, the time is an argument.
 
-Prefill: the worker that has the fewest prompt tokens to do until this prompt is done (queued tokens + blocks to
-compute). Decode: the worker that has the fewest sequences for its size. Load is counted at dispatch, because reports
-come late, and the larger of count and report is used. Ties go to the worker that was picked longest ago, so that load
-spreads.
+Prefill: the worker that has the fewest prompt tokens to compute until this prompt is complete (queued tokens + blocks
+to compute). Decode: the worker that has the fewest sequences for its size. Load is counted at dispatch, because reports
+arrive late, and the larger of the count and the report is used. If several workers are equal, the one that was picked
+longest ago is chosen, so that the load is spread.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from common.types import WorkerLoad, WorkerRecord
 
 SUSPECT_S = 2.0
-"""How long a worker that has failed a request is passed over while there are others."""
+"""Time for which a worker that has failed a request is avoided while there are others."""
 UNREACHABLE_S = 4.0
-"""How long a prefill worker that could not be reached gets nothing at all: longer than the registry lists dead workers.
-Its successor has another address and is used at once.
+"""Time for which a prefill worker that could not be reached gets no requests. It is longer than the registry lists dead
+workers. The worker's successor has a different address and is used at once.
 """
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
@@ -31,9 +31,9 @@ class WorkerState:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     load_at: float = float("-inf")
     dispatched_tokens: int = 0
-    """Prompt tokens that this gateway has sent and that are not done (prefill)."""
+    """Number of prompt tokens that this gateway has sent and that have not been prefilled."""
     dispatched_sequences: int = 0
-    """Sequences that this gateway has sent and that have not ended."""
+    """Number of sequences that this gateway has sent and that have not ended."""
     suspect_until: float = float("-inf")
     unreachable_until: float = float("-inf")
     picked: int = 0
@@ -68,12 +68,12 @@ class Router:
                 self.report(worker_id, record.load, now)
 
     def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
-        """Takes a load report from a worker."""
+        """Records a load report from a worker."""
         if (state := self.workers.get(worker_id)) is not None:
             state.load, state.load_at = load, now
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """Notes that the worker failed a request. Routing avoids it for a while."""
+        """Notes that the worker has failed a request. Routing avoids it for a while."""
         if (state := self.workers.get(worker_id)) is not None:
             state.suspect_until = now + SUSPECT_S
 
@@ -96,7 +96,8 @@ class Router:
     def pick_prefill(
         self, prompt_len: int, cached_tokens: Mapping[str, int], now: float, usable: Callable[[WorkerRecord], bool]
     ) -> WorkerState | None:
-        """Picks the prefill worker with the least to do before the prompt is done, or None if none has a partner.
+        """Picks the prefill worker with the fewest tokens to compute until the prompt is complete, or None if no worker
+        has a partner.
 
         `cached_tokens` is by arena: any worker of an arena finds a prefix that another has filled. `usable` says
         whether a decode worker can be reached.
@@ -115,7 +116,7 @@ class Router:
     def pick_decode(
         self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool]
     ) -> WorkerState | None:
-        """Picks the decode worker with the fewest sequences for its size, among those that take the prefill worker's
+        """Picks the decode worker with the fewest sequences for its size, among those that accept the prefill worker's
         tickets and are `usable` for the group.
         """
         candidates = [d for d in self._decodes_for(prefill) if usable(d.record)]
@@ -126,15 +127,15 @@ class Router:
         return sum(d.record.max_num_seqs for d in self._of_role("decode"))
 
     def max_model_len(self) -> int | None:
-        """Returns the longest sequence that every worker accepts, or None without workers."""
+        """Returns the length of the longest sequence that every worker accepts, or None if there are no workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
     def _of_role(self, role: str) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]
 
     def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
-        """Returns the decode workers for a prefill worker's tickets. They must have the same pairing fingerprint and,
-        for now, be in the same arena.
+        """Returns the decode workers that accept a prefill worker's tickets. They must have the same pairing
+        fingerprint and, for now, be in the same arena.
         """
         pair = (prefill.pairing, prefill.arena_id)
         return [d for d in self._of_role("decode") if (d.record.pairing, d.record.arena_id) == pair]

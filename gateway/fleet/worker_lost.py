@@ -1,5 +1,5 @@
-"""The error that sends a request to workers again. It stays in the gateway: clients see a pause, or a status at the
-end.
+"""The error after which a request is sent to workers again. It stays in the gateway: clients see a pause, or in the end
+a status.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GIVEN_BACK = "given_back"
 
 
 class WorkerLost(Exception):
-    """An attempt that ended without an answer. The request may be prefilled again.
+    """An attempt ended without an answer. The request may be prefilled again.
 
     The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
     each such attempt has produced at least one token (a beam search returns only when it can reach its end). `final` is
-    the client's error if no attempt is left. `unreachable` means that no process accepted the request. That is not
-    counted either, and the worker gets no other request until the registry has had time to drop it.
+    the client's error if no attempt is left. `unreachable` means that no process accepted the request. Such an attempt
+    is not counted either, and the worker gets no other request until the registry has had time to remove it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkerLost(Exception):
 
 
 def incarnation(worker: WorkerRecord) -> str:
-    """Returns a name for one incarnation of a worker process. Its successor has another name or address."""
+    """Returns a name for one incarnation of a worker process. The successor has a different name or address."""
     return f"{worker.worker_id.removesuffix('.' + worker.role)}@{worker.address}"
 
 
@@ -65,7 +65,9 @@ def is_death(error: grpc.aio.AioRpcError) -> bool:
 
 
 def queue_full(role: str) -> WorkerLost:
-    """Returns the error for a worker whose queue is full: try another, or the same one later."""
+    """Returns the error for a worker whose queue is full: the caller should try a different worker, or the same one
+    later.
+    """
     return WorkerLost(
         "queue_full", final=ResourceExhausted(f"the queues of all {role} workers are full", retry_after_s=1.0)
     )

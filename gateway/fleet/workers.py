@@ -1,4 +1,4 @@
-"""All workers as one object: which are ready, which gets a request, and the connections to them.
+"""All workers as one object: which workers are ready, which one gets a request, and the connections to them.
 
 Joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted here, at dispatch.
 """
@@ -31,10 +31,10 @@ Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes, int], Awaitable
 EndTicket = Callable[[Ticket], Coroutine[Any, Any, None]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
-"""Sequences at the workers beyond those that decode can batch: the ones in prefill."""
+"""Number of sequences at the workers beyond those that decode can batch, because some are in prefill."""
 ROOM_PER_SEQUENCE = 2
-"""Free blocks required per sequence of a returning group, besides those it had. With fewer it would soon be given back
-again.
+"""Free blocks required per sequence of a returning group, in addition to those that it had. With fewer, it would soon
+be given back again.
 """
 
 
@@ -67,13 +67,14 @@ class Workers:
         self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
-        """What the decode workers take; if there are none, what the last ones took. A request too large for them is
-        better refused than admitted to wait for them.
+        """The group sizes that the decode workers accept; if there are no workers, the sizes that the last ones
+        accepted. A request that is too large for them is refused at once instead of being admitted and waiting for
+        them.
         """
         self._lookup: Lookup | None = None
         self._end_ticket: EndTicket | None = None
         self._promised: dict[Place, int] = {}
-        """Blocks promised to returning groups, until decode has the groups and reports what is left."""
+        """Blocks promised to returning groups, until decode has the groups and reports the remaining blocks."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
@@ -82,7 +83,7 @@ class Workers:
         self._end_ticket = end_ticket
 
     def on_records(self, records: list[WorkerRecord]) -> None:
-        """Takes the registry's list after every poll."""
+        """Receives the registry's list after every poll."""
         self._router.update(records, time.monotonic())
         self.group_rooms = rooms_of(records) or self.group_rooms
         self._sessions.sync(records)
@@ -111,7 +112,7 @@ class Workers:
         return self._router.workers
 
     def gate_capacity(self) -> int:
-        """Returns how many sequences may be at workers at a time."""
+        """Returns how many sequences may be at the workers at a time."""
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
     def holds(self, need: GroupNeed) -> bool:
@@ -133,7 +134,7 @@ class Workers:
         return state.record
 
     def failed(self, worker: WorkerRecord) -> bool:
-        """Returns whether a picked worker has left since, or has failed other requests."""
+        """Returns whether a worker, since it was picked, has left or has failed other requests."""
         return self._router.failed(worker, time.monotonic())
 
     async def prefill(
@@ -157,9 +158,7 @@ class Workers:
                 state.dispatched_tokens -= num_tokens
 
     def give_up(self, ticket: types_pb.Ticket) -> None:
-        """Gives up a ticket that no decode worker will get, so that its blocks need not wait for the end of its
-        lease.
-        """
+        """Gives up a ticket that no decode worker will get, so that its blocks are released before its lease ends."""
         if self._end_ticket is not None:
             self._keep(asyncio.create_task(self._end_ticket(convert.ticket_from_pb(ticket))))
 
@@ -184,7 +183,7 @@ class Workers:
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:
             needed, load = num_blocks(state.record.block_size), state.load
-            room = ROOM_PER_SEQUENCE * place.weight + load.num_running  # else it is soon given back again
+            room = ROOM_PER_SEQUENCE * place.weight + load.num_running  # otherwise it would soon be given back again
             free = load.free_blocks - sum(self._promised.values()) - room
             if not load.total_blocks or free >= needed or self._nothing_there:
                 self._promised[place] = needed
@@ -192,7 +191,7 @@ class Workers:
         return not usable
 
     def keep_promise(self, place: Place) -> None:
-        """Ends a promise: the group has its blocks or no longer wants them."""
+        """Ends a promise, because the group has its blocks or no longer needs them."""
         self._promised.pop(place, None)
 
     async def close(self) -> None:

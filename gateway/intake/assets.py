@@ -21,7 +21,7 @@ UNLIMITED = 32_768
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling defaults of generation_config.json, as vLLM takes them (do_sample is ignored)."""
+    """Sampling defaults from generation_config.json, used as in vLLM (do_sample is ignored)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -37,23 +37,23 @@ READ = ("config.json", "generation_config.json", "tokenizer_config.json", "token
 
 @dataclass(frozen=True, slots=True)
 class ModelAssets:
-    """One model as clients see it."""
+    """A model as clients see it."""
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
     """Token ids below this are accepted. It is the model's vocabulary, not the tokenizer's, which may be smaller."""
     max_position: int
-    """max_position_embeddings: the longest sequence, as long as no worker says otherwise. Models without attention have
-    no such limit in their config.
+    """max_position_embeddings: the longest sequence, unless a worker states a different length. The config of a model
+    without attention has no such limit.
     """
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
     tool_template: str | None = None
-    """A template of its own for requests with tools, if the model has one."""
+    """A separate template for requests with tools, if the model has one."""
     longest_token: int = 64
-    """Bytes of the longest token. A text longer than max_model_len of them cannot fit."""
+    """Bytes of the longest token. A text longer than max_model_len times this number cannot fit."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """bos_token, eos_token and so on, for the chat template."""
 
@@ -116,7 +116,7 @@ def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens of the first config that names any, as one id or a list."""
+    """Returns the end-of-sequence tokens of the first config that names any, either as one id or as a list."""
     for config in configs:
         value = config.get("eos_token_id")
         if isinstance(value, int):
@@ -136,8 +136,9 @@ def _defaults(generation: Mapping[str, Any], path: Path) -> GenerationDefaults:
 
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
-    """Returns the template with this name. "default" is chat_template.jinja, others are in additional_chat_templates;
-    else the entry of tokenizer_config.json (a string, which is the default, or a list with names).
+    """Returns the template with this name. "default" is chat_template.jinja; others are in additional_chat_templates.
+    If there is no such file, returns the entry in tokenizer_config.json (a string, which is the default, or a list with
+    names).
     """
     file = path / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.exists():

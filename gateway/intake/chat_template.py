@@ -1,6 +1,6 @@
-"""Chat templates in a sandbox: messages and tools in, prompt text out, as `apply_chat_template` of transformers does.
+"""Chat templates in a sandbox: messages and tools in, prompt text out, as with `apply_chat_template` in transformers.
 
-A template comes with a model's files; messages, tools and variables come from clients. The template therefore runs
+A template is one of the model's files; messages, tools and variables come from clients. The template therefore runs
 without access to other objects and within a limit on processor time. The limit is checked between pieces of its output:
 a loop without output is stopped only by the sandbox's limit on ranges.
 """
@@ -22,7 +22,7 @@ from common.errors import InvalidArgument, StartupError
 from gateway.intake.limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_CPU_S
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names that templates have for the reasoning of an earlier answer."""
+"""The names that templates use for the reasoning in an earlier answer."""
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of a message that is to be continued. Transformers uses the same text."""
 

@@ -3,7 +3,8 @@
 It loads the tokenizer once and forks for every grammar. The child compiles under limits of CPU time, stack and address
 space, so a grammar that makes the compiler loop or crash ends only its own child.
 
-Standard input has one trial per line (`TRIAL`), standard output one verdict per line: `{"id": 1, "error": null}`.
+Standard input contains one trial per line (`TRIAL`), and standard output one verdict per line:
+`{"id": 1, "error": null}`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CRASHED = "cannot be compiled: it is nested too deeply or needs too much memory
 
 def main(directory: str, vocab_size: int) -> None:
     """Serves trials until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end is the end of standard input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway; when it ends, so does standard input
     tokenizer, failure = _load(directory, vocab_size)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -98,7 +99,7 @@ def _bound() -> None:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Reports verdicts for children that were killed by a signal. The others have reported their own."""
+    """Reports verdicts for children that were killed by a signal. The other children have reported their own."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:

@@ -28,7 +28,7 @@ MAX_WAITING = 64
 PATIENCE_S = 10.0
 """Wall time limit of a trial. Wall time exceeds CPU time only if the machine is overloaded."""
 NUM_TRIES = 2
-"""Number of times that a trial is attempted if the process ends."""
+"""Number of times that a trial is attempted if the process ends during the trial."""
 _ROOT = Path(__file__).parents[2]
 logger = logging.getLogger("gateway")
 
@@ -37,7 +37,7 @@ class GrammarTrials:
     """Decides whether workers can use a grammar. Runs in the event loop."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
-        """`directory` is the model's, `vocab_size` the number of columns of its logits."""
+        """`directory` is the model's directory, and `vocab_size` is the number of columns of its logits."""
         self._command = [sys.executable, "-m", "gateway.intake.grammar_process", str(directory), str(vocab_size)]
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[str | None]] = {}

@@ -1,9 +1,9 @@
 """Determines how many sequences a request runs, and whether workers accept that many: n, best_of and beam searches.
 
 The two protocols express a beam search in different ways. gRPC uses `beam_width`: n of these beams are returned, or all
-if n is absent. HTTP uses `use_beam_search` with `best_of` beams (absent: n) and returns n of them (absent: 1), as in
-vLLM. A width of 1 is a beam search too. Samples are never ranked, so `best_of` without a beam search must equal n. Does
-not depend on protobuf or JSON.
+of them if n is absent. HTTP uses `use_beam_search` with `best_of` beams (default: n) and returns n of them (default:
+1), as in vLLM. A search of width 1 is also a beam search. Samples are never ranked, so `best_of` without a beam search
+must equal n. Does not depend on protobuf or JSON.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from gateway.intake.limits import RANGES, Checker
 from gateway.intake.wanted import Wanted
 
 _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
-"""Parameters that shape random draws. A beam search draws nothing, so it accepts only values of them that change
-nothing.
-"""
+"""Parameters that shape random draws. A beam search draws nothing, so it accepts only values that have no effect."""
 
 
 def rooms_of(records: Iterable[WorkerRecord]) -> set[GroupRoom]:
@@ -48,7 +46,9 @@ def num_sequences(wanted: Wanted) -> int:
 
 
 def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupRoom]) -> None:
-    """Checks everything that does not depend on the prompt's length. Without `limits` (no workers) any width passes."""
+    """Checks everything that does not depend on the prompt's length. If there are no `limits`, because there are no
+    workers, any width passes.
+    """
     checker.number("n", wanted.n)
     checker.number("length_penalty", wanted.length_penalty)
     stopping = wanted.early_stopping
@@ -93,8 +93,8 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
 def max_tokens_within(
     wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
-    """Returns `max_tokens` or, if `clip` and if that is less, the number of tokens for which some decode worker has
-    blocks.
+    """Returns `max_tokens` or, if `clip` is set and this number is smaller, the number of tokens for which some decode
+    worker has blocks.
 
     Raises InvalidArgument if no decode worker could ever hold the group.
     """

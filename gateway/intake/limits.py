@@ -1,4 +1,4 @@
-"""The one table of all limits of a request, used by both gRPC and HTTP.
+"""The table of all limits of a request, used by both gRPC and HTTP.
 
 Every violation names the field and the limit. Values are Python numbers and strings, so this module does not depend on
 protobuf or JSON. temperature is at most 2, as in OpenAI's API (vLLM has no maximum). top_k accepts -1 and 0 for "off",
@@ -19,9 +19,9 @@ from common.errors import FieldViolation, InvalidArgument
 Number = int | float
 MAX_PROMPT_BYTES = 4 << 20
 MIN_PROMPT_BYTES = 64 << 10
-"""Bounds of the limit on a prompt's bytes, which is max_model_len times the longest token."""
+"""Minimum and maximum of the limit on a prompt's bytes, which is max_model_len times the longest token."""
 MAX_BODY_BYTES = 16 << 20
-"""Maximum of the limit on a body's bytes, which follows from the one on its prompts."""
+"""Maximum of the limit on a body's bytes, which follows from the limit on its prompts."""
 BODY_SLACK_BYTES = 256 << 10
 """Bytes of a body for everything that is not a prompt."""
 MAX_FIELD_BYTES = 64 << 10
@@ -33,7 +33,7 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 << 10
 """Bytes of a request's tools, as JSON."""
 MAX_VIOLATIONS = 16
-"""Number of violations after which the search ends: a client fixes the first ones first."""
+"""Number of violations after which the search ends, because a client fixes the first ones first."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -51,7 +51,7 @@ TOO_LONG = "context_length_exceeded"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval of finite numbers. It includes its ends, except for the low one if `above_low`."""
+    """An interval of finite numbers. It includes its ends, except for the lower end if `above_low` is set."""
 
     low: Number
     high: Number
@@ -118,7 +118,7 @@ class Checker:
 
     def number(self, name: str, value: Number | None, limit: Range | None = None) -> None:
         """Checks that a number is within its range of the table. None means "not given" and passes. NaN and infinity
-        never do.
+        never pass.
         """
         limit = RANGES[name] if limit is None else limit
         if value is not None and value not in limit:
@@ -147,7 +147,7 @@ class Checker:
                 self._bytes(name, text, MAX_STOP_BYTES)
 
     def token_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Checks that all ids are within the vocabulary. Reports the first that is not."""
+        """Checks that all ids are within the vocabulary. Reports the first one that is not."""
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
             index = next(i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size)
             self.refuse(

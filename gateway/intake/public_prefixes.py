@@ -1,7 +1,7 @@
 """Prompt prefixes that an operator has declared public. Tenants share only the blocks of these prefixes.
 
 A file is a JSON array. An item is a text, or the first messages of a conversation (a system prompt), which the model's
-chat template turns into a prompt. Token ids are compared: the part that a prompt has in common with one of these
+chat template turns into a prompt. Token ids are compared, and the part that a prompt has in common with one of these
 prefixes is public. Does not depend on hashes.
 """
 
@@ -27,7 +27,7 @@ class PublicPrefixes:
         self._prefixes = [list(prefix) for prefix in prefixes]
 
     def common_tokens(self, prompt_ids: Sequence[int]) -> int:
-        """Returns how many leading tokens of a prompt are public."""
+        """Returns the number of leading tokens of a prompt that are public."""
         return max((_common(prompt_ids, prefix) for prefix in self._prefixes), default=0)
 
 

@@ -1,4 +1,4 @@
-"""A request that has been checked: prompt ids, sampling, stopping, and the tenant that it counts for."""
+"""A request that has been checked: prompt ids, sampling, stopping, and the tenant to which it belongs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ResolvedRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     stopping: StoppingParams
-    """stop_token_ids includes the model's end tokens unless ignore_eos."""
+    """stop_token_ids includes the model's end tokens unless ignore_eos is set."""
     timeout_s: float
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -32,11 +32,11 @@ class ResolvedRequest:
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""
     cache_quota: CacheQuota | None = None
-    """The tenant's limit of cached blocks, if it has one."""
+    """The tenant's limit on cached blocks, if it has one."""
 
     @property
     def cost(self) -> int:
-        """The most tokens that the request can take, for fair shares: its prompt, and the outputs of all its
-        sequences.
+        """The largest number of tokens that the request can take, for fair shares: its prompt plus the outputs of all
+        its sequences.
         """
         return len(self.prompt_ids) + self.sampling.width * self.stopping.max_tokens

@@ -18,7 +18,7 @@ class Salts:
     secret: bytes = field(repr=False)
 
     def derive(self, tenant: str, cache_salt: str | None) -> bytes:
-        """Returns the salt. It is empty, the public salt, for a request with neither tenant nor salt."""
+        """Returns the salt. For a request with neither tenant nor salt it is empty, which is the public salt."""
         if not tenant and cache_salt is None:
             return b""
         fields = [tenant.encode(), b"" if cache_salt is None else b"1" + cache_salt.encode()]

@@ -1,4 +1,6 @@
-"""Checks a request for structured output before its grammar is compiled: sizes, and options that it excludes."""
+"""Checks a request for structured output before its grammar is compiled: sizes, and options that cannot be combined
+with it.
+"""
 
 from __future__ import annotations
 

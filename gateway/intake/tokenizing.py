@@ -1,4 +1,4 @@
-"""Text to token ids and back, in a thread if it takes long. Does not depend on requests.
+"""Converts text to token ids and back, in a thread if that takes long. Does not depend on requests.
 
 `tokenizers` releases the interpreter lock while it works, so a thread is enough. Short texts are handled in place,
 because handing them to a thread costs more than the work (about 0.3 ms per 1,000 characters here).
@@ -24,7 +24,7 @@ INLINE_IDS = 256
 
 
 def chat_templates(assets: ModelAssets) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """Returns the model's chat template and the one for requests with tools, which is usually the same."""
+    """Returns the model's chat template and the template for requests with tools, which is usually the same one."""
     if assets.chat_template is None:
         return None, None
     plain = ChatTemplate(assets.chat_template, assets.special_tokens)
@@ -51,8 +51,8 @@ class TokenizerPool:
         return await self.in_thread(lambda: self._encode(text, add_special_tokens))
 
     async def encode_chat(self, prompt: ChatPrompt, *, add_special_tokens: bool) -> tuple[str, list[int]]:
-        """Returns prompt text and token ids of a conversation. Raises InvalidArgument without a template or if it
-        refuses.
+        """Returns the prompt text and token ids of a conversation. Raises InvalidArgument if there is no template, or
+        if the template refuses.
         """
         template = self._tool_template if prompt.tools else self._template
         if template is None:

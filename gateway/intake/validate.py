@@ -66,7 +66,7 @@ class Validator:
         self._try_grammar: Callable[[str, StructuredOutput], Awaitable[None]] = _refuse_grammar
 
     def use_grammars(self, check: Callable[[str, StructuredOutput], Awaitable[None]]) -> None:
-        """Sets the function that tries a grammar: `GrammarTrials.check`. Without it, none is accepted."""
+        """Sets the function that tries a grammar: `GrammarTrials.check`. Without it, no grammar is accepted."""
         self._try_grammar = check
 
     def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
@@ -86,7 +86,7 @@ class Validator:
         check_group(checker, wanted, self._group_rooms())
         check_structured(checker, wanted)
         self._check_prompt(checker, wanted)
-        if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would make a prompt of it
+        if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would turn it into a prompt
             checker.refuse(wanted.prompt_field, "must not be empty")
         checker.finish()
         if wanted.structured is not None:
@@ -103,7 +103,7 @@ class Validator:
         return self._resolved(wanted, tenant, text, ids)
 
     def _kept_tokens(self, wanted: Wanted) -> int | None:
-        """Returns how many tokens at the prompt's end are kept, or None for all."""
+        """Returns how many tokens at the end of the prompt are kept, or None for all tokens."""
         if wanted.truncate_prompt_tokens != -1:
             return wanted.truncate_prompt_tokens
         default = 1 if isinstance(wanted.prompt, ChatPrompt) else DEFAULT_MAX_TOKENS
@@ -134,7 +134,7 @@ class Validator:
 
     async def detokenize(self, ids: Sequence[int], name: str) -> str:
         limit = self._max_text_bytes()
-        if len(ids) > limit:  # more than any text that is taken has
+        if len(ids) > limit:  # more than any accepted text has
             raise InvalidArgument.of(name, f"must hold at most {limit} ids, got {len(ids)}")
         checker = self.checker()
         checker.token_ids(name, ids)
@@ -163,8 +163,8 @@ class Validator:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
 
     def _max_text_bytes(self) -> int:
-        """Returns the longest text that is tokenized; longer ones cannot fit. Rounded up, because normalizing may
-        shorten a text.
+        """Returns the size of the longest text that is tokenized; longer texts cannot fit. The size is rounded up,
+        because normalizing may shorten a text.
         """
         return min(MAX_PROMPT_BYTES, max(MIN_PROMPT_BYTES, self._max_model_len() * self._assets.longest_token))
 

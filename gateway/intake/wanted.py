@@ -26,10 +26,10 @@ class ChatPrompt:
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools as OpenAI's API describes them."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables for the template."""
+    """Additional variables for the template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """Whether the output goes on with the last message, instead of beginning an answer."""
+    """Whether the output continues the last message instead of beginning an answer."""
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -58,14 +58,14 @@ class Wanted:
     best_of: int | None = None
     beam_width: int | None = None
     use_beam_search: bool = False
-    """Beam search as HTTP spells it, with best_of or n beams. gRPC gives a beam_width instead."""
+    """A beam search as requested over HTTP, with best_of or n beams. gRPC gives a beam_width instead."""
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     structured: StructuredOutput | None = None
     structured_field: str = "structured_output"
     """Name of the client's field that holds `structured`."""
     structured_after: Callable[[str], StructuredOutput] | None = None
-    """Returns `structured`, if that depends on the prompt's text."""
+    """Returns the value for `structured`, if that depends on the prompt's text."""
     shown_special: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that are part of the output's text, each with its own text."""
     max_tokens: int | None = None
@@ -78,7 +78,7 @@ class Wanted:
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     truncate_prompt_tokens: int | None = None
-    """How many tokens at the prompt's end are kept; -1: as many as leave room for the output."""
+    """Number of tokens at the end of the prompt that are kept. -1: as many as leave room for the output."""
     cache_salt: str | None = None
     priority: int | None = None
     timeout_s: float | None = None

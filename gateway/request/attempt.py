@@ -1,6 +1,6 @@
 """One attempt at a request: prefill on one worker, hand-over, decode on another.
 
-Decode's tokens are pushed: the session with the worker calls `_Decoding`, which adds them to the request's state and
+Decode pushes its tokens: the session with the worker calls `_Decoding`, which adds them to the request's state and
 flushes its outlet. The request's own task waits only until every sample has ended, or until something ends the attempt.
 """
 
@@ -34,7 +34,7 @@ NO_PAIR = "no pair of prefill and decode workers is ready"
 
 @dataclass(frozen=True, slots=True)
 class _Prefilled:
-    """The result of an attempt's first half, for the second."""
+    """The result of an attempt's prefill, which decode continues."""
 
     worker: WorkerRecord
     done: prefill_pb2.PrefillDone
@@ -43,7 +43,7 @@ class _Prefilled:
 
 @dataclass(slots=True)
 class _PendingTicket:
-    """A ticket on its way from prefill to decode. It is given up unless it arrives."""
+    """A ticket on its way from prefill to decode. If it does not arrive, it is given up."""
 
     workers: Workers
     ticket: types_pb.Ticket | None
@@ -63,7 +63,7 @@ class Attempts:
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, recover_s: float
     ) -> None:
-        """`recover_s` is how long a request waits for a worker that can take it."""
+        """`recover_s` is the time for which a request waits for a worker that can accept it."""
         self._workers = workers
         self._gate = gate
         self._isolation = isolation
@@ -73,7 +73,7 @@ class Attempts:
     async def run(self, state: RequestState, place: Place) -> None:
         """Prefills, hands over and decodes until every sample has ended.
 
-        Raises WorkerLost if another attempt is possible, any other LooseleafError if not.
+        Raises WorkerLost if a further attempt is possible, and any other LooseleafError if not.
         """
         state.decoded_from = state.output_len
         with ExitStack() as held:
@@ -109,14 +109,14 @@ class Attempts:
         """Returns a prefill worker that the request may be sent to now."""
         worker = await self._pick_prefill(state)
         isolation = await self._isolation.enter(state.digest, incarnation(worker))
-        if self._workers.failed(worker):  # while this waited for its turn
+        if self._workers.failed(worker):  # while this request waited for its turn
             isolation.leave()
             worker = await self._pick_prefill(state)
             isolation = await self._isolation.enter(state.digest, incarnation(worker))
         return worker, isolation
 
     async def _pick_prefill(self, state: RequestState) -> WorkerRecord:
-        """Picks a prefill worker that has a reachable partner. Waits for one if workers were lost a moment ago."""
+        """Picks a prefill worker that has a reachable partner. Waits for one if workers have just been lost."""
         request, need, began = state.request, state.need, time.monotonic()
         while True:
             worker = await self._workers.pick_prefill(request, need)
@@ -166,7 +166,7 @@ class Attempts:
         self._account(state, prefilled, place.session)
         timer = asyncio.get_running_loop().call_later(left_s, group.fail, too_late(state.request.timeout_s))
         try:
-            state.outlet.flush()  # decode has the ticket: prefill's tokens may go out
+            state.outlet.flush()  # decode has the ticket, so prefill's tokens may be sent
             await group.wait()
         except WorkerLost as lost:
             state.took(decode_ns=_since_ns(decoding.began))
@@ -197,7 +197,7 @@ class _Decoding:
         self._some_ended = False
         """Whether a sample has ended since the last flush."""
         self._timings: types_pb.Timings | None = None
-        """The account as the worker keeps it."""
+        """The timings that the worker reported."""
 
     def submit(self, message: decode_pb2.Submit, going: list[Sample]) -> SubmittedGroup:
         group = self._group = self._session.submit(message, [sample.index for sample in going], self)
@@ -219,7 +219,7 @@ class _Decoding:
             self._some_ended, self._timings = True, output.timings
 
     def flush(self) -> None:
-        if self._isolation is not None:  # the first step with it is over
+        if self._isolation is not None:  # the first step with this group is over
             self._isolation.leave()
             self._isolation = None
         if self._some_ended:
@@ -241,8 +241,8 @@ class _Decoding:
         self._session.cancel_sample(self._group, sample)
 
     def _add_decode_time(self) -> None:
-        """Adds the worker's account of the decode time, or the gateway's if the worker sent none (after a
-        stop string).
+        """Adds the decode time that the worker reported, or the gateway's measurement if the worker reported none
+        (after a stop string).
         """
         timings = self._timings
         if timings is not None and timings.decode_ns:

@@ -23,12 +23,12 @@ class Summary:
 
 @dataclass(slots=True)
 class Delta:
-    """The output of one sample in one message. The sample's last delta has `finish_reason`; the request's last one also
-    has `summary`.
+    """The output of one sample in one message. The sample's last delta has `finish_reason`; the request's last delta
+    also has `summary`.
     """
 
     index: int = 0
-    """The sample's number; in a beam search the beam's rank."""
+    """The sample's number, or, in a beam search, the beam's rank."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
@@ -39,6 +39,6 @@ class Delta:
     beam_score: float | None = None
     summary: Summary | None = None
     is_first: bool = False
-    """Whether this is the first the client sees of the sample. Set when the delta leaves, as is `plain`."""
+    """Whether this is the sample's first delta that the client sees. Set when the delta is sent, as is `is_plain`."""
     is_plain: bool = False
-    """Whether it is from the middle of a sample and has only tokens and their text, as most deltas do."""
+    """Whether the delta is from the middle of a sample and has only tokens and their text. Most deltas are plain."""

@@ -1,14 +1,14 @@
-"""Converts token ids to text as they come, without splitting characters. Also gives the text of single tokens.
+"""Converts token ids to text as they arrive, without splitting characters. Also gives the text of single tokens.
 
 This is the offset method of TGI and vLLM: decode a short window of tokens whose beginning has already been output (a
 decoder may treat the first token of a text differently), and output the new part. An unfinished character appears as
 U+FFFD at the end and is held back, for at most three tokens, because no character has more than four bytes. Bytes that
 are not valid UTF-8 therefore do not block the text. The pieces together equal the full decode. There is one exception:
-a byte-fallback decoder turns a whole run of bytes into U+FFFD if any is wrong. The pieces can differ if a wrong byte,
-or a literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
+a byte-fallback decoder turns a whole run of bytes into U+FFFD if any byte in it is wrong. The pieces can differ if a
+wrong byte, or a literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
 
-There is a fast path for decoders in which a token always stands for the same bytes (byte-level BPE). It decodes only an
-unfinished character again, and its pieces are exactly the full decode.
+There is a fast path for decoders in which a token always stands for the same bytes (byte-level BPE). It decodes only
+unfinished characters again, and its pieces together are exactly the full decode.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Detokenizers:
 
 
 class TokenBytes:
-    """The bytes that each token stands for under a byte-level decoder, each computed once. With `skip_special`, special
-    tokens have no bytes.
+    """The bytes that each token stands for under a byte-level decoder. They are computed once per token. With
+    `skip_special`, special tokens have no bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -134,7 +134,7 @@ class Detokenizer:
         self._ids = list(prompt_ids[-MAX_CONTEXT_IDS:])
         self._ids, text = self._context()
         self._emitted = len(text.rstrip(REPLACEMENT))
-        """Number of characters of the window's text that have been put out."""
+        """Number of characters of the window's text that have been output."""
         self._pending = 0
         """Number of tokens since the text last ended with a whole character."""
 
@@ -159,7 +159,7 @@ class Detokenizer:
         return delta
 
     def _trim(self, num_held: int) -> None:
-        """Drops all but the context. `num_held` characters at the end have not been put out."""
+        """Drops all but the context. `num_held` characters at the end have not been output."""
         self._ids, text = self._context()
         self._emitted = max(0, len(text) - num_held)
 
@@ -176,7 +176,7 @@ class Detokenizer:
 
 
 class ShowingDetokenizer:
-    """Detokenizes one sample with some of its special tokens. The text around these is as without them."""
+    """Detokenizes one sample and shows some of its special tokens. They do not change the text around them."""
 
     __slots__ = ("_plain", "_shown")
 
@@ -210,7 +210,9 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """(text, bytes) of a token, special ones too; part of a character is spelled "bytes:\\xe2", as OpenAI does."""
+        """Returns (text, bytes) of a token, which may be special. A part of a character is written as "bytes:\\xe2", as
+        OpenAI does.
+        """
         found = self._texts.get(token_id)
         if found is None:
             found = self._texts[token_id] = self._work_out(token_id)
@@ -233,7 +235,7 @@ class TokenTexts:
         return bytes(table[c] for c in token)
 
     def _find_anchor(self) -> list[int]:
-        """Returns a token whose text does not depend on the tokens after it. After it, a token keeps its
+        """Returns a token whose text does not depend on the tokens that follow. A token that follows it keeps its
         leading space.
         """
         for text in ("a", "A", "x", "."):

@@ -1,8 +1,8 @@
-"""Isolation of requests whose workers died. After the second death a request is not sent to a worker again.
+"""Isolation of requests whose workers have died. After the second death, a request is not sent to a worker again.
 
 When a worker dies, every request that it had becomes a suspect: the cause of the death and its neighbours. A suspect is
-prefilled again alone: others wait until decode has produced a token for it. The next death therefore identifies the
-cause, and a neighbour is not hit twice. A token from decode clears a suspect. Workers are only names here.
+prefilled again alone: other requests wait until decode has produced a token for it. The next death therefore identifies
+the cause, and no neighbour suffers a second death. A token from decode clears a suspect. Workers are only names here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ KEEP_S = 600.0
 """How long a request is remembered after its last death."""
 MOST_REMEMBERED = 4096
 PROBATION_S = 0.5
-"""The longest that others wait for decode's first step with a suspect."""
+"""The longest time that other requests wait for decode's first step with a suspect."""
 
 
 @dataclass(slots=True)
 class _Deaths:
     incarnations: set[str] = field(default_factory=set)
-    """The workers that died. A death counts once, however many equal requests the worker had."""
+    """The workers that have died. A death counts once, however many equal requests the worker had."""
     last_at: float = 0.0
 
 
@@ -39,7 +39,7 @@ class _Neighbours:
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """A lock granted first come, first served. A suspect holds it while it is alone."""
+        """A lock that is granted in order of arrival. A suspect holds it while it is alone."""
         self.empty = asyncio.Event()
         self.empty.set()
         self._inside = 0
@@ -58,8 +58,8 @@ class _Neighbours:
 
 
 class IsolationTicket:
-    """Permission for a request to use a worker, until `leave`. A suspect uses it alone until decode has produced a
-    token for it. `leave` may be repeated; as a context manager the ticket leaves at the end.
+    """Permission for a request to use a worker, until `leave` is called. A suspect uses the worker alone until decode
+    has produced a token for it. `leave` may be called again. As a context manager, the ticket calls it at the end.
     """
 
     __slots__ = ("_leave", "alone")
@@ -77,8 +77,9 @@ class IsolationTicket:
     def prefilled(self, *, is_heard_of: bool) -> None:
         """Notes that the request's prefill is done.
 
-        A suspect stays alone until decode's first step with it. Others wait for that step at most `PROBATION_S`. They
-        do not wait at all if the request sends nothing before its end (`is_heard_of`), like a beam search.
+        A suspect stays alone until decode's first step with it. Other requests wait for that step at most
+        `PROBATION_S`. They do not wait at all if decode sends nothing for the request before its end (`is_heard_of` is
+        false), as with a beam search.
         """
         if self.alone and is_heard_of:
             asyncio.get_running_loop().call_later(PROBATION_S, self.leave)
@@ -92,14 +93,14 @@ class IsolationTicket:
 
 
 class Isolation:
-    """The deaths of workers by request, and which requests may run together. Single-threaded."""
+    """Records the deaths of workers by request, and decides which requests may run together. Single-threaded."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
         self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
-        """Checks that the request may run. Raises Internal if its workers died twice."""
+        """Checks that the request may run. Raises Internal if two of its workers have died."""
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
             del self._deaths[digest]
@@ -126,7 +127,7 @@ class Isolation:
         return IsolationTicket(neighbours.leave, alone=False)
 
     def died(self, digest: bytes, incarnation: str) -> None:
-        """Notes that the worker named by `incarnation` ended while it had the request."""
+        """Notes that the worker named by `incarnation` died while it had the request."""
         deaths = self._deaths.setdefault(digest, _Deaths())
         deaths.incarnations.add(incarnation)
         deaths.last_at = time.monotonic()
@@ -142,7 +143,7 @@ class Isolation:
 
 
 def digest_of(prompt_ids: Sequence[int], salt: bytes) -> bytes:
-    """Returns the request's name here, a digest of its tenant's salt and its prompt. The seed is left out, because a
-    client can change it at no cost.
+    """Returns the name that this module uses for the request: a digest of its tenant's salt and its prompt. The seed is
+    left out, because a client can change it at no cost.
     """
     return hashlib.sha256(salt + array("I", prompt_ids).tobytes()).digest()

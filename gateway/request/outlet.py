@@ -1,8 +1,8 @@
 """Sends a request's tokens to the client: `RequestState` adds deltas to an outlet, and the outlet writes them.
 
 At most one write is in progress. Deltas that arrive during a write are merged, so a slow client costs one delta per
-sample, and no task waits for it. With many streams, there is an interval between messages to a client, and all deltas
-within an interval are sent as one. Does not depend on tokenizers, gRPC or HTTP.
+sample, and no task waits for the client. With many streams, there is an interval between messages to a client, and all
+deltas within an interval are sent as one message. Does not depend on tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, Self
 from gateway.request.delta import Delta
 
 Write = Callable[[list[Delta]], Coroutine[Any, Any, None] | None]
-"""A function that writes deltas to the client, at most one of each sample. It returns None if it is done, else an
-awaitable to run.
+"""A function that writes deltas to the client, at most one of each sample. It returns None if the write is complete, or
+else an awaitable to run.
 """
 LAST_WORD_S = 5.0
-"""How long a client that does not read is waited for when its request failed."""
+"""Time to wait, after a request has failed, for a client that does not read."""
 MIN_PAUSE_S = 0.001
 """Shorter pauses are not worth a timer."""
 MESSAGE_COST_S = 0.00025
-"""Interval per stream. A message to a client costs the event loop up to 0.1 ms. With many streams, each waits this long
-per stream between its messages, so the loop stays free for new calls (grpc.aio accepts one at a time). With 64 streams
-that is 16 ms, less than most steps take.
+"""Interval per stream. A message to a client costs the event loop up to 0.1 ms. With many streams, the interval between
+the messages of each is this time multiplied by the number of streams, so the loop stays free for new calls (grpc.aio
+accepts one at a time). With 64 streams, the interval is 16 ms, less than most steps take.
 """
 FEW_STREAMS = 16
-"""Up to this number of streams, every step's tokens go out at once."""
+"""Up to this number of streams, every step's tokens are sent at once."""
 
 
 class Outlet:
@@ -42,7 +42,9 @@ class Outlet:
 
     def __init__(self, write: Write) -> None:
         self.pending: list[Delta] = []
-        """Deltas that have arrived and not left, at most one per sample. More can be added to them."""
+        """Deltas that have arrived but have not been sent, at most one per sample. Later output can be merged into
+        them.
+        """
         self._write = write
         self._interval_s: Callable[[], float] = lambda: 0.0
         self._leaves: Callable[[Delta, float], None] = lambda delta, now: None
@@ -85,7 +87,7 @@ class Outlet:
             self._step(coroutine)
 
     async def drained(self) -> None:
-        """Flushes at once and waits until everything is written. Raises the error of a write."""
+        """Flushes at once, and waits until all deltas have been written. Raises the error of a write."""
         self.flush(at_once=True)
         while self._writing:
             self._settled = asyncio.get_running_loop().create_future()
@@ -112,13 +114,13 @@ class Outlet:
     def _go_on(self) -> None:
         try:
             self.flush()
-        except Exception as error:  # of `leaves` or `write`: the next flush raises it where the request sees it
+        except Exception as error:  # raised by `leaves` or `write`; the next flush raises it where the request sees it
             self._error = error
 
     def _step(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a write up to a future that it waits for, and continues when that is done. A task would do the same.
-        Here, a write that need not wait is done at once, and no write needs a task. (`asyncio.eager_task_factory`,
-        available from Python 3.12, has the same effect.)
+        """Runs a write until it waits for a future, and continues when that future is done. A task would do the same.
+        Here, however, a write that need not wait is complete at once, and no write needs a task.
+        (`asyncio.eager_task_factory`, available from Python 3.12, has the same effect.)
         """
         try:
             waits_for = coroutine.send(None)
@@ -129,10 +131,10 @@ class Outlet:
         except (Exception, asyncio.CancelledError) as error:
             self._written(error)
         else:
-            if waits_for is None:  # a bare yield: others run first
+            if waits_for is None:  # a bare yield: other callbacks run first
                 asyncio.get_running_loop().call_soon(self._step, coroutine)
                 return
-            waits_for._asyncio_future_blocking = False  # as `Task` does: it says that `await` was used
+            waits_for._asyncio_future_blocking = False  # as `Task` does, to show that `await` was used
             waits_for.add_done_callback(lambda _: self._step(coroutine))
 
     def _written(self, error: BaseException | None) -> None:

@@ -1,17 +1,17 @@
 """The life of one request, from admission to its last token.
 
-    gate      wait for a place with the workers, by priority and fairly            runner.py
+    gate      wait for a place at the workers, by priority and fairly              runner.py
     attempt   prefill on one worker, hand the ticket over, decode on another       attempt.py
-    retry     after a lost worker: account, wait, then another attempt             retry.py
+    retry     after a lost worker: account, wait, then a further attempt           retry.py
     end       every sample has ended; the place is free, the client has the rest
 
     prefill's first tokens -+
                             +-> RequestState (tokens, text, stops) -> Outlet -> client
     decode's tokens --------+   state.py                              outlet.py
 
-The gateway owns what the client sees, so a lost worker is a pause: the prompt and the accepted tokens of every sample
-that has not ended are prefilled again, where all but the tail is a prefix hit, and the next token has the next index. A
-beam search starts over. Every wait is bounded by the deadline.
+The gateway owns what the client sees, so the loss of a worker is only a pause: the prompt and the accepted tokens of
+every sample that has not ended are prefilled again, all blocks but the tail are found in the cache, and the next token
+has the next index. A beam search starts over. Every wait is bounded by the deadline.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class RequestRunner:
         recover_s: float,
         used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
     ) -> None:
-        """`used(tenant, num_tokens)` is called when a request ends, with the tokens of its prompt and its output."""
+        """`used(tenant, num_tokens)` is called when a request ends, with the number of tokens in its prompt and its
+        output.
+        """
         self._workers = workers
         self._gate = gate
         self._detokenizers = Detokenizers(tokenizer)
@@ -64,7 +66,7 @@ class RequestRunner:
 
     async def run(self, request: ResolvedRequest, outlet: Outlet) -> None:
         """Produces all samples of a request and writes them through `outlet`. A sample's last delta has
-        `finish_reason`, the request's last one `summary` too. Returns when everything is written.
+        `finish_reason`, and the request's last delta also has `summary`. Returns when all deltas have been written.
 
         Cancelling this cancels the work. Raises any LooseleafError; deltas accepted before it are still pending.
         """
@@ -97,8 +99,8 @@ class RequestRunner:
         self._isolation.survived(state.digest)
 
     async def _enter(self, state: RequestState) -> Place:
-        """Waits for a place with the workers. Refuses at once if the request has killed its workers, or if there has
-        been no worker for longer than a successor needs to start.
+        """Waits for a place at the workers. Refuses at once if the request has killed its workers, or if there has been
+        no worker for longer than a successor needs to start.
         """
         self._isolation.check(state.digest)
         if self._workers.missing_for() > self._recover_s:

@@ -1,7 +1,7 @@
 """Retry of a lost request: whether it is prefilled again, and when.
 
 The number of lost attempts is limited. Attempts that decode gave back for lack of blocks do not count: each of them has
-produced a token, and the next waits until there are blocks. A request whose workers died twice is refused
+produced a token, and the next attempt waits until there are blocks. A request of which two workers have died is refused
 (`isolation`).
 """
 
@@ -22,7 +22,7 @@ from gateway.request.state import RequestState
 
 logger = logging.getLogger("requests")
 PAUSE_S = 0.02
-"""Wait before the next attempt, for each attempt lost so far."""
+"""Wait before the next attempt, multiplied by the number of attempts lost so far."""
 
 
 class Retry:
@@ -39,8 +39,8 @@ class Retry:
         self._again = Burst(_log)
 
     async def prepare(self, state: RequestState, place: Place, lost: WorkerLost) -> None:
-        """Accounts for a loss and waits until the next attempt may begin. If there is none, raises the error for the
-        client.
+        """Accounts for a loss and waits until the next attempt may begin. If there is no further attempt, raises the
+        error for the client.
         """
         self._account(state, lost)
         if lost.given_back:

@@ -1,4 +1,6 @@
-"""One sample of a request: its accepted tokens by index, its text, stop strings and end. Does not depend on workers."""
+"""One sample of a request: its accepted tokens by index, its text, its stop strings and its end. Does not depend on
+workers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from protos.v1 import types_pb2 as pb
 
 
 class Sample:
-    """One sample as the client sees it: tokens come in with their index, deltas go out."""
+    """One sample as the client sees it: it accepts tokens with their indices and produces deltas."""
 
     __slots__ = ("_cumulative_logprob", "_detokenizer", "_has_stops", "_include_stop", "_matcher", "_stop_ids",
                  "_stopping", "delta", "finish_reason", "index", "left_at", "output_ids")  # fmt: skip
@@ -36,7 +38,7 @@ class Sample:
         self.delta: Delta | None = None
         """The sample's pending delta in the request's outlet."""
         self.left_at = 0.0
-        """When its last delta left; 0 before the first."""
+        """When its last delta was sent; 0 before the first."""
 
     @property
     def branch(self) -> Branch:
@@ -51,7 +53,9 @@ class Sample:
         logprobs: Iterable[pb.TokenLogprob],
         finish: FinishReason | None,
     ) -> None:
-        """Adds tokens to the sample and to its delta. Tokens already known are dropped. A gap raises WorkerLost."""
+        """Adds tokens to the sample and to its delta. Tokens that are already known are dropped. Raises WorkerLost if
+        there is a gap.
+        """
         known = len(self.output_ids) - first_index
         fresh, details = token_ids[known:], list(logprobs)[known:]
         if known < 0 or (finish is not None and not fresh):

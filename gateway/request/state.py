@@ -1,4 +1,4 @@
-"""The state of a request across attempts: its samples, times, account, and the data that workers get about it.
+"""The state of a request across attempts: its samples, its times, its account, and the data that workers get about it.
 
 A beam search has as many samples as it returns beams; they have no content before its end. Does not depend on workers.
 """
@@ -23,7 +23,7 @@ from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 MARGIN_S = 0.02
-"""The part of the remaining time that each hop keeps for its own answer."""
+"""The part of the remaining time that each hop reserves for its own answer."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class RequestState:
     arrived: float
     digest: bytes = b""
     rank: int = 0
-    """The priority with the workers, set once the request has a place."""
+    """The priority at the workers, set when the request gets its place."""
     num_open: int = 0
     """Number of samples that have not ended."""
     outcome: str = "abort"
@@ -46,14 +46,14 @@ class RequestState:
     attempts: int = 0
     losses: int = 0
     decoded_from: int = 0
-    """`output_len` when the attempt began, then when its decode did."""
+    """`output_len` when the attempt began, and later when its decode began."""
     times: Timings = field(default_factory=Timings)
     sources: PromptSources | None = None
     prompt_logprobs: Sequence[types_pb.TokenLogprob] = ()
-    """Deltas that have not left yet."""
+    """Log-probabilities that have not been sent yet."""
     handed_over: int = 0
     left_at: float = 0.0
-    """When the last delta left; 0 before the first."""
+    """When the last delta was sent; 0 before the first."""
 
     @classmethod
     def begin(
@@ -82,7 +82,7 @@ class RequestState:
         return GroupNeed(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)
 
     def remaining_s(self) -> float:
-        """Returns the time left for a hop. Raises DeadlineExceeded if there is none."""
+        """Returns the time left for a hop. Raises DeadlineExceeded if no time is left."""
         left = self.arrived + self.request.timeout_s - time.monotonic() - MARGIN_S
         if left <= 0:
             raise too_late(self.request.timeout_s)
@@ -98,8 +98,8 @@ class RequestState:
         return Summary(prompt_len, self.output_len, sources, self.handed_over, self.times, self.attempts)
 
     def blocks_to_come_back(self, block_size: int) -> int:
-        """Returns how many blocks the group needs to continue. A beam search starts over, so it must be able to reach
-        its end.
+        """Returns the number of blocks that the group needs to continue. A beam search starts over, so it needs enough
+        blocks to reach its end.
         """
         need = self.need
         if self.is_beam_search:
@@ -109,7 +109,7 @@ class RequestState:
         return shared + sum(blocks_of(length, block_size) - shared for length in lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """Counts a delta's tokens and times as it leaves. The first delta of all carries the prompt's
+        """Counts a delta's tokens and times when it is sent. The request's first delta carries the prompt's
         log-probabilities.
         """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
@@ -134,7 +134,7 @@ class RequestState:
         metrics.tokens(count)
 
     def sum_up(self) -> None:
-        """Adds the request's account to the last delta, once every sample has ended."""
+        """Adds the request's account to the last delta. Called when every sample has ended."""
         last = self.outlet.pending[-1]
         assert last.finish_reason is not None
         last.summary, self.outcome = self.summary(), last.finish_reason.value
@@ -142,7 +142,8 @@ class RequestState:
     # --- what comes in: it is pending in the outlet until that is flushed
 
     def accept_token(self, sample_index: int, output_index: int, token_id: int) -> bool:
-        """Takes a token that is not the worker's last. Returns True if it ended the sample here, by a stop string.
+        """Accepts a token that is not the worker's last. Returns True if the token ended the sample here, by a stop
+        string.
 
         Raises WorkerLost for an impossible token.
         """
@@ -156,8 +157,8 @@ class RequestState:
         return sample.finish_reason is not None and self._note_end(sample)
 
     def accept(self, output: decode_pb2.SequenceOutput) -> bool:
-        """Takes decode's output of one sample. Returns True if that ended the sample here and the worker does not know
-        it.
+        """Accepts decode's output for one sample. Returns True if the output ended the sample here without the worker's
+        knowledge.
 
         Raises WorkerLost for impossible tokens.
         """
@@ -173,7 +174,7 @@ class RequestState:
         return self._note_end(sample) and finish is None
 
     def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
-        """Takes the token that prefill drew for each branch. Returns the samples with which the ticket continues.
+        """Accepts the token that prefill drew for each branch. Returns the samples with which the ticket continues.
 
         Raises WorkerLost for an answer that does not match the request.
         """
@@ -216,8 +217,8 @@ class RequestState:
         )
 
     def submit_request(self, done: prefill_pb2.PrefillDone, going: list[Sample]) -> decode_pb2.Submit:
-        """Returns the decode request for the attempt whose prefill is done. Raises DeadlineExceeded if it is too
-        late.
+        """Returns the decode request for an attempt whose prefill is done. Raises DeadlineExceeded if the deadline has
+        passed.
         """
         request = self.request
         return decode_pb2.Submit(

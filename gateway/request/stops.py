@@ -1,7 +1,7 @@
-"""Finds stop strings in streamed text. Text that may begin one is held back, so no stop string is ever sent.
+"""Finds stop strings in streamed text. Text that may be the start of one is held back, so no stop string is ever sent.
 
-The result does not depend on how the text is cut into pieces. The stop string that is complete first ends the text. If
-several are complete at the same character, the longest one does.
+The result does not depend on how the text is divided into pieces. The stop string that is complete first ends the text.
+If several are complete at the same character, the longest one ends it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StopMatcher:
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int]:
-        """Returns (begin, end) of the stop string that is complete first within the new text, or (0, 0) if none is.
-        Sets `matched`.
+        """Returns (begin, end) of the stop string that is complete first within the new text, or (0, 0) if none is
+        complete. Sets `matched`.
         """
         new_from = len(self._held)
         best = (0, 0)

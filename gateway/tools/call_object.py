@@ -1,8 +1,8 @@
 """Reads the JSON object of a tool call, `{"name": ..., "arguments": {...}}`, one character at a time.
 
-The readers are generators: they are sent one character after another, and END after the last one. Each returns the
-first character after the part that it has read. The result therefore never depends on how the text was split. Arguments
-pass through as the model wrote them. They end where their brackets balance, and need not be valid JSON.
+The readers are generators: they are sent one character after another, and END after the last one. Each reader returns
+the first character after the part that it has read. The result therefore never depends on how the text was split.
+Arguments are passed on as the model wrote them. They end where their brackets balance, and need not be valid JSON.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class CallObject:
     """A reader of one object. The call begins for `sink` once the name is known and the arguments begin."""
 
     def __init__(self, sink: CallSink, known: frozenset[str] | None) -> None:
-        """With `known`, only an object with one of these names, with arguments and without foreign keys is a call."""
+        """If `known` is given, an object is a call only if it has one of these names, has arguments, and has no unknown
+        keys.
+        """
         self._sink = sink
         self._known = known
         self._name: str | None = None
@@ -101,7 +103,7 @@ class CallObject:
         self._has_arguments = False
 
     def read(self) -> Scan:
-        """Reads from the character after the opening bracket. Raises NotACall."""
+        """Reads an object, starting after the opening bracket. Raises NotACall."""
         ch = yield from skip_space((yield))
         while True:
             key: list[str] = []
@@ -154,7 +156,7 @@ class CallObject:
         return ch
 
     def _odd_arguments(self, text: str) -> str:
-        """Returns arguments that are not an object, or came first, as the text of an object where possible."""
+        """Returns arguments that are not an object, or that preceded the name, as the text of an object if possible."""
         if text.startswith('"'):
             text = _decoded([text])
         elif text == "null":

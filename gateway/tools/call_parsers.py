@@ -1,6 +1,6 @@
 """Finds tool calls in a model's output as it arrives, for each family of formats.
 
-A call is announced once its name is known and its arguments begin. Text that begins like a call but is not one is
+A call is announced once its name is known and its arguments begin. Text that begins like a call but is not one becomes
 content. Only white space around calls is lost. Text that was held back is not searched again, so the cost is always
 linear in the length of the output.
 """
@@ -52,7 +52,7 @@ class CallParser(ABC):
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """Returns the text held back. No text may follow."""
+        """Returns the text that is still held back. No text may follow."""
         self._last = END
         try:
             self._scan.send(END)
@@ -114,7 +114,9 @@ class CallParser(ABC):
         """Reads from a character that is a trigger."""
 
     def _begun(self, marker: str, ch: str, read: Callable[[str], Scan]) -> Scan:
-        """Reads the text after a marker with `read`. If that is not a call, it and the marker become content."""
+        """Uses `read` to read the text after a marker. If that text is not a call, it becomes content, and so does the
+        marker.
+        """
         self._held = [marker, ch]
         try:
             ch = yield from read(ch)
@@ -127,7 +129,9 @@ class CallParser(ABC):
         return ch
 
     def _objects(self, ch: str, separators: str, known: frozenset[str] | None) -> Scan:
-        """Reads an object, and further ones after any of `separators` or none. `ch` is the first one's bracket."""
+        """Reads an object, and further ones, which may be separated by one of `separators`. `ch` is the first one's
+        bracket.
+        """
         while True:
             if ch != "{":
                 raise NotACall
@@ -148,7 +152,7 @@ class CallParser(ABC):
         return (yield)
 
     def _matches(self, ch: str, marker: str) -> Marked:
-        """Reads a marker. Returns whether it is there. If it is not, the part that matched becomes content."""
+        """Reads a marker. Returns whether the text has it. If it does not, the part that matched becomes content."""
         for index, expected in enumerate(marker):
             if ch != expected:
                 if index:
@@ -254,7 +258,7 @@ class MistralParser(CallParser):
 
 
 class JsonParser(CallParser):
-    """`{"name": ..., "arguments": {...}}`, or a list of these.
+    """`{"name": ..., "arguments": {...}}`, or a list of such objects.
 
     There is no marker, so an object is a call only if it has the name of a tool.
     """

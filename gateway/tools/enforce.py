@@ -1,6 +1,6 @@
 """Grammars that make a model call a tool: `tool_choice` "required", or a named function.
 
-The grammar uses the call format of the model's family, so the model keeps to the format it was trained on, and the
+The grammar uses the call format of the model's family, so the model uses the format that it was trained on, and the
 family's parser can read the result. It is written in llguidance's variant of Lark. Special tokens are named by ids.
 """
 
@@ -17,7 +17,7 @@ from gateway.tools.formats import CallFormat, ReasoningFormatName
 from gateway.tools.reasoning import CLOSE, OPEN, begins_inside
 
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is formatted as by `json.dumps`. If white space were free, a model could write it endlessly."""
+"""JSON is formatted as `json.dumps` formats it. If any white space were allowed, a model could write it endlessly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Function:
 def calls_grammar(
     form: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, many: bool, thinking: str = ""
 ) -> StructuredOutput:
-    """Returns a grammar for at least one call of `functions`, and for exactly one unless `many`.
+    """Returns a grammar for at least one call of `functions`, and for exactly one unless `many` is set.
 
-    `special` are the ids of marks that are special tokens, `thinking` is the result of `thinking_before`.
+    `special` contains the ids of marks that are special tokens; `thinking` is the result of `thinking_before`.
     """
     return StructuredOutput("lark", "\n".join(_Lark(form, functions, special).lines(many, thinking)) + "\n")
 

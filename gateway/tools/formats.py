@@ -1,7 +1,8 @@
-"""The families of output formats: which one a model's chat template asks for, and what it needs of the tokenizer.
+"""The families of output formats: which one a model's chat template asks for, and what that family needs from the
+tokenizer.
 
-A family is recognized by the marks of its format in the template. A template of another family, or one without known
-marks, gives no format, and `--tool-call-parser` must choose one.
+A family is recognized by the marks of its format in the template. For a template of an unknown family or without known
+marks, no format is found, and `--tool-call-parser` must choose one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _BY_NAME: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3, "
 
 
 def call_format(name: CallFormatName, template: str | None) -> CallFormat | None:
-    """Returns the format with this name, or with "auto" the one that the template asks for, if it is known."""
+    """Returns the format with this name. For "auto", returns the one that the template asks for, if it is known."""
     template = template or ""
     if name == "mistral" or (name == "auto" and MistralParser.MARKER in template):
         return MISTRAL_COMPACT if MistralParser.ARGS in template else MISTRAL
@@ -78,7 +79,7 @@ def call_format(name: CallFormatName, template: str | None) -> CallFormat | None
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """How the served model writes tool calls and reasoning. None: unknown, or not to be split off."""
+    """How the served model writes tool calls and reasoning. None means unknown, or not to be split off."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormatName | None = None
@@ -89,7 +90,9 @@ class OutputFormats:
 
 
 def special_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
-    """Returns those of `marks` that are special tokens, with their ids. Text usually leaves these out."""
+    """Returns those of `marks` that are special tokens, with their ids. Special tokens are usually not part of the
+    text.
+    """
     added = tokenizer.get_added_tokens_decoder()
     return {token.content: token_id for token_id, token in added.items() if token.special and token.content in marks}
 

@@ -23,7 +23,7 @@ _PANEL, _TILE = 32, 16
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Opens the build for AMX tiles; None if this CPU or installation has none."""
+    """Opens the build for AMX tiles; returns None if this CPU or installation has none."""
     if (path := amx_library()) is None:
         return None
     library = ctypes.CDLL(str(path))
@@ -38,9 +38,9 @@ def _entry() -> Callable[..., int] | None:
     return library.ll_amx_linear if library is not None and _is_allowed(library, current()) else None
 
 
-@functools.lru_cache(maxsize=1)  # repeated when another build is chosen
+@functools.lru_cache(maxsize=1)  # repeated when a different build is chosen
 def _is_allowed(library: ctypes.CDLL, beside: CpuLibrary) -> bool:
-    """Requests the tiles from the system. The product uses the threads of the build `beside`, if it has any."""
+    """Requests the tiles from the system. The product uses the threads of the build `beside`, if that build has any."""
     team = getattr(beside.handle, "ll_team", None)
     if team is not None:
         team.argtypes, team.restype = [], ctypes.c_void_p

@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 
 class Linear(ctypes.Structure):
-    """A packed product. `entry` is its entry point (of AMX tiles, of integers), or null for `ll_linear`."""
+    """A packed product. `entry` is its entry point (for AMX tiles or for integers), or null for `ll_linear`."""
 
     _fields_ = [(name, PTR) for name in ("packed", "bias", "entry")] + [(name, I64) for name in ("n_in", "n_out")]
 
@@ -49,7 +49,9 @@ class Model(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The arrays of one step. A null cu_seqlens_q: one query per sequence; null rows: logits of every token."""
+    """The arrays of one step. If cu_seqlens_q is null, there is one query per sequence; if rows is null, logits of
+    every token are computed.
+    """
 
     _fields_ = [
         *((name, PTR) for name in ("tokens", "positions", "slots", "table", "context_lens", "cu_seqlens_q", "rows")),
@@ -78,7 +80,7 @@ def entry(library: CpuLibrary) -> Entry | None:
 
 
 def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
-    """Returns the scratch memory that a pass needs. Must count as forward.cpp does."""
+    """Returns the number of bytes of scratch memory that a pass needs. Must agree with forward.cpp."""
     size = 2 if model.is_bf16 else 4
 
     def taken(*elements: int) -> int:

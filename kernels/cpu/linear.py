@@ -19,7 +19,7 @@ _PANEL = 16
 def entry() -> Callable[..., int] | None:
     """Returns the C function of the build in use; None for the torch reference or a build older than the function.
 
-    It stays valid when another build is chosen later, because all builds take the same packed form.
+    The packed weights stay valid when a different build is chosen later, because all builds use the same packed form.
     """
     function = getattr(current().handle, "ll_linear", None)
     if function is None:

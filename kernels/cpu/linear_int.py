@@ -34,7 +34,7 @@ def address() -> int | None:
 
 
 def pack(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tensor:
-    """Packs weights, one below the other, for inputs of `dtype` (bf16 or fp32) as uint8, in the form that
+    """Packs weights, stacked one below the other, as uint8 for inputs of `dtype` (bf16 or fp32), in the form that
     linear_int.cpp describes.
     """
     sections = [_section(weight, dtype) for weight in weights]
@@ -66,13 +66,15 @@ def _section(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _bytes(values: Tensor, panels: int) -> Tensor:
-    """Returns words of four values each, the first in the lowest bits."""
+    """Returns words of four values each, with the first value in the lowest bits."""
     laid = values.view(panels, _PANEL, -1, 4).transpose(1, 2)  # panel, unit, output, input
     return laid.contiguous().view(panels, -1).view(torch.uint8)
 
 
 def _words(values: Tensor, panels: int) -> Tensor:
-    """Returns words of eight values each: even inputs in the low half, lowest bits first, odd ones in the high half."""
+    """Returns words of eight values each: even inputs are in the low half, lowest bits first, and odd inputs in the
+    high half.
+    """
     eight = (values.view(panels, _PANEL, -1, _UNIT) & 15).to(torch.int32)  # panel, output, unit, input
     words = torch.zeros(eight.shape[:-1], dtype=torch.int32)
     for i in range(_UNIT):
@@ -94,8 +96,8 @@ def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | 
 def packed_product(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-    """Packs weights, one below the other. Returns them with a function from x [rows, in] to [rows, out]. Returns None
-    if no kernel supports them, which is counted.
+    """Packs weights, stacked one below the other. Returns them with a function from x [rows, in] to [rows, out]. If no
+    kernel supports them, returns None and counts this.
     """
     function, n_out = entry(), sum(weight.shape[0] for weight in weights)
     if weights[0].values.is_cuda or function is None or dtype not in (torch.bfloat16, torch.float32):

@@ -38,12 +38,12 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def supported_isas() -> tuple[Isa, ...]:
-    """Returns the installed builds that this CPU can run, best first (without "reference")."""
+    """Returns the installed builds that this CPU can run, best first (excluding "reference")."""
     return tuple(i for i in ISAS if i != "reference" and _NEEDS[i] <= _cpu_flags() and _find(i) is not None)
 
 
 def best_isa() -> Isa:
-    """Returns the build that `load()` takes when none is forced."""
+    """Returns the build that `load()` chooses if none is forced."""
     return next(iter(supported_isas()), "reference")
 
 
@@ -55,7 +55,7 @@ def _find(isa: str) -> Path | None:
 
 @functools.cache
 def _open(isa: Isa) -> CpuLibrary:
-    """Loads one build. Raises ValueError if this CPU or installation does not have it, OSError if loading fails."""
+    """Loads one build. Raises ValueError if this CPU or installation does not have it, and OSError if loading fails."""
     if isa in ("reference", "triton"):
         return CpuLibrary(isa, None, "asked for")
     path = _find(isa)
@@ -94,13 +94,15 @@ def load(isa: Isa | None = None) -> CpuLibrary:
 
 
 def current() -> CpuLibrary:
-    """Returns the library in use; the first call loads the best one if none has been chosen."""
+    """Returns the library in use. The first call loads the best one if none has been chosen."""
     return selection().library or load()
 
 
 @contextlib.contextmanager
 def using(isa: Isa) -> Iterator[CpuLibrary]:
-    """Runs a `with` block on another build, for tests and benchmarks. Process-wide: not for concurrent threads."""
+    """Runs a `with` block on a different build, for tests and benchmarks. Affects the whole process, so not for
+    concurrent threads.
+    """
     before = current()
     try:
         yield load(isa)

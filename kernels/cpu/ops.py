@@ -31,7 +31,9 @@ def raise_for(code: int) -> None:
 
 
 def _call(name: str, *arguments: int | float | None) -> None:
-    """Calls one entry point: floats as float, anything else as 64-bit integer or pointer (same size and class)."""
+    """Calls one entry point. Passes floats as float, and anything else as a 64-bit integer or pointer (same size and
+    class).
+    """
     library = selection().library
     assert library is not None, "operators are registered only when a library is selected"
     raise_for(_entry(library, name)(*arguments))

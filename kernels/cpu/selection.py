@@ -14,13 +14,15 @@ _LOG = logging.getLogger("looseleaf.kernels")
 
 Isa = Literal["avx512", "avx2", "portable", "reference", "triton"]
 """The instruction set of a build. "reference" is plain torch. "triton" stands for the GPU kernels under triton's
-interpreter: a rehearsal, some thousand times slower, never chosen automatically.
+interpreter. That is a rehearsal, thousands of times slower, and is never chosen automatically.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """A loaded build. `handle` is None for the torch reference and the rehearsal; `why` gives the reason for it."""
+    """A loaded build. `handle` is None for the torch reference and the rehearsal; `why` gives the reason for using that
+    build.
+    """
 
     isa: Isa
     handle: ctypes.CDLL | None
@@ -42,7 +44,7 @@ def selection() -> Selection:
 
 
 def count_fallback(what: str, why: str, instead: str = "on the torch reference") -> None:
-    """Counts one use of a slower path in place of a fast one, and logs the first of each kind."""
+    """Counts one use of a slower path in place of a fast one, and logs the first use of each kind."""
     counts = selection().fallbacks
     counts[what] += 1
     if counts[what] == 1:

@@ -1,7 +1,7 @@
 """`paged_attention` and `paged_prefill` in Triton: shape checks, choice of tiles, launches.
 
 Nothing is read back from the device, so a call can be captured in a CUDA graph. Values are therefore not checked: block
-tables, lengths or `cu_seqlens_q` that do not fit lead to reads outside the caches (only `out` is written).
+tables, lengths or `cu_seqlens_q` that do not fit cause reads outside the caches (only `out` is written).
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def _check_batch(a: Attention) -> None:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Returns the device's chip; for the interpreter a small one, which small cases fill so that they split."""
+    """Returns the device's chip. For the interpreter, returns a small one, so that even small cases fill it and split
+    their keys.
+    """
     if INTERPRETED:
         return Chip(90, 4)
     _require(
@@ -195,7 +197,7 @@ def paged_attention(
     key_cache, value_cache: also float8_e4m3fn; their values are multiplied by `k_scale` and `v_scale`. Both must have
         the same strides, as views of one arena do.
     deterministic: a row's bits depend only on its own query, keys and values, and equal those of `paged_prefill` in
-        this mode. Takes 4 (head_dim + 2) bytes of memory per sequence, head and 512 keys of a block table row's
+        this mode. Uses 4 (head_dim + 2) bytes of memory per sequence, head and 512 keys of a block table row's
         capacity.
     """
     where = (key_cache, value_cache, block_table, context_lens, None)
@@ -224,7 +226,7 @@ def paged_prefill(
     """Implements the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as above.
 
     max_q_len: upper bound on the length of a chunk (not checked); short chunks then use smaller tiles. Rows of q and
-        out from cu_seqlens_q[num_seqs] on are not touched.
+    out at index cu_seqlens_q[num_seqs] or above are neither read nor written.
     """
     where = (key_cache, value_cache, block_table, context_lens, cu_seqlens_q)
     options = (softmax_scale, window, deterministic, k_scale, v_scale, softcap, sinks)

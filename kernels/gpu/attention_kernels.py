@@ -1,10 +1,10 @@
 """Triton code of paged attention: one kernel for decode and prefill, and the merge of split keys. No torch.
 
-A program holds ROWS rows of scores: some queries of one sequence, each with the GROUP heads that share a KV head
-(packed GQA). It walks over that head's keys in tiles of TILE. The block of every key is looked up separately, so a tile
-may span several blocks. Softmax is online and in base 2 (Dao et al. 2023); sums are fp32.
+A program holds ROWS rows of scores: some queries of one sequence, and for each of them the GROUP heads that share a KV
+head (packed GQA). It walks over that head's keys in tiles of TILE keys. The block of every key is looked up separately,
+so a tile may span several blocks. Softmax is online and in base 2 (Dao et al. 2023); sums are fp32.
 
-The key axis of a sequence is cut into splits that begin at multiples of TILE:
+The key axis of a sequence is divided into splits that begin at multiples of TILE:
 - PIECE 0, fast: tiles are distributed evenly over the splits of the launch, so bits depend on the number of splits;
 - PIECE > 0, deterministic: pieces of PIECE keys at absolute positions, merged in ascending order. In decode a split is
   one piece; in prefill a program walks all pieces of its rows. Both use the same `walk` and `fold` with the same ROWS,
@@ -87,7 +87,7 @@ def walk(
     q,  # [ROWS, WIDTH]
     positions,  # [ROWS]
     keys_from, keys_to,  # keys_from is a multiple of TILE
-    first_key,  # of the tile's first row
+    first_key,  # position of the tile's first row
     key_cache, value_cache, table,
     scale_log2, cap_log2, window, kv_block, kv_slot,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -95,7 +95,7 @@ def walk(
 ):  # fmt: skip
     """Adds the keys from `keys_from` to `keys_to` to the rows' sums. Keys before `first_key` are not read.
 
-    Not MASKED: every row sees all of these keys, and their number is a multiple of TILE.
+    If MASKED is not set, every row sees all of these keys, and their number is a multiple of TILE.
     """
     dims = tl.arange(0, WIDTH)[None, :]
     for start in range(keys_from, keys_to, TILE):
@@ -129,7 +129,7 @@ def walk(
 
 @triton.jit
 def fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum):
-    """Merges one more piece into the rows: acc fp32 [ROWS, WIDTH], row_max and row_sum [ROWS]."""
+    """Merges a further piece into the rows: acc fp32 [ROWS, WIDTH], row_max and row_sum [ROWS]."""
     new_max = tl.maximum(row_max, piece_max)
     old = rescale(row_max, new_max)
     new = rescale(piece_max, new_max)
@@ -138,7 +138,9 @@ def fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum):
 
 @triton.jit
 def with_sink(acc, row_max, row_sum, sink_log2):
-    """Rows whose softmax has one more logit, without a value: acc fp32 [ROWS, WIDTH], the others [ROWS]."""
+    """Returns the rows after their softmax has been given one more logit, which has no value: acc fp32 [ROWS, WIDTH],
+    the others [ROWS].
+    """
     new_max = tl.maximum(row_max, sink_log2)
     old = rescale(row_max, new_max)
     return acc * old[:, None], row_sum * old + tl.exp2(sink_log2 - new_max)
@@ -165,10 +167,11 @@ def attention_kernel(
     VARLEN: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (num_seqs, num_kv_heads, num_splits); VARLEN: (total_q // (ROWS // GROUP) + num_seqs, num_kv_heads, 1).
+    """Grid: (num_seqs, num_kv_heads, num_splits); with VARLEN: (total_q // (ROWS // GROUP) + num_seqs, num_kv_heads,
+    1).
 
-    VARLEN: cu_seqlens_q is read; otherwise sequence i has the single query i. DIRECT: num_splits is 1; `out` is written
-    instead of the partial sums. WIDTH: HEAD_DIM rounded up to a power of two.
+    With VARLEN, cu_seqlens_q is read; otherwise sequence i has the single query i. With DIRECT, num_splits is 1, and
+    `out` is written instead of the partial sums. WIDTH: HEAD_DIM rounded up to a power of two.
     """
     head = tl.program_id(1)
     if VARLEN:

@@ -1,14 +1,15 @@
-"""The division of paged attention into programs: tile, warps and stages by head dim and chip, splits by shapes.
+"""The division of paged attention into programs. Head dim and chip determine the tile, warps and stages; shapes
+determine the splits.
 
 This code has not run on a GPU yet. The numbers come from compiler output (no spills, registers, shared memory;
 `tests/kernels/gpu/test_compile_attention.py` enforces them) and from a model of bytes. `python -m kernels.gpu.tune`
 measures the alternatives on a machine with a GPU.
 
 Decode reads each byte of K and V once for about as many FLOP as the group has heads, so bytes in flight matter most. A
-step of 64 keys of 128 is 32 KiB; an SM needs about 25 KB (4.3 TB/s times about 0.8 us over 132 SMs, estimated). With 38
-KiB and 126 registers x 128 threads four programs fit. Rows beyond the group are padding: `tl.dot` needs 16. Prefill is
-bound by the tensor cores: 128 rows on 8 warps use wgmma (sm_90) and tcgen05 (sm_100) and read keys once for all rows;
-without these instructions the same sums spill unless the tile is halved.
+step of 64 keys of 128 values is 32 KiB; an SM needs about 25 KB (4.3 TB/s times about 0.8 us, divided by 132 SMs,
+estimated). With 38 KiB and 126 registers x 128 threads, four programs fit. Rows beyond the group are padding, because
+`tl.dot` needs 16 rows. Prefill is bound by the tensor cores: 128 rows on 8 warps use wgmma (sm_90) and tcgen05 (sm_100)
+and read keys once for all rows; without these instructions the same sums spill unless the tile is halved.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from kernels.gpu.launch import power_of_2
 PIECE = 512
 """Keys per piece in deterministic mode. Bits depend on it."""
 MAX_SPLITS = 64
-"""Bound in fast mode: the merge holds so many partial rows in registers (64 x 128 fp32 over 4 warps: 64 per thread)."""
+"""Limit in fast mode: the merge holds as many partial rows in registers (64 x 128 fp32 over 4 warps: 64 per thread).
+"""
 MIN_SPLIT_KEYS = 128
-"""Bound in fast mode: merging a shorter split costs more than the split hides (estimated)."""
+"""Limit in fast mode: merging a shorter split costs more time than the split saves (estimated)."""
 MAX_HEAD_DIM = 256
 
 
@@ -44,10 +46,12 @@ class Tiling:
     num_warps: int
     num_stages: int = 3
     programs_per_sm: int = 1
-    """Programs that fit on a multiprocessor at once (by registers, without a window), where splits are to fill it."""
+    """Number of programs that fit on a multiprocessor at the same time (by registers, without a window), if splits are
+    to fill it.
+    """
 
 
-# Keys: columns that a program holds, and whether K and V are fp8, which is widened in registers and so takes more.
+# Keys: columns that a program holds, and whether K and V are fp8, which is widened in registers and so needs more.
 DECODE = {
     (64, False): Tiling(16, 128, 4, programs_per_sm=4),
     (128, False): Tiling(16, 64, 4, programs_per_sm=4),
@@ -56,7 +60,8 @@ DECODE = {
     (128, True): Tiling(16, 64, 4, programs_per_sm=2),
     (256, True): Tiling(16, 32, 4, programs_per_sm=2),
 }
-# The same for every chip, for decode and for any chunk: below 64 rows sm_90 and sm_100 use mma.sync, as sm_80 does.
+# The same for every chip, for decode and for any chunk: with fewer than 64 rows, sm_90 and sm_100 use mma.sync, like
+# sm_80.
 DETERMINISTIC = {
     (64, False): Tiling(32, 64, 8),
     (128, False): Tiling(32, 64, 4),
@@ -87,7 +92,9 @@ FP32 = {(64, False): Tiling(16, 32, 8, 2), (128, False): Tiling(16, 32, 8, 2), (
 
 
 def width_of(head_dim: int) -> int:
-    """Returns the columns that a program holds: 80 and 96 take 128 in registers, but only the real ones are loaded."""
+    """Returns the columns that a program holds: 80 and 96 take up 128 in registers, but only the real columns are
+    loaded.
+    """
     return max(16, power_of_2(head_dim))
 
 
@@ -122,9 +129,10 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
     """Returns the number of splits in fast mode, from shapes only.
 
     programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if programs fill 80 % of
-    the chip's places (as in FlashAttention-3). Otherwise enough splits are used to fill them. Context lengths are
-    unknown here, so one program per KV head may read a long context among many short ones. A minimum of keys per split
-    for wide tables would fix that, but every step would then need a merge. The benchmark's skewed batch will decide.
+    the chip's places (as in FlashAttention-3). Otherwise, enough splits are used to fill them. Context lengths are
+    unknown here, so a single program per KV head may have to read a long context among many short ones. A minimum of
+    keys per split for wide tables would fix that, but every step would then need a merge. The benchmark's skewed batch
+    will decide.
     """
     places = chip.num_sms * tiling.programs_per_sm
     if programs >= 0.8 * places:
@@ -133,7 +141,8 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
 
 
 def num_pieces(max_keys: int, window: int | None) -> int:
-    """Returns the splits in deterministic mode: the most pieces in which the last query of a sequence can see a key.
+    """Returns the number of splits in deterministic mode: the largest number of pieces in which the last query of a
+    sequence can see a key.
 
     A table of 128 Ki keys takes 256 programs per sequence and KV head. Nearly all of them return at once when sequences
     are short, and graphs always launch all of them; the cost has not been measured.

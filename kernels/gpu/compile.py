@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for NVIDIA chips ahead of time, even on a machine without one, and reports their resources.
+"""Compiles Triton kernels for NVIDIA chips ahead of time, even on a machine without a GPU, and reports their resources.
 
 Uses only tools from triton's package (ptxas, cuobjdump). The reports come from the compiler: only a GPU can show that a
 kernel also launches and is correct. Does not depend on our kernels.
@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Largest shared memory of a thread block, by compute capability (CUDA programming guide, technical specifications)."""
+"""Maximum size of the shared memory of a thread block, by compute capability (CUDA programming guide, technical
+specifications).
+"""
 
 TMEM_COLUMNS = 512
 """Columns of tensor memory of an sm_100 multiprocessor."""

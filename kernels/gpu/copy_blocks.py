@@ -1,9 +1,10 @@
 """Batched block copies on a device, and between a device and the host. Contract: `kernels.copy_blocks.copy_blocks`.
 
 Within a device, one launch copies any number of blocks in 16-byte words. Copies from an arena into a packed buffer and
-back (gather, scatter) are the same, with no ids on one side. Between device and host the copy engines take blocks of 28
-KiB and more (vLLM's crossover on an H100, reference/gpu.md section 5; not measured here); blocks of several layers are
-always larger. Smaller blocks go through the kernel, which reads or writes the pinned memory over the bus.
+back (gather, scatter) work in the same way, but without ids for the buffer. Between device and host, the copy engines
+are used for blocks of 28 KiB and more (vLLM's crossover on an H100, reference/gpu.md section 5; not measured here);
+blocks of several layers are always larger. Smaller blocks are copied by the kernel, which reads or writes the pinned
+memory over the bus.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kernels.gpu.launch import power_of_2, warps_for
 
 _TILE_BYTES = 1 << 15  # per program: with 8 warps each thread has eight 16-byte words in flight
 _ENGINE_BYTES = 28 * 1024
-_FEW_BLOCKS = 16  # for fewer blocks the copy engines win at any size
+_FEW_BLOCKS = 16  # for fewer blocks, the copy engines are faster at any size
 
 
 @triton.jit(do_not_specialize=["num_dst", "num_src"], do_not_specialize_on_alignment=["dst_ids_ptr", "src_ids_ptr"])
@@ -51,7 +52,7 @@ def copy_blocks_kernel(
 
 
 def _unit_bytes(*arenas: Tensor) -> int:
-    """Returns 16 if every block of all arenas starts and ends at a multiple of 16 bytes, else 1."""
+    """Returns 16 if every block of all arenas starts and ends at a multiple of 16 bytes, or else 1."""
     edges = [edge for a in arenas for edge in (a.data_ptr(), a.stride(0), a.shape[1])]
     return 16 if all(edge % 16 == 0 for edge in edges) else 1
 
@@ -85,9 +86,10 @@ def copy_within(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tenso
 
 
 def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
-    """Issues one asynchronous copy per block; copy engines run it where one side is pinned host memory.
+    """Issues one asynchronous copy per block. Copy engines run it if the source or the target is pinned host memory.
 
-    Waits for ids on a device. Pinned memory must not change until the current stream has reached the copy.
+    If the ids are on a device, waits for them. Pinned memory must not change until the current stream has reached the
+    copy.
     """
     src_at, dst_at = (None if ids is None else ids.tolist() for ids in (src_ids, dst_ids))
     for i in range(len(src_at if src_at is not None else dst_at or ())):
@@ -96,7 +98,9 @@ def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor 
 
 
 def uses_engines(src: Tensor, dst: Tensor, n: int) -> bool:
-    """Returns whether the copy engines take n blocks: between host and device, unless small, many and pinned."""
+    """Returns whether the copy engines copy n blocks: between host and device, unless the blocks are small, many and
+    pinned.
+    """
     if src.is_cuda == dst.is_cuda:
         return False
     host = dst if src.is_cuda else src
@@ -108,9 +112,9 @@ def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tenso
     (gather, scatter).
 
     src, dst: each on one CUDA device or on the host, pinned if the copy is to run concurrently with other work. Ids on
-    the host are checked; ids on the device are not, and the kernel skips pairs out of range. Ordered by the current
-    stream. Raises ValueError if a host id is out of range or a packed side is too short (nothing is copied in this
-    case), or if neither side has ids.
+    the host are checked; ids on the device are not, and the kernel skips pairs out of range. The current stream orders
+    the copies. Raises ValueError if a host id is out of range or a packed buffer is too short (nothing is copied in
+    this case), or if neither src nor dst has ids.
     """
     given = src_ids if src_ids is not None else dst_ids
     if given is None:

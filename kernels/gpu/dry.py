@@ -2,8 +2,8 @@
 running them.
 
 The actual arguments of a launch (alignment, integers that are 1 or divisible by 16, None) decide which variant is
-compiled, so only a launch shows it. Relies on the driver interface of triton 3.6 and 3.7; does not work in a process
-with TRITON_INTERPRET=1.
+compiled, so only a launch shows which one it is. Relies on the driver interface of triton 3.6 and 3.7; does not work in
+a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Launch:
     kernel: str
     grid: tuple[int, int, int]
     variant: str
-    """Hash of the compiled variant: a different hash means another compilation."""
+    """Hash of the compiled variant. A different hash means a further compilation."""
 
 
 @dataclass
 class DryDriver:
-    """A driver that records every launch in `launches` once `install()` has been called."""
+    """A driver that records every launch in `launches` after `install()` has been called."""
 
     cc: int
     launches: list[Launch] = field(default_factory=list)

@@ -1,10 +1,11 @@
 """Tile sizes and warps, shared by the launchers of this folder. Does not depend on kernels.
 
 Triton compiles a variant of a kernel for certain properties of the arguments: an integer that is 1 or divisible by 16,
-a pointer aligned to 16 bytes. Another variant may reduce in another order, so nothing that varies with the batch may
-select one: kernels do not specialise on the number of rows (`do_not_specialize`) or do not take it. Slicing rows does
-not change their stride. Columns of a batch (slots, seeds, ids) may start anywhere in a packed input, so kernels do not
-specialise on their alignment either: a second variant would be compiled in the middle of a request.
+a pointer aligned to 16 bytes. A different variant may reduce in a different order, so nothing that varies with the
+batch may select a variant: kernels do not specialise on the number of rows (`do_not_specialize`), or do not have it as
+an argument. Slicing rows does not change their stride. Columns of a batch (slots, seeds, ids) may start anywhere in a
+packed input, so kernels do not specialise on their alignment either: a second variant would be compiled in the middle
+of a request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 
 
 def power_of_2(n: int) -> int:
-    """Returns n rounded up to a power of two, as the side of a tile must be; 1 for 0."""
+    """Returns n rounded up to a power of two, because the side of a tile must be one; 1 for 0."""
     return int(triton.next_power_of_2(max(1, n)))
 
 

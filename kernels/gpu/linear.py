@@ -1,10 +1,11 @@
 """A linear layer whose rows do not depend on each other, in Triton. Does not depend on the model or on packed weights.
 
-cuBLAS picks an algorithm, and with it an order of summation, by the number of rows. Here the tile depends only on the
-weight's shape, the inner dimension is never split, and its tiles are added in ascending order to one fp32 accumulator.
-A row therefore has the same bits in a batch of 1 and in a prompt of 8192. The cost: a decode step computes _BLOCK_M
-rows for any batch (hidden behind reading the weight), and a prompt's tiles are smaller than cuBLAS'. This code has not
-run on a GPU yet, so neither the cost nor the equality of bits on real tensor cores has been measured.
+cuBLAS chooses an algorithm, and with it an order of summation, according to the number of rows. Here, the tile depends
+only on the weight's shape, the inner dimension is never split, and its tiles are added in ascending order to one fp32
+accumulator. A row therefore has the same bits in a batch of 1 and in a prompt of 8192. The cost is that a decode step
+computes _BLOCK_M rows for any batch (while the weight is being read), and that a prompt's tiles are smaller than those
+of cuBLAS. This code has not run on a GPU yet, so neither the cost nor the equality of bits on real tensor cores has
+been measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 _BLOCK_M = 64  # rows of one wgmma on sm_90; sm_80 runs four rows of mma.sync
 _BLOCK_K = 64
 _GROUP_M = 8  # row tiles that share a weight tile in L2 before the next one is read
-_FULL_GRID = 132  # with fewer programs tiles are narrower: multiprocessors of an H100 or H200
+_FULL_GRID = 132  # with fewer programs, tiles are narrower; the number of multiprocessors of an H100 or H200
 NUM_WARPS, NUM_STAGES = 4, 4
 
 
@@ -69,7 +70,7 @@ def constexprs(out_features: int, has_bias: bool, wide: bool = False) -> dict[st
     """Returns the variant for a weight.
 
     A step that reads the weight for a few rows needs about one program per multiprocessor to keep the memory busy, so
-    the column tile narrows until there are that many.
+    the column tile is made narrower until there are that many programs.
     """
     block_n = 128
     while block_n > 32 and out_features < block_n * _FULL_GRID:

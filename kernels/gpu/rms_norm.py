@@ -1,7 +1,7 @@
 """RMS norm in Triton, optionally after adding a residual. Contract: `kernels.rms_norm.rms_norm`, which checks shapes.
 
-A whole row is in one tile, whose shape follows from the row's width, so its bits depend on the row alone. Memory
-traffic is the only limit: x, the residual and both outputs once.
+A whole row is in one tile, whose shape follows from the row's width, so its bits depend on the row alone. The only
+limit is memory traffic: x, the residual and both outputs, once each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rms_norm_kernel(
     out_ptr,  # [num_rows, WIDTH]
     summed_ptr,  # [num_rows, WIDTH], if there is a residual
     x_ptr,  # [num_rows / heads, heads, WIDTH]
-    residual_ptr,  # like x, other strides
+    residual_ptr,  # like x, but with different strides
     weight_ptr,  # [WIDTH]
     num_rows,
     heads,

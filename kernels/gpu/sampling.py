@@ -1,8 +1,8 @@
 """Sampling of tokens from logits on a device: launches of `kernels.gpu.sampling_kernels`. Contract: `kernels.sampling`.
 
-Random numbers, filters and the draw are the same as on the CPU. The token is also the same, unless a float64 sum in
-another order falls on the other side of a bound. The host reads nothing back, so a CUDA graph can capture a call if the
-columns are tensors on the device. Memory traffic: a row without top_k and top_p is read twice and written twice; a
+Random numbers, filters and the draw are the same as on the CPU. The token is also the same, unless a float64 sum in a
+different order falls on the other side of a limit. The host reads nothing back, so a CUDA graph can capture a call if
+the columns are tensors on the device. Memory traffic: a row without top_k and top_p is read twice and written twice; a
 filter reads it once per bisection step, about 15 to 30 times [estimate: this code has not run on a GPU yet].
 """
 
@@ -18,12 +18,14 @@ from kernels.gpu.launch import power_of_2
 from kernels.gpu.sampling_kernels import best_kernel, draw_kernel, filter_kernel, log_softmax_top_kernel, weigh_kernel
 from kernels.sampling_types import Numbers, TopLogprobs, column_of
 
-_TILE = 4096  # tokens; sums run as a tree within a tile and over tiles in ascending order
+_TILE = 4096  # tokens; sums are computed as a tree within a tile, and over tiles in ascending order
 OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 def tile_for(vocab: int) -> int:
-    """Returns a tile size that depends only on the vocabulary, so that the order of a row's sums does too."""
+    """Returns a tile size that depends only on the vocabulary, so that the order of a row's sums also depends only on
+    it.
+    """
     return min(_TILE, power_of_2(vocab))
 
 
@@ -41,8 +43,8 @@ def sample(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Implements the contract of `kernels.sampling.sample`. Columns on another device than the logits are copied there
-    first.
+    """Implements the contract of `kernels.sampling.sample`. Columns on a device other than that of the logits are first
+    copied there.
     """
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device

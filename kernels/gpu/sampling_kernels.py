@@ -4,7 +4,8 @@ Best token, weights, filters, draw, log-probabilities.
 
 The arithmetic is that of kernels/cpu/sampling.cpp: the same division and 2^x, operation by operation (so these kernels
 are launched without fusing a multiplication and an addition unless the code says so), and sums in float64. A row's sums
-run over tiles of the vocabulary in ascending order and as a tree within a tile: the vocabulary fixes the order.
+are computed as a tree within each tile of the vocabulary, and over the tiles in ascending order, so the vocabulary
+determines the order.
 
 Filters do not sort. They keep a prefix of the row in the order (logit descending, token id ascending), identified by
 the key of its last logit and the first id not kept among equal logits. A bisection over keys finds the prefix, with one
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.44269504088896341)
-NEVER_DRAWN = tl.constexpr(88.0)  # below the maximum: 2^x is 0 from 126 ln 2 = 87.34 on
+NEVER_DRAWN = tl.constexpr(88.0)  # below the maximum: 2^x is 0 at a distance of 126 ln 2 = 87.34 or more
 LEAST = tl.constexpr(-(1 << 63))
 FIRST_STEPS = tl.constexpr(16)
 LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
@@ -25,7 +26,7 @@ LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def exp2(x):
-    """Returns 2^x for x <= 127, 0 below -126 and for NaN, like exp2v of kernels/cpu/simd.h."""
+    """Returns 2^x for x <= 127, and 0 below -126 and for NaN, like exp2v in kernels/cpu/simd.h."""
     shifted = x + 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits
     r = x - (shifted - 12582912.0)
     p = tl.fma(r, tl.full(r.shape, 1.535336188319500e-4, tl.float32), 1.339887440266574e-3)
@@ -40,7 +41,7 @@ def exp2(x):
 
 @triton.jit
 def key_of(x):
-    """Returns an int32 that sorts like x; both zeros share one key."""
+    """Returns an int32 that sorts like x; both zeros have the same key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -145,8 +146,8 @@ def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr,
 def middle_of(low, high, step):
     """Returns a key between low and high.
 
-    Takes the key of their mean value at first, because logits spread evenly over values, later the mean key, which
-    guarantees termination.
+    At first, this is the key of their mean value, because logits are spread evenly over values. Later it is the mean
+    key, which guarantees termination.
     """
     by_value = key_of(value_of(low) * 0.5 + value_of(high) * 0.5)
     middle = tl.where(step < FIRST_STEPS, by_value, (low >> 1) + (high >> 1) + (low & high & 1))
@@ -172,8 +173,8 @@ def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
 def narrow(x_ptr, weight_ptr, vocab, top, last, limit, target, total, count, BY_MASS: tl.constexpr, TILE: tl.constexpr):
     """Returns the shortest prefix (last, limit) within the given one whose measure reaches target.
 
-    total, count: measure and length of the given prefix. Keys >= low always reach the target, keys >= high never do.
-    Both bounds move to keys that occur, so that any number of equal logits costs one step.
+    total, count: measure and length of the given prefix. Keys >= low always reach the target, and keys >= high never
+    do. Both limits move to keys that occur, so that any number of equal logits costs only one step.
     """
     low, high = last, key_of(top) + 1
     above, num_above = total * 0.0, count * 0  # of keys >= high
@@ -200,7 +201,7 @@ def filter_kernel(
     x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Zeroes the weights that top_k and then top_p drop, and updates the tiles' sums. One program per row."""
+    """Sets to zero the weights that top_k and then top_p drop, and updates the tiles' sums. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     top, drawn = top_of(best_of(best_ptr, row, tiles, TILES), tl.load(temperature_ptr + row))
     k, p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -258,7 +259,7 @@ def draw_kernel(
         upto = tl.cumsum(masses, 0)
         u = uniform(tl.load(seeds_ptr + row), tl.load(samples_ptr + row), tl.load(positions_ptr + row))
         target = u * tl.max(upto, 0)
-        fallback = tl.max(tl.where(masses > 0.0, tile, 0), 0)  # rounding: the target may lie past every sum
+        fallback = tl.max(tl.where(masses > 0.0, tile, 0), 0)  # because of rounding, the target may be beyond every sum
         chosen = tl.min(tl.where(upto > target, tile, TILES), 0)
         chosen = tl.where(chosen < TILES, chosen, fallback)
         before = tl.max(tl.where(tile < chosen, upto, 0.0), 0)

@@ -1,6 +1,6 @@
 """The elementwise half of SwiGLU in Triton. Contract: `kernels.silu_mul.silu_mul`, which checks shapes.
 
-Elementwise, so a row cannot depend on others. Memory traffic: gate, up and the product once.
+Elementwise, so a row cannot depend on others. Memory traffic: gate, up and the product, once each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import power_of_2, warps_for
 
-_TILE = 4096  # most elements of a row that a program computes
+_TILE = 4096  # maximum number of elements of a row that a program computes
 
 
 @triton.jit

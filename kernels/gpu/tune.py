@@ -1,8 +1,8 @@
 """`python -m kernels.gpu.tune decode|prefill`: times alternatives to `attention_tiles` and prints the best per case.
 
 It uses 32 query heads and 8 KV heads in blocks of 16. Calls run over more layers than L2 can hold and are replayed from
-a CUDA graph. A person has to copy the results into the tables. `--rehearse` runs one alternative at toy sizes,
-interpreted. This tool has not run on a GPU yet.
+a CUDA graph. A person must then copy the results into the tables. `--rehearse` interprets one alternative at toy sizes.
+This tool has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def layers_of(case: tuple[int, int, int], args: argparse.Namespace, device: str)
 
 
 def alternatives(a: Attention, chip: Chip) -> Iterator[tuple[Tiling, int]]:
-    """Yields the choice in the tables, followed by all others."""
+    """Yields the tiling in the tables first, and then all alternatives to it."""
     chosen, splits = plan(a, chip, None)
     yield chosen, splits
     deep = a.cu_seqlens_q is not None and not a.deterministic

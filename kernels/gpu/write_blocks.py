@@ -1,9 +1,9 @@
 """RoPE on q and k and the write of k and v into slots, in one launch. Contract: `kernels.write_blocks.write_blocks`.
 
-One program takes one token and a few heads of q, or of k and v. Memory traffic: q, k and v twice; in a decode step the
-launch dominates the cost. The public function checks shapes and dtypes. Slots and positions are on the device and are
-not checked by the host: a slot past the cache writes nothing, and a position past the table makes that token's q and k
-NaN.
+One program handles one token and a few heads of q, or of k and v. Memory traffic: q, k and v, twice each. In a decode
+step, the launch dominates the cost. The public function checks shapes and dtypes. Slots and positions are on the device
+and are not checked by the host: for a slot past the cache, nothing is written, and a position past the table makes that
+token's q and k NaN.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def _rotate(
     HALF: tl.constexpr, HALF_COLS: tl.constexpr, DIM: tl.constexpr, REST_COLS: tl.constexpr,
     IN_PLACE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rotates src into dst, rounding once; dimensions from 2 * HALF on pass through. dst may be src (IN_PLACE)."""
+    """Rotates src into dst, rounding once; dimensions 2 * HALF and above pass through. dst may be src (IN_PLACE)."""
     a, b = _turned(src, head_mask, cos_sin, known, HALF, HALF_COLS)
     if IN_PLACE:
-        tl.debug_barrier()  # several threads read a tile smaller than the program: all must read before one writes
+        tl.debug_barrier()  # several threads read a tile smaller than the program; all must read before one writes
     i = tl.arange(0, HALF_COLS)[None, :]
     mask = head_mask & (i < HALF)
     _store(dst + i, a, mask, scale, SCALED)
@@ -111,7 +111,7 @@ def write_blocks_kernel(
 
 
 def constexprs(num_heads: int, head_dim: int, rotary_dim: int, scaled: bool) -> dict[str, Any]:
-    """Returns the variant for a model. rotary_dim 0: no rotation, and q is not touched."""
+    """Returns the variant for a model. With rotary_dim 0, nothing is rotated, and q is not written."""
     half = rotary_dim // 2
     return {
         "Q_GROUPS": triton.cdiv(num_heads, _HEADS) if half else 0, "HEADS": _HEADS,
@@ -141,7 +141,7 @@ def write_blocks(
 ) -> None:
     """Implements the contract of `kernels.write_blocks.write_blocks`, with scales for float8_e4m3fn caches.
 
-    An fp8 cache holds x / scale, saturated to +-448 and rounded once from the rotated fp32 value; it needs sm_89 or
+    An fp8 cache contains x / scale, saturated to +-448 and rounded once from the rotated fp32 value; it needs sm_89 or
     later. The scales are ignored for other caches. Raises ValueError if a last dimension is not contiguous.
     """
     if any(t.stride(-1) != 1 for t in (q, k, v, key_cache, value_cache)):

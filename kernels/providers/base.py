@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Unavailable(ValueError):
-    """The error for a provider that is unavailable here or does not support the model; its text is one sentence."""
+    """The error for a provider that is not available here or does not support the model. Its text is one sentence."""
 
 
 def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:
@@ -38,8 +38,8 @@ def import_for(provider: str, module: str, otherwise: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A model's attention on one device: all properties that a provider may refuse or prepare for. Lengths are in
-    tokens.
+    """A model's attention on one device: all properties that a provider may have to refuse or prepare for. Lengths are
+    in tokens.
     """
 
     device: torch.device
@@ -90,7 +90,8 @@ class AttentionBatch:
     decode_only: bool
     """Whether every sequence has exactly one query."""
     is_static: bool = False
-    """Whether the tensors lie where a CUDA graph was or will be captured, the largest batch first.
+    """Whether the tensors are at addresses for which a CUDA graph has been or will be captured, the largest batch
+    first.
 
     Their addresses and shapes recur, so the data that `prepare` creates for them must also keep its address.
     """
@@ -120,11 +121,15 @@ class AttentionProvider(Protocol):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Returns None, or why this provider cannot serve such a model, worded as the end of a sentence."""
+        """Returns None, or the reason why this provider cannot serve such a model. The reason is worded as the end of a
+        sentence.
+        """
         ...
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Prepares a step. Is called once per step, on its stream, before its layers and outside any graph."""
+        """Prepares a step. Must be called once per step, on the step's stream, before its layers run and outside any
+        graph.
+        """
         ...
 
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch) -> Tensor: ...
@@ -133,9 +138,9 @@ class AttentionProvider(Protocol):
 
 
 SPLIT_QUERIES = 256
-"""Most queries of a step that should split keys.
+"""Maximum number of queries of a step that should split keys.
 
-Larger steps fill a GPU anyway, and the memory for partial results grows with queries.
+Larger steps fill a GPU anyway, and the memory for partial results grows with the number of queries.
 """
 HALF_TYPES = (torch.bfloat16, torch.float16)
 

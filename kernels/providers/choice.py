@@ -28,10 +28,11 @@ def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None =
 
 
 def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
-    """Returns the provider that computes attention from now on, and logs it with the reason.
+    """Returns the provider that will compute attention, and logs it with the reason.
 
-    auto: on a CPU the C++ kernels; on a GPU FlashAttention-3 if installed, else Triton, and always Triton if results
-    must be deterministic. Raises Unavailable if the forced provider cannot serve the model, or if none can.
+    With "auto", this is the C++ kernels on a CPU. On a GPU, it is FlashAttention-3 if installed, or else Triton, and
+    always Triton if results must be deterministic. Raises Unavailable if the forced provider cannot serve the model, or
+    if none can.
     """
     if backend != "auto":
         provider, why = open_provider(backend, spec, library), "asked for"
@@ -49,7 +50,7 @@ def _best(spec: AttentionSpec, library: str | None) -> tuple[AttentionProvider, 
     try:
         return Fa3Attention(spec, library), "best available"
     except Unavailable as error:
-        if library is not None:  # it was requested explicitly: do not skip it
+        if library is not None:  # requested explicitly, so it must not be skipped
             raise
         return TritonAttention(spec), str(error)
 

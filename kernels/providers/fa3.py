@@ -31,15 +31,15 @@ from kernels.providers.schema import SchemaCall
 _LOG = logging.getLogger("looseleaf.kernels")
 NAMESPACES = ("_vllm_fa3_C", "flash_attn_3")
 MAX_GRAPH_SPLITS = 32
-"""Bound on the splits of a sequence's keys, vLLM's choice.
+"""Maximum number of splits of a sequence's keys, as in vLLM.
 
-Inside a CUDA graph it fixes the size of the partial results (num_splits x T x heads x head_dim fp32); the device
-decides how many splits work. 0, the heuristic, cannot be captured.
+Inside a CUDA graph, it determines the size of the partial results (num_splits x T x heads x head_dim fp32); the device
+decides how many splits are used. 0, the heuristic, cannot be captured.
 """
 PARTIAL_ROWS = 4096
-"""Bound on splits x queries outside graphs, and so on the size of the same partial results.
+"""Maximum of splits x queries outside graphs, which limits the size of the same partial results.
 
-The heuristic is dominated by one long sequence among short ones: it would take 15 splits for 8192 queries in short
+The heuristic is dominated by one long sequence among short ones: it would use 15 splits for 8192 queries in short
 chunks (2 GB for 32 heads of 128).
 """
 _WHERE = frozenset({"max_seqlen_q", "max_seqlen_k", "is_causal", "window_size_left", "window_size_right", "num_splits"})
@@ -59,7 +59,7 @@ class Fa3Attention:
 
     If determinism is requested it does not split keys, so a row does not depend on its batch. It is still not
     deterministic in our sense: decode and prefill sum keys in tiles of different sizes, so a token that is prefilled
-    again after it was decoded may have different bits.
+    again after it has been decoded may have different bits.
     """
 
     name = "fa3"
@@ -130,9 +130,10 @@ class Fa3Attention:
         }
 
     def _most_splits(self, batch: AttentionBatch) -> int:
-        """Returns the bound on splits of a sequence's keys, from shapes only, so that profiling sees it.
+        """Returns the maximum number of splits of a sequence's keys. It depends only on shapes, so that profiling sees
+        it.
 
-        The device decides how many of the splits do work.
+        The device decides how many of the splits are used.
         """
         if self._spec.deterministic:
             return 1
@@ -153,7 +154,8 @@ class Fa3Attention:
         """Copies the metadata to the address from which graphs read it: one buffer as long as the largest batch's
         metadata.
 
-        The rest of the buffer is zeroed, because the kernel may read further and must not find work there (as in vLLM).
+        The rest of the buffer is zeroed, because the kernel may read beyond the metadata and must not find work there
+        (as in vLLM).
         """
         size = metadata.numel()
         if size > self._static.numel():

@@ -1,4 +1,4 @@
-"""FlashInfer (Ye et al. 2025) from an installed `flashinfer`: planned on the host once per step, run by each layer.
+"""FlashInfer (Ye et al. 2025) from an installed `flashinfer`: planned on the host once per step, and run by each layer.
 
 This provider has not run on a GPU yet; tests check the plans against the package's signatures (0.6.9 and 0.7).
 """
@@ -15,15 +15,16 @@ from torch import Tensor
 from kernels.providers.base import AttentionBatch, AttentionSpec, HostBatch, Unavailable, flash_objection, import_for
 
 WORKSPACE_BYTES = 256 << 20
-"""Size of the workspace for partial results of split keys; vLLM's choice."""
+"""Size of the workspace for partial results of split keys, as in vLLM."""
 Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]
 
 
 class FlashInferAttention:
     """A FlashInfer provider for one runner.
 
-    Every batch size for which a graph was captured has its own wrapper, because the wrapper's buffers hold the plan
-    that the graph reads. It is not deterministic in our sense, because it distributes keys depending on the batch.
+    Every batch size for which a graph was captured has its own wrapper, because the wrapper's buffers contain the plan
+    that the graph reads. The provider is not deterministic in our sense, because the way it distributes keys depends on
+    the batch.
     """
 
     name = "flashinfer"
@@ -90,7 +91,9 @@ class FlashInferAttention:
         return self._static_decodes[num_seqs]
 
     def _decode_wrapper(self, **options: Any) -> Any:
-        """Returns a decode wrapper. Tensor cores pay off for groups of four or more query heads (FlashInfer's docs)."""
+        """Returns a decode wrapper. Tensor cores are worthwhile for groups of four or more query heads (FlashInfer's
+        docs).
+        """
         grouped = self._spec.num_heads // self._spec.num_kv_heads >= 4
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
         return wrapper(self._workspace, "HND", use_tensor_cores=grouped, **options)

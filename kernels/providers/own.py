@@ -63,7 +63,7 @@ class CpuAttention:
 class TritonAttention:
     """A provider that runs `kernels.gpu.attention` on CUDA tensors.
 
-    Under TRITON_INTERPRET=1 it takes CPU tensors, as a rehearsal for tests.
+    Under TRITON_INTERPRET=1 it accepts CPU tensors, as a rehearsal for tests.
     """
 
     name = "triton"

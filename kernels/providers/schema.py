@@ -11,9 +11,9 @@ import torch
 class SchemaCall:
     """An operator that is called by the argument names in its schema.
 
-    An argument that is neither required nor optional gets the schema's default, else None if its type is optional, else
-    its value in `neutral` (values that switch a feature off). An argument that this build of the operator does not have
-    is refused at construction if it is in `required`, and dropped from calls otherwise.
+    An argument that is neither required nor optional gets the schema's default, or None if its type is optional, or
+    else its value in `neutral` (values that switch a feature off). An argument that this build of the operator does not
+    have is refused at construction if it is in `required`, and dropped from calls otherwise.
     """
 
     def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:

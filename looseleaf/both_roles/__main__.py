@@ -1,10 +1,10 @@
 """Starts both roles in one process: `python -m looseleaf.both_roles --model DIR --block-store HOST:PORT`.
 
 The weights are loaded once. Each role has a runner, a step thread and an attachment; one gRPC server serves both. To
-other services they are a prefill and a decode worker at one address.
+other services, they are a prefill worker and a decode worker at the same address.
 
-On a GPU each role steps independently, on its own stream. On a CPU they take turns, and each uses all cores: two thread
-pools at once get less done (docs/log).
+On a GPU, each role steps independently, on its own stream. On a CPU, the roles take turns, and each uses all cores,
+because two thread pools at the same time have a lower throughput (docs/log).
 """
 
 from __future__ import annotations

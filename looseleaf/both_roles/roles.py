@@ -1,4 +1,4 @@
-"""Builds workers of every kind around a loaded model: prefill, decode, or both on one model."""
+"""Builds workers of every kind around a loaded model: prefill, decode, or both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Loaded:
 
 
 def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
-    """Attaches both roles to the block store, which answers once all expected workers have asked."""
+    """Attaches both roles to the block store, which answers when all expected workers have asked."""
     runner, sharing = loaded.runner, loaded.sharing
     assert sharing is not None
     name = worker_name("worker", settings.worker_id)
@@ -63,15 +63,15 @@ def take_turns(settings: BothSettings, runner: ModelRunner) -> bool:
 
 
 async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) -> None:
-    """Binds, runs `join`, which may take long, and serves until a signal."""
+    """Binds, runs `join`, which may take long, and serves until a signal arrives."""
     server = internal_server(settings)
     server.bind()
     await serve_roles(settings, server, await asyncio.to_thread(join))
 
 
 async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
-    """Turns this process into the worker that `python -m package flags` would start, with the model that one thread has
-    loaded.
+    """Turns this process into the worker that `python -m package flags` would start, with the model that has already
+    been loaded in a single thread.
     """
     if package == "prefill_svc":
         of_prefill = PrefillSettings.load(flags)
@@ -92,5 +92,5 @@ def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
             if runner is not None:
                 runner.use_threads(wanted.num_threads)
         return loaded
-    logging.getLogger("spare").warning("the worker's model is set up otherwise: loading it again")
+    logging.getLogger("spare").warning("the worker's model has different settings: loading it again")
     return Loaded.of(settings, both=loaded.sharing is not None)

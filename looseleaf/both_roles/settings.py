@@ -15,5 +15,7 @@ class BothSettings(DecodeSettings):
 
     model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles")
     steps: Literal["auto", "turns", "free"] = Field(
-        "auto", description="turns: one role steps at a time, with all threads; free: both at once; auto: by device"
+        "auto",
+        description="turns: one role steps at a time, with all threads; free: both step at the same time; "
+        "auto: depends on the device",
     )

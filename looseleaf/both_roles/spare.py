@@ -1,11 +1,12 @@
 """`python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to replace one that dies.
 
-Until then it is neither a holder nor a worker: the block store, Redis and gateways do not know it. Its launcher sends
-one line on stdin with the package and flags of the process to replace. The spare worker then attaches and becomes that
-worker.
+Until then it is neither a holder nor a worker: the block store, Redis and gateways do not know about it. Its launcher
+sends one line on stdin with the package and flags of the process to replace. The spare worker then attaches and becomes
+that worker.
 
-It loads in a thread of the lowest priority, so it uses only time that no serving process wants. A niceness belongs to a
-thread and to the threads that it starts, and cannot be raised again. Other threads therefore start the serving threads.
+It loads in a thread with the lowest priority, so it uses only time that no serving process needs. A low priority
+applies to a thread and to the threads that it starts, and cannot be raised again. The serving threads are therefore
+started by other threads.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class SpareSettings(BothSettings):
 
 
 def load(settings: SpareSettings) -> Loaded:
-    """Imports a worker's modules, loads the model and measures it, with one thread: other kernel threads would keep the
-    priority of the thread that started them.
+    """Imports a worker's modules, loads the model and measures it, with one thread: other kernel threads would inherit
+    the priority of the thread that started them.
     """
-    from looseleaf.both_roles.roles import Loaded  # here: torch is imported with the priority of this thread
+    from looseleaf.both_roles.roles import Loaded  # here, so that torch is imported at this thread's priority
 
     alone = settings.model_copy(update={"num_threads": 1})
     loaded = Loaded.of(alone, both=settings.place == "both")
@@ -54,7 +55,7 @@ def load(settings: SpareSettings) -> Loaded:
 
 
 def behind_others(settings: SpareSettings) -> Future[Loaded]:
-    """Runs `load` in a thread that gets only spare time."""
+    """Runs `load` in a thread that gets only CPU time that no other thread needs."""
     loaded: Future[Loaded] = Future()
 
     def run() -> None:
@@ -92,7 +93,7 @@ async def main(settings: SpareSettings) -> None:
     loaded = await asyncio.wrap_future(behind_others(settings))
     write_ready_file(settings.ready_file, [settings.place])
     package, flags = await order()
-    from looseleaf.both_roles.roles import stand_in  # by now
+    from looseleaf.both_roles.roles import stand_in  # it has been loaded by now
 
     await stand_in(loaded, package, flags)
 

@@ -1,6 +1,7 @@
 """`looseleaf blocks [ADDRESS]`: the block map of a running block store, with the holders of each block.
 
-A prefix hash reveals nothing of its tenant, whose salt is part of the hashed data, so no tenant is shown.
+A prefix hash reveals nothing about its tenant, because the tenant's salt is part of the hashed data. No tenant is
+therefore shown.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ class BlocksSettings(Settings):
     model_config = settings_config("LOOSELEAF_BLOCKS_", "looseleaf blocks")
 
     address: CliPositionalArg[str] = Field("127.0.0.1:50054", description="host:port of the block store's gRPC")
-    all: bool = Field(False, description="free blocks too")
+    all: bool = Field(False, description="also print free blocks")
     directory: Path | None = Field(
-        None, description="of the block store, which says how to ask it; default: found below /dev/shm by its address"
+        None,
+        description="the block store's directory, which contains its credentials; default: found below "
+        "/dev/shm by the address",
     )
     timeout: float = Field(10.0, gt=0, description="seconds to wait for the answer")
 

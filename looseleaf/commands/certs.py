@@ -37,9 +37,9 @@ class CertsSettings(Settings):
     model_config = settings_config("LOOSELEAF_CERTS_", "looseleaf certs")
 
     directory: CliPositionalArg[Path]
-    host: list[str] = Field([], description="names and addresses of the gateway, besides those of this machine")
-    days: int = Field(365, ge=1, le=3650, description="how long they are good")
-    missing: bool = Field(False, description="change nothing where all files are there")
+    host: list[str] = Field([], description="names and addresses of the gateway, in addition to those of this machine")
+    days: int = Field(365, ge=1, le=3650, description="how long the certificates are valid")
+    missing: bool = Field(False, description="change nothing if all files exist")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,11 +16,15 @@ from looseleaf.options import GenerateOptions, Message
 
 
 class ChatSettings(ClientSettings):
-    """Talks with the model. With a message: one answer. Without: turn by turn until an empty line or Ctrl-D."""
+    """Talks with the model. With a message, there is one answer. Without one, turns follow until an empty line or
+    Ctrl-D.
+    """
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf chat")
 
-    message: CliPositionalArg[str | None] = Field(None, description="what to say; without it, turn by turn")
+    message: CliPositionalArg[str | None] = Field(
+        None, description="message to send; without it, a conversation turn by turn"
+    )
     system: str | None = Field(None, description="a system message to begin with")
     max_tokens: int | None = 512
 
@@ -36,7 +40,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def converse(client: Client, turns: list[Message], options: GenerateOptions) -> int:
-    """Reads lines and answers them until there are none. A refused turn is reported and left out."""
+    """Reads lines and answers them until there are no more. A refused turn is reported and left out of the
+    conversation.
+    """
     while text := read_line():
         turns.append({"role": "user", "content": text})
         try:

@@ -1,4 +1,6 @@
-"""`looseleaf complete PROMPT`: streams the continuation of a prompt to stdout, or several in sequence."""
+"""`looseleaf complete PROMPT`: streams the continuation of a prompt to stdout, or several continuations, one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,22 @@ from looseleaf.results import Delta
 
 
 class CompleteSettings(ClientSettings):
-    """Continues a prompt. The text streams to stdout as it is generated."""
+    """Continues a prompt. The text is streamed to stdout as it is generated."""
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf complete")
 
     prompt: CliPositionalArg[str] = Field(description="the text to continue; - reads it from stdin")
     max_tokens: int | None = 128
-    n: int | None = Field(None, description="samples, printed one after the other; of beams how many are returned")
-    beam_width: int | None = Field(None, description="beams of a beam search; default: tokens are drawn")
-    length_penalty: float | None = Field(None, description="beams: above 0 favours longer ones")
-    early_stopping: Literal["true", "false", "never"] | None = Field(None, description="beams: when to end")
+    n: int | None = Field(
+        None, description="number of samples, printed one after the other; in a beam search, number of beams to return"
+    )
+    beam_width: int | None = Field(
+        None, description="number of beams of a beam search; default: tokens are drawn at random"
+    )
+    length_penalty: float | None = Field(None, description="for beams: a value above 0 favours longer ones")
+    early_stopping: Literal["true", "false", "never"] | None = Field(
+        None, description="for beams: when the search ends"
+    )
 
     @property
     def has_several(self) -> bool:
@@ -44,7 +52,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
-    """Prints the samples in sequence; if `numbered`, each with its index and, for a beam, its score."""
+    """Prints the samples one after the other. If `numbered` is set, prints the index of each and, for a beam, its
+    score.
+    """
     begun = -1
     for delta in in_turn(deltas):
         if numbered and delta.index != begun:
@@ -55,7 +65,9 @@ def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
 
 
 def in_turn(deltas: Iterable[Delta]) -> Iterator[Delta]:
-    """Yields the deltas sample by sample: the first sample's as they arrive, then those of the second, and so on."""
+    """Yields the deltas sample by sample: those of the first sample as they arrive, then those of the second, and so
+    on.
+    """
     current = 0
     waiting: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:

@@ -1,5 +1,5 @@
-"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine, one line each, with advice for
-problems.
+"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine. Prints one line for each, with advice
+for problems.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DoctorSettings(Settings):
     model_config = settings_config("LOOSELEAF_DOCTOR_", "looseleaf doctor")
 
     model: CliPositionalArg[str | None] = Field(None, description="model directory to check")
-    redis_url: str | None = Field(None, description="the Redis to check; default: a private one is tried")
+    redis_url: str | None = Field(None, description="the Redis server to check; default: tries to start a private one")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="HTTP port to check")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port to check")
@@ -79,12 +79,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def report(check: Check) -> bool:
-    """Prints one line. Returns whether the check passed. A check that fails in an unknown way is a problem too."""
+    """Prints one line. Returns whether the check passed. A check that fails in an unknown way is also a problem."""
     try:
         state, text = "ok     ", check.look()
     except (Problem, StartupError) as error:
         state, text = "problem", str(error)
-    except Exception as error:  # a doctor reports, whatever it meets
+    except Exception as error:  # the doctor reports every kind of failure
         state, text = "problem", f"{type(error).__name__}: {error}"
     print(f"{state}  {check.name:<14} {text}")
     return state != "problem"
@@ -115,7 +115,7 @@ def cpu_kernels() -> str:
 
 
 def gpu() -> str:
-    """Returns the devices that torch sees. The driver may see others that this torch cannot use."""
+    """Returns the devices that torch sees. The driver may see other devices, which this torch cannot use."""
     if (obstacle := why_no_gpu()) is not None:
         return f"none, the CPU computes: {obstacle}"
     cuda: Any = importlib.import_module("torch").cuda
@@ -195,7 +195,7 @@ def port(host: str, number: int, answers: Callable[[str, int], bool]) -> str:
 
 
 def http_answers(host: str, number: int) -> bool:
-    """Returns whether a ready gateway answers there."""
+    """Returns whether a ready gateway answers at this address."""
     connection = HTTPConnection(host, number, timeout=1.0)
     try:
         connection.request("GET", "/health")
@@ -207,7 +207,7 @@ def http_answers(host: str, number: int) -> bool:
 
 
 def grpc_answers(host: str, number: int) -> bool:
-    """Returns whether a ready service answers there."""
+    """Returns whether a ready service answers at this address."""
     with open_blocking_channel(f"{host}:{number}") as channel:
         return state_of(channel, "", 1.0) == "SERVING"
 

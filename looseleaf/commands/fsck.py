@@ -16,16 +16,16 @@ from common.settings import Settings, settings_config
 
 
 class FsckSettings(Settings):
-    """Prints every difference. Exit status 0 if there is none or if all were repaired."""
+    """Prints every difference. Exit status 0 if there is none or if all have been repaired."""
 
     model_config = settings_config("LOOSELEAF_FSCK_", "looseleaf fsck")
 
     directory: CliPositionalArg[str] = Field(description="the block store's directory on shared memory")
     redis_url: CliPositionalArg[str | None] = Field(
-        None, description="Redis of the ledger; default: what the running block store uses"
+        None, description="Redis server of the ledger; default: the one that the running block store uses"
     )
-    digests: bool = Field(False, description="compare the bytes of sealed blocks with their digests too")
-    repair: bool = Field(False, description="have the ledger built anew if there are differences; requests go on")
+    digests: bool = Field(False, description="also compare the bytes of sealed blocks with their digests")
+    repair: bool = Field(False, description="have the ledger rebuilt if there are differences; requests go on")
 
 
 def run(argv: Sequence[str]) -> int:

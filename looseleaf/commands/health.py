@@ -19,17 +19,15 @@ from common.trust import TrustFiles
 
 
 class HealthSettings(Settings):
-    """Exit status 0 if the service at ADDRESS is ready to serve, 1 if not."""
+    """Exits with status 0 if the service at ADDRESS is ready to serve, and with 1 if not."""
 
     model_config = settings_config("LOOSELEAF_HEALTH_", "looseleaf health")
 
     address: CliPositionalArg[str] = Field("127.0.0.1:50051", description="host:port of a service's gRPC")
-    service: str = Field("", description="full name of one gRPC service there; default: the whole process")
-    tls_ca: Path | None = Field(
-        None, description="the service speaks TLS, with a certificate of the CA in this PEM file"
-    )
-    tls_cert: Path | None = Field(None, description="for a service inside: the certificate to show it")
-    tls_key: Path | None = Field(None, description="its private key")
+    service: str = Field("", description="full name of one of its gRPC services; default: the whole process")
+    tls_ca: Path | None = Field(None, description="use TLS; the service has a certificate of the CA in this PEM file")
+    tls_cert: Path | None = Field(None, description="certificate to present to an internal service")
+    tls_key: Path | None = Field(None, description="private key of that certificate")
     timeout: float = Field(3.0, gt=0, description="seconds to wait for the answer")
 
 

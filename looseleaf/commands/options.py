@@ -12,21 +12,19 @@ from looseleaf.options import GenerateOptions
 
 
 class ClientSettings(Settings):
-    """The gateway's address and sampling parameters. Absent values take the model's or the gateway's default."""
+    """The gateway's address and sampling parameters. Absent values use the model's or the gateway's default."""
 
     address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
-    api_key: str | None = Field(None, repr=False, description="credential (or by variable)")
-    tls_ca: str | None = Field(
-        None, description="the gateway speaks TLS, with a certificate of the CA in this PEM file"
-    )
-    timeout: float = Field(600.0, gt=0, description="most seconds for an answer")
+    api_key: str | None = Field(None, repr=False, description="API key (or use the variable)")
+    tls_ca: str | None = Field(None, description="use TLS; the gateway has a certificate of the CA in this PEM file")
+    timeout: float = Field(600.0, gt=0, description="maximum time in seconds for an answer")
     temperature: float | None = Field(None, description="0 is greedy")
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    priority: int | None = Field(None, description="lower goes first")
+    priority: int | None = Field(None, description="lower numbers go first")
     stop: list[str] = Field([], description="strings that end the text")
 
     def client(self) -> Client:

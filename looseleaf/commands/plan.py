@@ -30,17 +30,19 @@ class PlanSettings(Settings):
     model_config = settings_config("LOOSELEAF_PLAN_", "looseleaf plan")
 
     model: CliPositionalArg[str] = Field(description="Hugging Face model directory (config.json is enough) or name")
-    context: int | None = Field(None, ge=1, description="tokens of a sequence, also 256K or 1M; default: the model's")
-    sequences: int = Field(1, ge=1, description="sequences of that length at once")
+    context: int | None = Field(
+        None, ge=1, description="number of tokens of a sequence, such as 256K or 1M; default: the model's limit"
+    )
+    sequences: int = Field(1, ge=1, description="number of sequences of that length at once")
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: as dtype")
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the same as dtype")
     block_size: int | None = Field(
         None,
         ge=1,
         le=256,
-        description="token positions in a block; default: 16, more for recurrent states",
+        description="number of token positions in a block; default: 16, more for recurrent states",
     )
-    memory: float | None = Field(None, gt=0, description="GiB of a host; default: what is available here")
+    memory: float | None = Field(None, gt=0, description="GiB of memory of a host; default: what is available here")
 
     @field_validator("context", mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """`looseleaf secrets DIRECTORY`: creates a launch's secret and a password for its Redis, in separate files.
 
-It is for compose and for services that are started by hand; `looseleaf serve` creates its own. Existing files stay, so
-that running services and later ones agree.
+It is for compose and for services that are started by hand; `looseleaf serve` creates its own secrets. Existing files
+are kept, so that running services and later ones agree.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`looseleaf serve`: launches, prints the addresses and one generated line, and runs until a signal or until a service
-dies.
+"""`looseleaf serve`: starts the services, prints the addresses and one generated line, and runs until a signal arrives
+or a service dies for good.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """Handles SIGTERM and SIGINT, which end the launch in order; a second one kills the services at once.
+    """Handles SIGTERM and SIGINT, which end the launch in an orderly way. A second signal kills the services at once.
 
-    At SIGHUP the gateway reads its key file again. If SIGHUP means that the terminal is gone, it ends the launch.
+    On SIGHUP, the gateway reads its key file again. If SIGHUP means that the terminal has gone, it ends the launch.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -75,7 +75,7 @@ class StopSignals:
             raise Interrupted
 
     def raise_if_set(self) -> None:
-        """Makes signals only set the event from now on."""
+        """Makes all further signals only set the event."""
         self._launched = True
         if self.event.is_set():
             raise Interrupted
@@ -104,7 +104,7 @@ def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str
     """Returns a line that the services have just generated, safe for a terminal."""
     if addresses.is_tls and tls_ca is None:
         return "  says  nothing yet: no --tls-ca to check the certificate in front with"
-    from looseleaf.client import Client  # here, so that services are started before gRPC is loaded
+    from looseleaf.client import Client  # imported here, so that services are started before gRPC is loaded
 
     with Client(addresses.grpc, api_key=api_key, timeout=60.0, tls_ca=tls_ca if addresses.is_tls else None) as client:
         completion = client.generate(_SAMPLE_PROMPT, max_tokens=_SAMPLE_TOKENS, temperature=0.0, ignore_eos=True)
@@ -112,5 +112,5 @@ def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str
 
 
 def one_line(text: str) -> str:
-    """Returns white space as single blanks, and unprintable characters as escapes."""
+    """Returns the text with white space as single blanks, and unprintable characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))

@@ -1,8 +1,8 @@
 """`python -m looseleaf.serve.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
 
 A flag `@ready:FILE:LINE` stands for that line of another service's ready file. The service's imports run before it
-waits for the file, so services start in parallel although one needs another's address. Python's garbage collector is
-off during the imports: repeated walks over torch's objects would take a fifth of a worker's import time.
+waits for the file, so services start in parallel even if one needs another's address. Python's garbage collector is off
+during the imports, because repeated visits to torch's objects would take a fifth of a worker's import time.
 
 PR_SET_PDEATHSIG would do this in the kernel, but it fires when the *thread* that started the child ends, and `LLM` may
 be created in any thread. Instead, a thread watches the parent's pid.
@@ -29,7 +29,7 @@ _READY = "@ready:"
 
 
 def _follow(parent: int) -> None:
-    """Sends this process SIGTERM once the parent has ended, and SIGKILL if it still runs after that."""
+    """Sends this process SIGTERM when the parent has ended, and SIGKILL if it is still running after that."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -70,7 +70,7 @@ def _import_for(package: str) -> None:
 def main() -> None:
     """Starts the watch and runs the service."""
     parent, package = int(sys.argv[1]), sys.argv[2]
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service says what it means
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service defines what the signal means
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()
     _import_for(package)
     sys.argv[1:] = filled(sys.argv[3:])

@@ -39,9 +39,9 @@ class ServiceSpec:
     flags: tuple[str, ...]
     environment: Mapping[str, str]
     inherited_fd: int
-    """A descriptor that it keeps open until it ends (the launcher's lock)."""
+    """A descriptor that the process keeps open until it ends (the launcher's lock)."""
     takes_orders: bool = False
-    """Whether it reads from stdin whose place it takes (`Child.become`)."""
+    """Whether the process reads from stdin which process to replace (`Child.become`)."""
 
 
 class ChildDied(StartupError):
@@ -57,7 +57,7 @@ class Restarts:
         self._moments: dict[str, list[float]] = {}
 
     def allow(self, name: str) -> bool:
-        """Returns whether `name` may be started again now, and counts it."""
+        """Returns whether `name` may be started again now, and counts the restart."""
         now = time.monotonic()
         recent = [at for at in self._moments.get(name, ()) if now - at < _RESTART_WINDOW_S]
         self._moments[name] = [*recent, now]
@@ -91,8 +91,8 @@ class Child:
         return self._process.pid
 
     def later(self, line: int) -> str:
-        """Returns a flag for a service that starts before this one is ready: it waits for this line of the ready
-        file.
+        """Returns a flag for a service that starts before this one is ready. That service waits for this line of the
+        ready file.
         """
         return later(self._ready_file, line)
 
@@ -102,8 +102,8 @@ class Child:
         return self._process.poll()
 
     def become(self, spec: ServiceSpec) -> bool:
-        """Makes it replace a process of `spec`, whose name and ready file it uses from now on. Returns False if it has
-        ended.
+        """Makes the child replace a process of `spec`, whose name and ready file it then uses. Returns False if the
+        child has ended.
         """
         assert self._process.stdin is not None
         ready_file = _ready_file(self._ready_file.parent, spec)
@@ -124,7 +124,7 @@ class Child:
             echo(f"{self.name:<11} | {line}")
 
     def check(self) -> None:
-        """Checks that the child still runs. Raises ChildDied if it has ended."""
+        """Checks that the child is still running. Raises ChildDied if it has ended."""
         status = self._process.poll()
         if status is None:
             return
@@ -134,7 +134,7 @@ class Child:
         raise ChildDied(f"{self.name} {how}; its last lines:\n{last}")
 
     def ready_lines(self) -> tuple[str, ...] | None:
-        """Returns the lines of its ready file, or None if it is not ready yet."""
+        """Returns the lines of the child's ready file, or None if the child is not ready yet."""
         try:
             return tuple(self._ready_file.read_text(encoding="utf-8").split())
         except FileNotFoundError:
@@ -149,27 +149,27 @@ class Child:
         self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
-        """Ends it now (SIGKILL)."""
+        """Ends the service at once (SIGKILL)."""
         self._process.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it has ended within `seconds`."""
+        """Returns whether the service ends within `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.0, seconds))
         return self._process.poll() is not None
 
 
 def _ready_file(directory: Path, spec: ServiceSpec) -> Path:
-    """Returns the file with which a service reports that it is ready. Removes its predecessor's file first."""
+    """Returns the file with which a service reports that it is ready. Removes the predecessor's file first."""
     file = directory / f"{spec.name}.ready"
     file.unlink(missing_ok=True)
     return file
 
 
 def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: float) -> list[tuple[str, ...]]:
-    """Returns the ready lines of `waited`, in order, once all exist.
+    """Returns the ready lines of `waited`, in order, when all of them exist.
 
-    Raises ChildDied as soon as any of `all_children` ends, StartupError after `seconds`.
+    Raises ChildDied as soon as any of `all_children` ends, and StartupError after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -186,8 +186,8 @@ def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: 
 
 
 def end(children: Sequence[Child], grace_s: float) -> None:
-    """Sends SIGTERM to all and, after `grace_s` seconds, SIGKILL to those still running. Returns when all have
-    ended.
+    """Sends SIGTERM to all children and, after `grace_s` seconds, SIGKILL to those that are still running. Returns when
+    all have ended.
     """
     for child in children:
         child.terminate()

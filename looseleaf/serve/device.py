@@ -19,8 +19,8 @@ Device = Literal["cpu", "cuda"]
 
 
 def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Resolves `auto` like a worker: to cuda if torch was built for it and the driver sees a GPU. Raises StartupError
-    if cuda was requested and is unavailable.
+    """Resolves `auto` as a worker does: to cuda if torch was built for it and the driver sees a GPU. Raises
+    StartupError if cuda was requested and is unavailable.
     """
     if asked == "cpu":
         return "cpu"
@@ -36,8 +36,8 @@ def why_no_gpu() -> str | None:
     """Returns why there is no GPU that torch can use, in one sentence, or None if there is one."""
     if torch_cuda() is None:
         return "the torch that is installed here was not built for CUDA"
-    # In a process of its own: one that has called the driver cannot fork others that use it, and `LLM` has no say in
-    # what else its process does.
+    # In a separate process: a process that has called the driver cannot fork others that use it, and `LLM` does not
+    # control # what else its process does.
     command = [sys.executable, "-m", "looseleaf.serve.device"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode != 0:

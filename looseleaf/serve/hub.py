@@ -1,4 +1,6 @@
-"""Finds models by their name on the Hugging Face Hub: in the local cache, else by a download with progress."""
+"""Finds models by their name on the Hugging Face Hub: in the local cache, or else by a download that shows its
+progress.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs every service on this machine as child processes that end together: Redis, block store, workers, gateway.
 
 Defines the order in which they start and stop, and restarts a service that ends. State that must survive is in the
-arena, in Redis, or kept by the launcher. `children` handles the processes, `service_flags` their flags.
+arena, in Redis, or in the launcher. `children` handles the processes, and `service_flags` their flags.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ from looseleaf.serve.standby import NAME, PACKAGE, Standby, wanted
 
 _FAILED_GRACE_S = 3.0
 _ENDING_S = 5.0
-"""Time that a service gets beyond the grace period of its requests, to inform the remaining ones and to end."""
+"""Time that a service gets beyond the grace period of its requests, to inform the clients of the remaining requests and
+to end.
+"""
 _PORT_FLAGS = {"block_store": ("--port",), "gateway": ("--port", "--grpc-port")}
-"""Flags for the lines of the ready files of services whose address others keep."""
+"""Flags that correspond to the lines of a ready file, for services whose addresses others keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a launch, as host:port that a client on this machine reaches."""
+    """The addresses of a launch, as host:port that a client on this machine can reach."""
 
     http: str
     grpc: str
@@ -88,7 +90,9 @@ class Launcher:
         self._salt_secret = secrets.token_hex(32)
 
     def start(self) -> Addresses:
-        """Starts every service. Returns when the gateway serves. Raises StartupError and leaves nothing running."""
+        """Starts every service. Returns when the gateway serves. If this fails, stops everything and raises
+        StartupError.
+        """
         try:
             return self._start()
         except BaseException:
@@ -107,7 +111,7 @@ class Launcher:
         write_secret(self._secret_file)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
         self._echo(describe(asked, settings))
-        # Workers start in parallel with the store; a service that needs its address waits for it.
+        # Workers start in parallel with the store; a service that needs the store's address waits for it.
         redis_url = settings.redis_url or self._start_redis()
         flags = store_flags(settings, self._shared.path, source)
         store = self._spawn("block_store", "block_store", flags, store_secrets(redis_url))
@@ -128,9 +132,9 @@ class Launcher:
         return self._addresses(ready, source.notice)
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
-        """Keeps a spare worker from now on, if there is enough memory. `flags` are those that all workers get."""
+        """Starts to keep a spare worker, if there is enough memory. `flags` are the flags that all workers get."""
         from block_store.server.sizing import (
-            available_memory,  # here, so that services are started before numpy is loaded
+            available_memory,  # imported here, so that services are started before numpy is loaded
         )
 
         settings = self._settings
@@ -220,7 +224,7 @@ class Launcher:
     def check(self) -> None:
         """Restarts services that have ended. Raises ChildDied if one keeps ending.
 
-        The private Redis is restarted by its own thread; here it is only checked that this still works.
+        The private Redis is restarted by its own thread; this method only checks that the restarts still work.
         """
         if self._redis is not None and self._redis.failure is not None:
             raise ChildDied(str(self._redis.failure))
@@ -257,8 +261,8 @@ class Launcher:
             self._redis.kill()
 
     def stop(self, most_s: float | None = None) -> None:
-        """Ends the services, from the gateway down to Redis. A second call does nothing. Services that have not ended
-        after `most_s` (default: the grace period plus a margin) are killed.
+        """Ends the services, first the gateway and last Redis. A second call does nothing. Services that have not ended
+        after `most_s` (by default the grace period plus a margin) are killed.
         """
         if most_s is None:
             most_s = self._settings.drain_delay + self._settings.grace_s + _ENDING_S

@@ -36,7 +36,8 @@ def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
     """Returns the directory of the model: of `given` (a directory or a name on the Hugging Face Hub) if it is set, else
     of the built-in model, else of a small random one. Raises StartupError if it is not a model.
 
-    With `dummy` weights it needs only a config.json: the small random model's tokenizer replaces a missing one.
+    With `dummy` weights, the directory needs only a config.json: the small random model's tokenizer replaces a missing
+    one.
     """
     if given is not None:
         directory = hub.fetch(given) if hub.is_name(given) else _checked(Path(given))
@@ -65,7 +66,7 @@ def _checked(directory: Path) -> Path:
 
 
 def cache_directory() -> Path:
-    """Returns $XDG_CACHE_HOME/looseleaf, else ~/.cache/looseleaf."""
+    """Returns $XDG_CACHE_HOME/looseleaf, or else ~/.cache/looseleaf."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "looseleaf"
 
 
@@ -90,9 +91,9 @@ def tiny_checkpoint(cache: Path) -> Path:
 
 
 def gguf_directory(file: Path, cache: Path) -> Path:
-    """Returns a model directory for a GGUF file below `cache`; made in a separate process, which loads transformers.
+    """Returns a model directory below `cache` for a GGUF file. A separate process, which loads transformers, makes it.
 
-    The weights stay in the file. Another file under the same name gets another directory.
+    The weights stay in the file. A different file with the same name gets a different directory.
     """
     state = file.resolve().stat()
     identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns}"

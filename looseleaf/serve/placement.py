@@ -1,4 +1,4 @@
-"""Decides which processes a launch has and how they share this machine's cores: roles, threads, how threads wait.
+"""Decides which processes a launch has and how they share this machine's cores: roles, threads, and how threads wait.
 
 Starts nothing and does not build flags. The measurements are in docs/log.
 """
@@ -16,7 +16,8 @@ from looseleaf.serve.settings import ServeSettings
 
 SPLIT_FROM_CORES = 8
 """With at least this many cores, prefill and decode have separate processes with half of the cores each. On two cores,
-one process that alternates did more on every kind of load. Larger machines have not been measured.
+a single process that alternates had a higher throughput under every kind of load. Larger machines have not been
+measured.
 """
 _TORCHLESS = ("block_store", "gateway")
 
@@ -41,12 +42,16 @@ def settled(settings: ServeSettings) -> ServeSettings:
 
 
 def is_small() -> bool:
-    """Returns whether this machine does more work if two roles take turns with all cores than if they run at once."""
+    """Returns whether this machine does more work if two roles take turns, with all cores for each, than if they run at
+    the same time.
+    """
     return usable_cores() < SPLIT_FROM_CORES
 
 
 def describe(asked: ServeSettings, settings: ServeSettings) -> str:
-    """Returns one line for the log: how the roles share the machine, and why. `settings` are `asked`, settled."""
+    """Returns one line for the log: how the roles share the machine, and why. `settings` is the settled form of
+    `asked`.
+    """
     cores, threads = usable_cores(), threads_per_worker(settings)
     if settings.roles == "both":
         how, other = "prefill and decode in one process", "split has them apart"
@@ -79,12 +84,12 @@ def numbered(name: str, count: int) -> list[str]:
 
 
 def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
-    """Returns `--threads`, else the user's OMP_NUM_THREADS, else an even share of the cores that this process may use.
-    On few cores each role may use all of them, because one often waits while the other is busy.
+    """Returns `--threads`, or else the user's OMP_NUM_THREADS, or else an even share of the cores that this process may
+    use. If there are few cores, each role may use all of them, because one often waits while the other is busy.
     """
     if settings.threads:
         return settings.threads
-    asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind commas: nested teams, which we have not
+    asked = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # after a comma: nested teams
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
     sharing = max(settings.prefill, settings.decode) if _apart_on_few(settings) else len(worker_processes(settings))
@@ -92,9 +97,9 @@ def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.env
 
 
 def by_turns(settings: ServeSettings) -> bool:
-    """Returns whether prefill and decode, in separate processes, take turns with all cores. If they ran at once, their
-    threads would wait for each other at the end of every loop, and decode would occupy half of the machine for small
-    batches while first tokens wait.
+    """Returns whether prefill and decode, in separate processes, take turns with all cores. If they ran at the same
+    time, their threads would wait for each other at the end of every loop, and decode would occupy half of the machine
+    for small batches while first tokens wait.
     """
     return _apart_on_few(settings) and threads_per_worker(settings) >= usable_cores()
 
@@ -104,11 +109,12 @@ def _apart_on_few(settings: ServeSettings) -> bool:
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:
-    """Returns the environment of the service `name`. If it has a model, the model computes in `threads` threads.
+    """Returns the environment of the service `name`. If the service has a model, the model computes in `threads`
+    threads.
 
-    Idle OpenMP threads sleep, because on few cores spinning threads slow down others. numpy's OpenBLAS gets no thread
-    pool, because no service computes with it. Weights use huge pages if the system offers them on request (glibc 2.35
-    and later), because they are read completely for every token. Variables that the user has set are kept.
+    Idle OpenMP threads sleep, because if there are few cores, spinning threads slow down others. numpy's OpenBLAS gets
+    no thread pool, because no service computes with it. Weights use huge pages if the system offers them on request
+    (glibc 2.35 and later), because they are read completely for every token. Variables that the user has set are kept.
     """
     environment = dict(base)
     environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)

@@ -64,7 +64,7 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str)
 
 
 def decode_flags(settings: ServeSettings) -> list[str]:
-    """Returns the flags that only workers that decode take."""
+    """Returns the flags that only decode workers accept."""
     return flags_of({"preemption": settings.preemption, "swap_space": settings.swap_space})
 
 
@@ -114,8 +114,8 @@ def store_secrets(redis_url: str) -> dict[str, str]:
 
 
 def gateway_secrets(settings: ServeSettings, redis_url: str, salt_secret: str) -> dict[str, str]:
-    """Returns the gateway's secrets as variables. A restarted gateway must have its predecessor's salt, or prompts
-    would not find their blocks. A salt that the user has set is kept.
+    """Returns the gateway's secrets as variables. A restarted gateway must have its predecessor's salt; otherwise
+    prompts would not find their blocks. A salt that the user has set is kept.
     """
     secrets = {"LOOSELEAF_GATEWAY_REDIS_URL": redis_url}
     secrets |= {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt_secret}

@@ -1,8 +1,8 @@
-"""The launcher's directory in shared memory. It is created for a launch and removed after it. If a launch was killed,
-it is removed later.
+"""The launcher's directory in shared memory. It is created for a launch and removed after the launch. If a launch has
+been killed, the directory is removed later.
 
 The launcher locks the directory (flock), and so does every service that it starts, through an inherited descriptor. A
-free lock proves that all of them have ended, even if other processes have their pids now.
+free lock proves that all of them have ended, even if other processes now have their pids.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def sweep(root: Path) -> int:
 
 
 def is_stale(path: Path) -> bool:
-    """Returns whether a launch of this user left the directory and none of its processes lives."""
+    """Returns whether a launch of this user left the directory behind and none of the launch's processes is alive."""
     try:
         if path.stat().st_uid != os.getuid():
             return False
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # being made, being removed, or not ours
+    except OSError:  # the directory is being made or removed, or is not ours
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

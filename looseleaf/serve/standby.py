@@ -13,18 +13,18 @@ from looseleaf.serve.settings import ServeSettings
 NAME = "spare"
 PACKAGE = "looseleaf.both_roles.spare"
 WORKERS = ("prefill_svc", "decode_svc", "looseleaf.both_roles")
-"""Packages whose workers it can replace."""
+"""Packages whose workers a spare worker can replace."""
 FREE_WEIGHTS = 4
 """A default spare worker needs this many times the size of the weights as free memory."""
 _LEAST_BYTES = 1 << 30
-"""And this much for its process, however small the model is."""
+"""Free memory that it needs in any case, for its process, however small the model is."""
 
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
     """Returns whether a launch with these settings has a spare worker, and why, for the log. `weights_bytes` is the
     size of a worker's weights.
     """
-    from block_store.server.sizing import gib  # here, so that services are started before numpy is loaded
+    from block_store.server.sizing import gib  # imported here, so that services are started before numpy is loaded
 
     if settings.spare is not None:
         return settings.spare > 0, f"--spare {settings.spare}"
@@ -36,7 +36,7 @@ def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tupl
 
 
 class Standby:
-    """At most one spare worker. It is started when all workers serve, and again after it has replaced a worker."""
+    """At most one spare worker. It is started when all workers serve, and again after it has replaced one."""
 
     def __init__(self, start: Callable[[], Child], may_restart: Callable[[], bool], echo: Echo) -> None:
         self._start = start
@@ -44,7 +44,7 @@ class Standby:
         self._echo = echo
         self._child: Child | None = None
         self._successor: Child | None = None
-        """A spare worker that has taken a dead worker's place and does not serve yet."""
+        """A spare worker that has taken a dead worker's place but is not serving yet."""
         self._has_failed = False
 
     @property

@@ -7,11 +7,11 @@ import threading
 from looseleaf.serve.launcher import Launcher
 
 CHECK_S = 0.05
-"""The longest time until a death is noticed, which is part of the pause that it causes."""
+"""The longest time until a death is noticed. This time is part of the pause that the death causes."""
 
 
 def supervise(launcher: Launcher, ended: threading.Event) -> None:
-    """Calls `launcher.check` until `ended`. Raises ChildDied for a service that keeps ending."""
+    """Calls `launcher.check` until `ended` is set. Raises ChildDied for a service that keeps ending."""
     while not ended.wait(CHECK_S):
         launcher.check()
 

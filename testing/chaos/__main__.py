@@ -68,7 +68,7 @@ SCENARIOS = {
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     arguments = _parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds every `with`, so no process is left running
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds every `with`, so that no process keeps running
     names = list(SCENARIOS) if "all" in arguments.scenario else arguments.scenario
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-model-") as directory:
         began = time.monotonic()

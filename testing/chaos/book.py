@@ -1,6 +1,6 @@
 """The requests of a chaos run and the right answers: seeded requests with shared prefixes, answered by the oracle.
 
-The oracle is one process with a batch of one and no cache. It does not use the services.
+The oracle is a single process with a batch of one and no cache. It does not use the services.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from looseleaf.options import GenerateOptions
 from testing.oracle import Oracle
 
 PREFIX_LENGTHS = (0, 15, 16, 17, 32, 48, 100)
-"""The lengths of the shared prefixes. Bookkeeping tends to fail at block boundaries and next to them."""
+"""The lengths of the shared prefixes. Bookkeeping errors tend to occur at block boundaries and next to them."""
 TAIL_LENGTHS = (1, 60)
 OUTPUT_LENGTHS = (16, 256)
 MAX_MODEL_LEN = 512
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def streamed(self) -> bool:
-        """Whether its tokens are sent as they are computed. Those of a beam search are all sent at its end."""
+        """Whether the tokens are sent as they are computed. The tokens of a beam search are all sent at its end."""
         return self.sampling.beam_width is None
 
     def options(self, salt: str) -> GenerateOptions:
@@ -77,8 +77,8 @@ def make_book(
     output_lengths: tuple[int, int] = OUTPUT_LENGTHS,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> list[Case]:
-    """Returns `num_cases` cases. Of eight, three are greedy, three are sampled, one has several samples, and one is a
-    beam search. Takes about 1.5 ms per output token.
+    """Returns `num_cases` cases. Of every eight, three are greedy, three are sampled, one has several samples, and one
+    is a beam search. Takes about 1.5 ms per output token.
     """
     rng = random.Random(seed)
     settings = RunnerSettings(model=str(model), max_model_len=max_model_len, num_threads=1, deterministic=True)

@@ -1,8 +1,8 @@
 """Scenario: clients cancel their requests. Measures how soon the workers stop computing for them.
 
 A trial starts a few requests at once, cancels all of them at a random moment, and polls the ledger until workers hold
-only their reserve. The result is therefore the slowest request of each trial. It includes the path through client and
-gateway.
+only their reserve. The result is therefore that of the slowest request of each trial. It includes the path through the
+client and the gateway.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ WAIT_S = 10.0
 POLL_S = 0.005
 LIMIT_MS = 250.0
 SHORTEST_PROMPT = 17
-"""At least one full block, so that each sequence on a decode worker holds a sealed one. The reserve is never sealed."""
+"""At least one full block, so that each sequence on a decode worker holds a sealed one. The reserve is never sealed.
+"""
 
 
 def cancels(run: Run) -> Report:
@@ -47,7 +48,7 @@ def cancels(run: Run) -> Report:
         report.told("until nobody computes for them, most", f"{max(took, default=0):.0f} ms")
         with run.traffic(stack) as traffic:
             traffic.wait_for(2 * run.concurrency, timeout_s=60)
-            judge(report, stack, traffic.stop())  # of those that follow
+            judge(report, stack, traffic.stop())  # of the requests that follow
         assert_nothing_held(stack.addresses.block_store)
     return report
 

@@ -1,8 +1,8 @@
 """Scenarios that kill a service of which there is only one, the block store or the gateway, with -9 under load.
 
-No request may notice the death of the store. The death of the gateway breaks its connections, and has no other effect:
-the gateway comes back on its ports and finds the blocks of earlier prompts, and the workers release the blocks of its
-requests.
+The death of the store must not affect any request. The death of the gateway breaks its connections, and has no other
+effect: the gateway comes back on its ports and finds the blocks of earlier prompts, and the workers release the blocks
+of its requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WARM_PROMPT = [17 + number % 200 for number in range(160)]
 
 
 def store_kill(run: Run) -> Report:
-    """Kills the store. Every second time a decode worker dies too, and its successor must find the new store."""
+    """Kills the store. Every second time, a decode worker is also killed, and its successor must find the new store."""
     with run.stack(Plan(restarted=("block_store", "prefill", "decode"))) as stack:
         return store_kill_on(run, stack)
 
@@ -57,7 +57,7 @@ def store_kill_on(run: Run, stack: Stack) -> Report:
 
 def _kill_store(stack: Stack, rng: random.Random, *, with_decode: bool) -> tuple[float, float]:
     """Kills the store. Returns the time of the kill, and the time at which a store answered again. If a decode worker
-    died too, first waits until its successor has requests.
+    was also killed, first waits until its successor has requests.
     """
     time.sleep(rng.random() * 0.3)
     pid, decode, dead = stack.pids["block_store"], stack.pids["decode-0"], stack.holder("decode-0")
@@ -87,7 +87,7 @@ def gateway_kill(run: Run) -> Report:
 def gateway_kill_on(run: Run, stack: Stack) -> Report:
     """Runs `gateway_kill` on an existing stack."""
     report, rng = run.report("gateway-kill"), run.rng
-    _cached(stack)  # the prompt's blocks are cached from here on
+    _cached(stack)  # after this, the prompt's blocks are cached
     outages, cached = list[tuple[float, float]](), list[int]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=60)
@@ -132,7 +132,7 @@ def _cached(stack: Stack) -> int:
 
 
 def _is_broken(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether it failed because the gateway was down or its client had not reconnected yet."""
+    """Returns whether the request failed because the gateway was down or the client had not reconnected yet."""
     return answer.error is not None and any(
         answer.began < back + RECONNECT_S and kill < answer.ended for kill, back in outages
     )

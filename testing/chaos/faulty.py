@@ -27,9 +27,9 @@ VARIABLE = "LOOSELEAF_CHAOS"
 PACKAGES = {f"{role}_svc": f"testing.chaos.faulty_{role}" for role in ("prefill", "decode")}
 """The entry points of workers with faults."""
 PHASES = ("fill", "before seal", "after seal", "hand-over")
-"""The phases in which a prefill worker can be told to die. In "fill", KV is stored and nothing is published. In "before
-seal", the header says sealed and the ledger does not know. In "after seal", only the ledger knows. In "hand-over", the
-ticket exists, and the gateway has not received it.
+"""The phases in which a prefill worker can be told to die. In "fill", KV has been stored but nothing has been
+published. In "before seal", the header says sealed, but the ledger does not know. In "after seal", only the ledger
+knows. In "hand-over", the ticket exists, but the gateway has not received it.
 """
 DIED = "chaos: dies in phase "
 
@@ -51,7 +51,7 @@ class Faults:
     reader_rule: bool = True
     """Whether block tables are compared with the header."""
     late_counted: bool = False
-    """Not a fault: the ledger counts the worker's calls after its lease has expired."""
+    """Not a fault: the ledger counts the calls that the worker makes after its lease has expired."""
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that describe these faults."""

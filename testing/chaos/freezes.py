@@ -1,5 +1,5 @@
-"""Scenario: a worker is stopped (SIGSTOP) past its lease and woken. It is then a zombie that believes it
-holds blocks.
+"""Scenario: a worker is stopped (SIGSTOP) until its lease has expired, and then woken. It is then a zombie that
+believes that it holds blocks.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class _Freeze:
     """One worker that was stopped and woken."""
 
     found_after_s: float
-    """The time until the gateway gave the worker up; infinite if it did not."""
+    """The time until the gateway gave the worker up; infinite if the gateway did not."""
     by_silence: bool
     """Whether the gateway noticed silence on a stream. Otherwise it noticed that an idle worker had left
     the registry.
     """
     fenced: bool
-    """Whether the woken process was told that it is fenced."""
+    """Whether the woken process was told that it had been fenced."""
     survived: bool
     num_late: int
     """The number of ledger calls that the incarnation made after its lease had expired."""
 
 
 def freeze(run: Run) -> Report:
-    """Stops workers of both roles, a pair at a time, for 10 s under load."""
+    """Stops workers of both roles under load, a pair at a time, for 10 s each."""
     report = run.report("freeze")
     with run.stack(Plan(packages=PACKAGES, variables=Faults(late_counted=True).variables())) as stack:
         held = HeldAfter(stack)

@@ -1,5 +1,5 @@
-"""Scenario: Redis' values are changed at random under load. The changes affect all kinds of values in the ledger and
-the registry, and whole keys.
+"""Scenario: Redis' values are changed at random under load. The changes affect whole keys, and all kinds of values in
+the ledger and the registry.
 
 No token may be wrong and no process may end. The changes cost cache misses, repeated prefills and rebuilds. `fsck`
 finds the changes that have not been noticed by the end, and its repair makes the ledger consistent.
@@ -24,7 +24,7 @@ BURST = 25
 """The number of values changed in one burst. Traffic goes on between bursts."""
 HUGE = 1 << 16
 MOST_FAILED = 0.1
-"""A request that loses its blocks in several rebuilds fails in the end."""
+"""The largest share of requests that may fail. A request fails if it loses its blocks in several rebuilds."""
 WHOLE_S = 30.0
 ANSWERS_S = 120.0
 
@@ -72,13 +72,13 @@ def _repaired(stack: Stack) -> float:
 
 
 class Garbler:
-    """Changes values of one Redis. Uses the types of its values, not their meaning."""
+    """Changes values in one Redis. Uses the types of the values, not their meaning."""
 
     def __init__(self, client: Any, rng: random.Random) -> None:
         self._client = client
         self._rng = rng
         self.changed: Counter[str] = Counter()
-        """The number of changed values, by the type of their key."""
+        """The number of changed values, by the type of the key."""
 
     def burst(self, num_values: int) -> None:
         """Changes the given number of values, in keys that exist now."""
@@ -88,7 +88,7 @@ class Garbler:
             try:
                 self._change(key)
             except Exception as error:  # this package may not import redis' error classes
-                # Services also change the key: by now it may have another type or be shorter.
+                # Services also change the key, so it may have a different type by now, or be shorter.
                 if not any(word in str(error) for word in ("WRONGTYPE", "no such key", "index out of range")):
                     raise
 
@@ -101,8 +101,8 @@ class Garbler:
         self.changed[kind] += 1
 
     def _families(self) -> dict[bytes, list[bytes]]:
-        """Returns the existing keys, grouped by their names without numbers. A group of one is chosen as often as a
-        group of a hundred.
+        """Returns the existing keys, grouped by their names without numbers. A group of one key is thus chosen as often
+        as a group of a hundred.
         """
         families: dict[bytes, list[bytes]] = {}
         for key in sorted(self._client.scan_iter(count=1000)):
@@ -110,7 +110,7 @@ class Garbler:
         return families
 
     def _replace(self, key: bytes) -> None:
-        """Replaces the whole key: deletes it or changes its type."""
+        """Replaces the whole key: deletes it, or changes its type."""
         self._client.delete(key)
         match self._rng.randrange(4):
             case 0:
@@ -128,7 +128,7 @@ class Garbler:
                 new = self._rng.randbytes(1)
             case 1:
                 new = self._rng.randbytes(64)
-            case 2:  # a piece from elsewhere
+            case 2:  # a piece from a different place
                 other = self._rng.randrange(max(1, size))
                 new = self._client.getrange(key, other, other + 55)
             case _:
@@ -143,7 +143,7 @@ class Garbler:
                 self._client.hdel(key, field)
             case 1:
                 self._client.hset(key, self._value(field), self._value(b""))
-            case 2:  # another field's value
+            case 2:  # the value of a different field
                 other, *_ = self._client.hrandfield(key, 1) or [b"field"]
                 self._client.hset(key, field, self._client.hget(key, other) or b"")
             case _:
@@ -176,7 +176,7 @@ class Garbler:
             self._client.sadd(key, self._value(b"1"))
 
     def _value(self, old: bytes) -> bytes:
-        """Returns random bytes, no bytes, very many bytes, another number, or the old value with one byte changed."""
+        """Returns random bytes, no bytes, many bytes, a different number, or the old value with one byte changed."""
         rng = self._rng
         number = int(old) if old.isdigit() and len(old) < 20 else rng.randrange(2**32)
         return rng.choice(

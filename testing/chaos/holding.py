@@ -1,9 +1,10 @@
 """`python -m testing.chaos.holding DIRECTORY REDIS_URL NUM_HOLDERS NUM_BLOCKS`: workers without a model that hold many
 blocks.
 
-Each holds NUM_BLOCKS sealed blocks and a reserve. The line "ready" says that all of them do. From then on each takes
-blocks and releases them like the steps of a sequence, until a line comes in. The last output is one JSON line: the
-duration of the longest of these steps, and the number of blocks on which the ledger and a holder disagreed.
+Each holds NUM_BLOCKS sealed blocks and a reserve. The line "ready" says that all of them hold their blocks. After that,
+each takes and releases blocks as the steps of a sequence would, until a line of input arrives. The last output is one
+JSON line: the duration of the longest of these steps, and the number of blocks on which the ledger and a holder
+disagreed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Holding:
         self._num_steps += 1
         assert self.held.arena.check_refs([*self.refs[-BLOCKS_A_SEQUENCE:], *self._sequence])
         if self._num_steps % STEPS_A_BLOCK == 0:
-            with suppress(LedgerUnavailable):  # the reserve is spent: the sequence waits
+            with suppress(LedgerUnavailable):  # the reserve is used up: the sequence waits
                 self._sequence += self.held.alloc(1)
         if len(self._sequence) == BLOCKS_A_SEQUENCE:
             self.held.release(self._sequence)
@@ -71,7 +72,9 @@ class Holding:
         self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def num_different(self) -> int:
-        """Returns the number of blocks that only one side knows, once the ledger has received all calls."""
+        """Returns the number of blocks that only the holder or only the ledger knows, after the ledger has received all
+        calls.
+        """
         self.held.release(self._sequence)
         self.held.rejoining.settle_up()
         return len({*self.refs, *self.held._reserve} ^ set(self.held.holder.holdings()))
@@ -79,7 +82,7 @@ class Holding:
 
 def _register(ledger: LedgerScripts, name: str, slot: int) -> LedgerClient:
     while True:
-        with suppress(LedgerUnavailable):  # all workers come at once
+        with suppress(LedgerUnavailable):  # all workers call at once
             return LedgerClient.register(ledger, name, writer_slot=slot)
         time.sleep(PACE_S)
 

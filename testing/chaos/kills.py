@@ -1,6 +1,6 @@
 """Scenarios that kill a worker with -9 while it serves.
 
-Each trial kills one worker and waits until its successor serves. There is always a second worker of the same role.
+Each trial kills one worker and waits until its successor is serving. There is always a second worker of the same role.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def decode_kill_on(run: Run, stack: Stack) -> Report:
 
 
 def prefill_kill(run: Run) -> Report:
-    """Lets prefill workers, in turn, kill themselves in a chosen phase. Every fifth kill comes from outside at a random
-    moment.
+    """Lets prefill workers, in turn, kill themselves in a chosen phase. In every fifth trial, the suite kills the
+    worker at a random moment instead.
     """
     report, rng = run.report("prefill-kill"), run.rng
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:

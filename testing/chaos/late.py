@@ -1,7 +1,7 @@
 """Counts the ledger calls that workers make after their lease has expired. The ledger counts them as each call runs.
 
-`count_late_calls` runs in a worker's process (`faulty`), `late_calls` in the suite's. The script itself is the best
-judge of whether a call came too late and whether it changed anything: no log and no other clock is involved.
+`count_late_calls` runs in a worker's process (`faulty`), `late_calls` in the suite's. The script itself can best tell
+whether a call came too late and whether it changed anything, because no log and no other clock is involved.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from block_store.ledger.scripts import LedgerScripts
 
 REFUSED = "refused"
 HARMLESS = "of no effect"
-"""Verdict on a `release` or `unregister` that was answered rather than refused, and changed nothing."""
+"""Verdict on a `release` or `unregister` that was answered instead of refused, but changed nothing."""
 EFFECTIVE = "EFFECTIVE"
-"""Verdict on a call that changed something: the fence has a hole."""
+"""Verdict on a call that changed something, which means that the fence has a hole."""
 _OF_HOLDERS = frozenset({
     "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "holds",
     "assert_held", "assert_all", "report",

@@ -1,7 +1,7 @@
 """Scenarios that lose Redis under load: killed and back empty, flushed, frozen, slow, or back with older data.
 
-No process may end, and requests must go on (they may wait). Within 10 s of Redis' return the ledger must be consistent
-again: all invariants hold, every worker has a lease, and blocks move.
+No process may end, and requests must continue (though they may have to wait). Within 10 s of Redis' return the ledger
+must be consistent again: all invariants hold, every worker has a lease, and blocks move.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from testing.chaos.traffic import Answer
 
 FROZEN_S = 10.0
 DOWN_S = 1.0
-"""How long a killed Redis stays down."""
+"""Time for which a killed Redis stays down."""
 SLOW_S = 10.0
 STALLS_S = (0.02, 0.3)
-"""The range of a slow Redis' stalls. It includes the time for which a worker waits, 0.25 s."""
+"""The range of the lengths of a slow Redis' stalls. It includes the time for which a worker waits, 0.25 s."""
 PAUSES_S = (0.005, 0.05)
-"""The range of its pauses between two stalls."""
+"""The range of the lengths of the pauses between two stalls."""
 OLD_S = 2.0
-"""The age of the restored snapshot. In this time the ledger changes by hundreds of blocks."""
+"""The age of the restored snapshot. In this time, hundreds of blocks change in the ledger."""
 WHOLE_S = 10.0
 POLL_S = 0.1
 MOST_FAILED = 0.001
@@ -126,7 +126,7 @@ def _gap(answers: Sequence[Answer], share: float) -> float:
 
 
 def _whole_after(stack: Stack) -> float:
-    """Returns the seconds until the ledger is consistent; infinite after three times the limit."""
+    """Returns the seconds until the ledger is consistent, or infinity if that takes three times the limit."""
     began = time.monotonic()
     while time.monotonic() < began + 3 * WHOLE_S:
         if _is_whole(stack):

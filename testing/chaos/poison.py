@@ -1,5 +1,5 @@
-"""Scenario: a request kills the worker that computes it. Two workers die, then it is refused; other requests do not
-notice.
+"""Scenario: a request kills the worker that computes it. Two workers die, and then the request is refused. Other
+requests are not affected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from testing.chaos.run import Run, judge
 from testing.chaos.stack import Plan, Stack
 
 TOKEN = 300
-"""A token that is in no prompt of the book and in no expected answer used here."""
+"""A token that occurs in no prompt of the book and in no expected answer used here."""
 MOST_DEATHS = 2
 WORKERS = ("prefill-0", "prefill-1")
 

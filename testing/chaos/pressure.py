@@ -1,8 +1,8 @@
-"""Scenario: an arena that is too small, with blocks for 30 % of the possible need of the concurrent requests.
+"""Scenario: an arena that is too small, with blocks for 30 % of what the concurrent requests may need.
 
-Runs four parts of equal length: one and two pairs of workers, each with swapping and with giving back. Every answer is
-the oracle's, or the request is refused at once because no decode worker could ever hold it. Some request gets an answer
-at all times. The preemption counts come from the workers' logs and the gateway's metrics.
+Runs four parts of equal length: one and two pairs of workers, each with swapping and with giving back. Every answer
+must be the oracle's, unless the request is refused at once because no decode worker could ever hold it. At all times,
+some requests must be making progress. The preemption counts come from the workers' logs and the gateway's metrics.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def pressure_part(run: Run, report: Report, workers: int, mode: Mode, seconds: f
 
 
 def blocks_needed(case: Case) -> int:
-    """Returns the most blocks that a request may need."""
+    """Returns the largest number of blocks that a request may need."""
     return GroupNeed(len(case.prompt_ids), case.max_tokens, case.sampling.width).blocks(BLOCK_SIZE)
 
 
@@ -139,7 +139,7 @@ def _numbers(stack: Stack, pattern: str) -> Iterator[list[float]]:
 
 
 def _mean_copy(copies: Sequence[Sequence[float]]) -> str:
-    """Formats the mean of copies, each (blocks, milliseconds, ...)."""
+    """Formats the mean of copies, each given as (blocks, milliseconds, ...)."""
     if not copies:
         return "none"
     return f"{fmean(c[0] for c in copies):.1f} blocks in {fmean(c[1] for c in copies):.2f} ms"

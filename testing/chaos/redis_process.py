@@ -22,7 +22,7 @@ class RedisProcess:
     """One server on one unix socket. The process behind it may change."""
 
     def __init__(self, directory: Path) -> None:
-        """Starts it, empty. `directory` contains socket and snapshots."""
+        """Starts the server, empty. `directory` contains the socket and the snapshots."""
         self._directory = directory
         self._socket = directory / "redis.sock"
         self.url = f"unix://{self._socket}"

@@ -1,4 +1,4 @@
-"""The findings of a scenario as a table: counts with their trials, and the 3/n bound for every zero."""
+"""The findings of a scenario as a table: counts with their trials, and the 3/n limit for every zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Row:
     what: str
     found: str
     wanted: str
-    """The limit. If it is empty, the row is reported without a judgement."""
+    """The limit. If it is empty, the row is reported but not judged."""
     good: bool = True
 
 

@@ -35,8 +35,8 @@ class Run:
         return Stack(self.model, plan or Plan())
 
     def traffic(self, stack: Stack, *, shared: bool = True, priorities: Sequence[int] = (0,)) -> Traffic:
-        """Returns clients of the stack. If not `shared`, no request finds another's prefix, so blocks change hands
-        often.
+        """Returns clients of the stack. If `shared` is false, no request finds another request's prefix in the cache,
+        so blocks change hands often.
         """
         return Traffic(
             stack.addresses.grpc,

@@ -1,5 +1,5 @@
-"""Scenarios with many running streams, which must not notice that Redis is silent for some seconds or is killed while
-workers hold very many blocks.
+"""Scenarios with many running streams, which must continue when Redis is silent for some seconds, or when it is killed
+while workers hold very many blocks.
 
 `outages` checks the ledger after an outage. The scenarios here measure the pauses of streams.
 """
@@ -23,10 +23,12 @@ from testing.system import assert_nothing_held
 STREAMS = (8, 32, 128)
 SILENT_S = 4.0
 RUN_IN_S = 2.0
-"""The time between the last stream's first token and the loss of Redis, in which a beat fills the reserve."""
+"""The time between the last stream's first token and the loss of Redis, during which a beat fills the reserve."""
 MOST_S = 0.5
 MANY_STREAMS, SMALL_BLOCK = 96, 4
-"""Streams at full length hold 96 x 500 blocks. A worker of 12,000 once never got its ledger back."""
+"""Streams at full length hold 96 x 500 blocks. In an earlier version, a worker with 12,000 blocks never got its ledger
+back.
+"""
 LOST_MOST_S = 5.0
 MAX_MODEL_LEN = 2048
 OUTPUT_LENGTHS = (1500, 1900)
@@ -67,7 +69,7 @@ def silent(run: Run) -> Report:
 
 
 def lost(run: Run) -> Report:
-    """Kills Redis `trials` times under a worker that holds tens of thousands of blocks."""
+    """Kills Redis `trials` times while a worker holds tens of thousands of blocks."""
     report = run.report("redis-lost-large")
     plan = Plan(
         num_blocks=1 << 17, max_model_len=MAX_MODEL_LEN, workers=1, max_num_seqs=MANY_STREAMS, block_size=SMALL_BLOCK
@@ -92,7 +94,7 @@ async def _silence(stack: Stack) -> None:
 
 
 async def _kill(report: Report, stack: Stack) -> None:
-    """Kills Redis. Returns when the decode worker holds at least as much in the new ledger as in the old one."""
+    """Kills Redis. Returns when the decode worker holds at least as many blocks in the new ledger as in the old one."""
     before, began = stack.holder("decode"), time.monotonic()
     stack.redis.kill()
     stack.redis.start_empty()
@@ -129,8 +131,8 @@ def _lose_under(
 
 
 async def _ask_all(stack: Stack, cases: Sequence[Case], salt: str, lose: Loss) -> tuple[float, list[Stream]]:
-    """Returns when Redis was lost, and the streams after their end. Each stream has a different salt, so none share a
-    block.
+    """Returns the time at which Redis was lost, and the streams after their end. Each stream has a different salt, so
+    no two streams share a block.
     """
     streams = [Stream(case) for case in cases]
     async with AsyncClient(stack.addresses.grpc) as client:

@@ -1,8 +1,8 @@
 """Scenarios with a ledger for the arena of a GPU, without a model. They measure the cost of each script in Redis, and
-how long the ledger is unavailable when Redis is killed under workers that hold very many blocks.
+how long the ledger is unavailable when Redis is killed while workers hold very many blocks.
 
-`trials` is the number of blocks. In one scenario 64 workers hold all of them, and one of the workers holds a fifth
-(less in a small arena). In the other one, one worker holds all blocks.
+`trials` is the number of blocks. In one scenario, 64 workers hold all of them, and one of these workers holds a fifth
+(less in a small arena). In the other scenario, a single worker holds all blocks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Size:
 
     @property
     def num_references(self) -> int:
-        """The number of references without the reserves, which change."""
+        """The number of references, excluding the reserves, which change."""
         return self.big + self.num_others * self.each
 
 
@@ -89,7 +89,7 @@ def within(report: Report, size: Size, slack: float) -> Report:
             print("stop", file=worker.stdin, flush=True)
         told = [json.loads(worker.stdout.readline()) for worker in workers if worker.stdout is not None]
         longest_s = max(t["longest_step_s"] for t in told)
-        if size.num_others:  # many share an interpreter, and all of them share two cores
+        if size.num_others:  # many holders share an interpreter, and all of them share two cores
             report.told("longest step while Redis was gone", f"{longest_s:.2f} s")
         else:
             report.at_most("longest step while Redis was gone", longest_s, slack * STEP_S, "s")
@@ -155,7 +155,9 @@ def _worker(store: Store, num_holders: int, num_blocks: int) -> subprocess.Popen
 
 
 def _scripts(report: Report, store: Store, slack: float) -> None:
-    """Runs each operation over the most blocks that it accepts. Reports the most Redis CPU time of one call."""
+    """Runs each operation on the largest number of blocks that it accepts. Reports the largest Redis CPU time of any
+    call.
+    """
     costs: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -202,7 +204,7 @@ def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], A
 
 
 def _cpu_ms(client: Any, call: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns the answer, and Redis' CPU time for it in ms. Concurrent calls of others are included."""
+    """Returns the answer, and Redis' CPU time for it in ms. Concurrent calls by others are included."""
     before = _cpu(client)
     answer = call()
     return answer, 1000 * (_cpu(client) - before)
@@ -217,7 +219,7 @@ def _cpu(client: Any) -> float:
 
 
 def _outage(report: Report, store: Store, size: Size, slack: float) -> None:
-    """Kills Redis under running workers and waits until the ledger has every reference again."""
+    """Kills Redis while workers are running, and waits until the ledger has every reference again."""
     slow = store.redis.client.slowlog_len()
     report.told("scripts that took over 5 ms of time, while filling", str(slow))
     assert store.redis.process is not None

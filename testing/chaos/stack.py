@@ -61,7 +61,7 @@ class Plan:
     variables: Mapping[str, str] | None = None
     """Environment variables for all services."""
     preemption: Literal["auto", "swap", "give-back"] | None = None
-    """None: the decode worker's default."""
+    """If it is None, the decode worker's default is used."""
     spare: int = 0
     restarted: tuple[str, ...] = ("prefill", "decode")
     """The services that may die and are restarted without limit, by the beginnings of their names."""
@@ -175,7 +175,7 @@ class Stack:
 
     def close(self) -> None:
         self._supervisor.end()
-        for pid in self.pids.values():  # no process stays frozen
+        for pid in self.pids.values():  # so that no process stays frozen
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self.launcher.stop()
@@ -238,9 +238,10 @@ class _Launcher(Launcher):
             super().check()
 
     def replace(self, name: str, *, overlap: bool) -> int:
-        """Ends a service with SIGTERM and starts it again. With `overlap`, the new one starts before the old one ends.
+        """Ends a service with SIGTERM and starts it again. With `overlap`, the new process starts before the old one
+        ends.
 
-        Returns the old one's exit status once the new one is ready.
+        Returns the old process' exit status when the new one is ready.
         """
         with self._changing:
             old = self._named(name)

@@ -1,10 +1,10 @@
 """Scenario of forced staleness: leases shorter than the delays, a tiny arena, and churn.
 
-Workers are stopped past their lease, until others have taken half of their blocks to write into. A worker that wakes in
-the middle of a step reads blocks that it has lost. The reader rule must find this before a token leaves. Two of three
-workers are told to stop in a step (`faulty`). The others are stopped at a random moment, mostly between two steps, and
-learn from the ledger that they are fenced. Without the rule, the same seed must give wrong tokens; otherwise the
-scenario would prove nothing.
+Workers are stopped for longer than their lease, until others have taken half of their blocks to write into. A worker
+that wakes in the middle of a step reads blocks that it has lost. The reader rule must detect this before a token is
+sent. Two of every three workers are told to stop during a step (`faulty`). The others are stopped at a random moment,
+mostly between two steps, and learn from the ledger that they are fenced. Without the rule, the same seed must produce
+wrong tokens; otherwise the scenario would prove nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from testing.chaos.stack import Plan, Stack
 LEASE_S = 0.5
 MOST_STOPPED_S = 20.0
 """By this time, half of the blocks of a stopped worker should be reallocated; the worker is woken in any case. An idle
-machine takes a second, a loaded one ten, because a reaped worker's blocks are evicted last.
+machine takes a second, and a loaded one takes ten, because a reaped worker's blocks are evicted last.
 """
 STEP_S = 1.0
 """A worker with work makes a step within this time."""
 RENEWED_S = 3.0
-"""A woken worker that has not registered again by then was not fenced."""
+"""If a woken worker has not registered again after this time, it was not fenced."""
 MAX_MODEL_LEN = 432
 NUM_BLOCKS = 160
 """Slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14). Cached blocks are
@@ -40,16 +40,16 @@ LONGEST_OUTPUT = 128
 """The longest output of the requests used here. Shorter outputs make blocks change hands faster."""
 MOST_ATTEMPTS = 100
 CONCURRENCY = 20
-"""More than fits, so a group is preempted now and then."""
+"""More requests than fit, so a group is preempted now and then."""
 DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
 """A detection in a step of either role. A group that was about to be swapped out counts as one."""
 SENT_AWAY = r"starting over: .*; (\d+) "
 UNRULED_VICTIMS = 300
-"""How many victims the run without the rule may take until a wrong token leaves."""
+"""Number of victims within which the run without the rule must produce a wrong token."""
 
 
 def staleness(run: Run) -> Report:
-    """Runs until `trials` sequences were victims."""
+    """Runs until `trials` sequences have been victims."""
     report = run.report("staleness")
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
         _with_the_rule(run, report, Path(notes))
@@ -108,7 +108,7 @@ def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[
             _stop_in_step(notes / name)
         _stop_one(stack, name)
         num_stops += 1
-        time.sleep(0.2 + 0.3 * rng.random())  # until it has blocks to lose again
+        time.sleep(0.2 + 0.3 * rng.random())  # until the worker again has blocks to lose
     return num_stops
 
 
@@ -126,11 +126,11 @@ def _stop_one(stack: Stack, name: str) -> None:
     try:
         before = stack.holder(name, with_blocks=True)
         _wait_taken(stack, list(before.own))
-    except KeyError:  # its lease expired anyway, and it is about to register again
+    except KeyError:  # its lease has expired anyway, and it is about to register again
         return
     finally:
         stack.thaw(name)
-    with contextlib.suppress(AssertionError):  # if the store itself was late, the worker is not fenced and goes on
+    with contextlib.suppress(AssertionError):  # if the store itself was late, the worker goes on unfenced
         stack.wait_registered(name, before.epoch, RENEWED_S)
 
 
@@ -145,7 +145,9 @@ def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
 
 
 def victims(stack: Stack) -> int:
-    """Returns the number of sequences that lost blocks in use: found stale, or aborted by a fenced worker."""
+    """Returns the number of sequences that lost blocks that they were using, and so were found stale or were aborted by
+    a fenced worker.
+    """
     return _count(stack, DETECTED) + _count(stack, SENT_AWAY)
 
 

@@ -18,9 +18,11 @@ from looseleaf.client import AsyncClient
 from testing.chaos.book import Case
 
 DRAIN_S = 90.0
-"""The limit for requests in flight once no new ones are sent."""
+"""The time limit for requests in flight after the last one has been sent."""
 NUM_SALTS = 3
-"""The number of shared cache salts. Every fourth case uses a unique salt instead, so cold and cached prefixes mix."""
+"""The number of shared cache salts. Every fourth case uses a unique salt instead, so that some prefixes are cached and
+some are not.
+"""
 REFUSED_PAUSE_S = 0.05
 
 
@@ -35,9 +37,9 @@ class Answer:
     right: bool
     """Whether all received tokens of every sample match the oracle's, even if some are missing."""
     error: str | None
-    """Why it did not complete, or None if it did."""
+    """The reason why the request did not complete, or None if it did."""
     longest_gap_s: float
-    """The longest time between two messages of one sample. The request counts as the first message."""
+    """The longest time between two messages of the same sample. The request counts as the first message."""
 
     def spans(self, moment: float) -> bool:
         return self.began < moment < self.ended
@@ -102,7 +104,7 @@ class Traffic:
                 await asyncio.sleep(0.05)
             _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
             for task in late:
-                task.cancel()  # its answer says "unfinished"
+                task.cancel()  # its answer is recorded as "unfinished"
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _ask_on(self, client: AsyncClient) -> None:

@@ -1,1 +1,1 @@
-"""Tests of promise 1: the same requests must give the same answers on every path as in one process alone."""
+"""Tests of promise 1: on every path, requests must give the same answers as in a single process that runs alone."""

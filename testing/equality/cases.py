@@ -31,7 +31,7 @@ KINDS = {
     "n=1 of them": SamplingParams(temperature=1.0, seed=11, frequency_penalty=0.3, logprobs=2),
     "beam 4": SamplingParams(temperature=0.0, num_sequences=4, beam_width=4, length_penalty=0.8, logprobs=2),
 }
-"""How tokens are chosen. All kinds request log-probabilities, so that a wrong block shows even if it
+"""The ways in which tokens are chosen. All kinds request log-probabilities, so that a wrong block is noticed even if it
 changes no token.
 """
 
@@ -73,7 +73,8 @@ Answer = list[Text]
 
 
 def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37, 32)) -> list[Case]:
-    """Returns every kind with prompts of these lengths. Their first 16 tokens are the same, so requests share a block.
+    """Returns cases of every kind, with prompts of these lengths. Their first 16 tokens are the same, so requests share
+    a block.
 
     Eight stop tokens let some samples end early. `n=1 of them` has the prompts and the seed of `n=4`.
     """
@@ -92,8 +93,8 @@ def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37,
 
 
 def expect(oracle: Oracle, case: Case, begin: Callable[[], GrammarState] | None = None) -> Answer:
-    """Returns the answer of one process that runs one sequence at a time without a cache. `begin` returns the start of
-    the grammar.
+    """Returns the answer of a single process that runs one sequence at a time without a cache. `begin` returns the
+    start of the grammar.
     """
     prompt, sampling, stopping = list(case.prompt), case.sampling, case.stopping
     if sampling.beam_width is not None:
@@ -116,7 +117,7 @@ def answer_of(done: Completion) -> Answer:
 
 
 def differences(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Returns one sentence for each sample that is not as expected. The list is empty if all are."""
+    """Returns one sentence for each sample that is not as expected. The list is empty if all samples are."""
     return [
         f"{case.name}, sample {index}: {difference}"
         for case, wanted, got in zip(cases, expected, found, strict=True)

@@ -1,7 +1,8 @@
-"""A prefill and a decode worker in this process, a minimal gateway between them, and every fault that can occur there.
+"""A prefill worker and a decode worker in this process, a minimal gateway between them, and every fault that can occur
+there.
 
 This is for the state machine in tests/equality. `workers.Workers` runs requests to their end; here, each move is a rule
-of the machine, so a cancel, a lost answer, a rebuild or a fence can come in every phase of a request. Beats and sweeps
+of the machine, so a cancel, a lost answer, a rebuild or a fence can occur in every phase of a request. Beats and sweeps
 happen on command; nothing waits for a clock.
 """
 
@@ -163,7 +164,7 @@ class RoughWorld:
             request.handle = None
 
     def cancel(self, request: Request) -> None:
-        """Cancels the request in any phase. A ticket under way is left to its lease."""
+        """Cancels the request in any phase. A ticket that is under way ends with its lease."""
         request.is_cancelled, phase = True, self.phase(request)
         self.seen[f"cancel while {phase}"] += 1
         if request.job is not None:
@@ -189,7 +190,8 @@ class RoughWorld:
         if request.job is not None:
             if request.job in self.prefill._parked:
                 return "parked"
-            return "prefilled" if request.job in self.prefill._scheduler._running else "queued"
+            running = [each.job for each in self.prefill._scheduler._running]
+            return "prefilled" if request.job in running else "queued"
         if request.handle is not None:
             claiming = any(group.handle == request.handle for group in self.decode._claims)
             return "claimed" if claiming else "decoded"
@@ -230,7 +232,7 @@ class RoughWorld:
     # --- moves of the block store, and faults
 
     def sweep(self) -> None:
-        """Runs a sweep. Rebuilds the ledger if it is void."""
+        """Runs a sweep. Rebuilds the ledger if it has been voided."""
         try:
             report = sweep(self._ledger, self.arena, ())
             sweep(self._ledger, self.arena, report.waiting_slots, report.tick)
@@ -239,7 +241,7 @@ class RoughWorld:
             self.seen["rebuild"] += 1
 
     def lose_redis(self) -> None:
-        """Deletes everything that Redis has about this arena."""
+        """Deletes everything that Redis stores about this arena."""
         self._ledger.forget()
 
     def expire(self, epochs: list[Epoch]) -> None:
@@ -281,7 +283,7 @@ class RoughWorld:
     # --- the end of a run
 
     def let_back(self) -> None:
-        """Sends waiting requests to prefill: all that fit, or one if decode is idle."""
+        """Sends waiting requests to prefill: all requests that fit, or one if decode is idle."""
         for request in self.requests:
             if self.phase(request) == "nowhere" and not request.is_over:
                 load, layout = self.decode.load, self.runner.layout
@@ -304,7 +306,7 @@ class RoughWorld:
         self.decode.step()
 
     def finish(self) -> list[Request]:
-        """Heals all faults and runs the requests to their end. Returns those that were not cancelled."""
+        """Ends all faults and runs the requests to their end. Returns the requests that were not cancelled."""
         for pump in range(MAX_PUMPS):
             for attachment in self.attachments.values():
                 attachment.line.heal()
@@ -343,7 +345,7 @@ class RoughWorld:
         assert not found, found
 
     def _check_contents(self) -> None:
-        """I7: sealed blocks have the bytes with which they were sealed."""
+        """Checks I7: sealed blocks contain the bytes with which they were sealed."""
         sealed = [b for b in range(self.arena.num_blocks) if self.arena.states[b] == HeaderState.SEALED]
         wrong = [block for block in sealed if self.arena.digest(block) != int(self.arena.digests[block])]
         assert not wrong, f"blocks {wrong} have other bytes than were sealed"

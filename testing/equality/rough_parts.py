@@ -16,7 +16,9 @@ from testing.ledger.lossy_redis import LossyRedis
 
 Role = Literal["prefill", "decode"]
 BUDGET_S = 0.01
-"""The budget of a ledger call: a few repeats, then the worker goes on without the ledger."""
+"""The time budget of a ledger call. It suffices for a few repetitions; after that, the worker goes on without the
+ledger.
+"""
 
 
 @dataclass(eq=False)
@@ -32,7 +34,7 @@ class Request(Asked):
     times_sent: int = 0
     is_cancelled: bool = False
     dropped: set[int] = field(default_factory=set)
-    """The samples that were cancelled."""
+    """The samples that have been cancelled."""
 
     @property
     def is_over(self) -> bool:
@@ -55,7 +57,7 @@ class RoughAttachment(Attachment):
         super().__init__(arena, ledger, name, reserve=reserve, beat_s=None, budget_s=BUDGET_S)
 
     def renew(self) -> None:
-        """Like `Attached.renew`, waits until Redis answers and the ledger exists."""
+        """Waits, like `Attached.renew`, until Redis answers and the ledger exists."""
         self.held.close()
         self.line.heal()
         self._sweep()

@@ -1,7 +1,8 @@
-"""A prefill and a decode worker in this process over a real arena and ledger, with a minimal gateway between them.
+"""A prefill worker and a decode worker in this process over a real arena and ledger, with a minimal gateway between
+them.
 
-The equality suite does not use RPC, so every family and every path takes a second. Groups that come back from decode go
-through prefill again with their output so far, in order of arrival, once there are blocks for them.
+The equality suite does not use RPC, so every family and every path takes only a second. Groups that come back from
+decode are prefilled again with their output so far, in order of arrival, as soon as there are blocks for them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Attachment:
         self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
         budget_s: float = BUDGET_S,
     ) -> None:  # fmt: skip
-        """Sets up the attachment. If `beat_s` is None, it beats only when `held.holder.probe` is called."""
+        """Sets up the attachment. If `beat_s` is None, the holder beats only when `held.holder.probe` is called."""
         self.arena = arena
         self.floor_blocks = arena.num_blocks
         self._ledger, self._name, self._reserve = ledger, name, reserve
@@ -83,7 +84,7 @@ class Asked:
     number: int
     salt: bytes
     texts: dict[int, Text] = field(default_factory=dict)
-    """By sample index, or by rank for a beam search."""
+    """The outputs by sample index, or by rank for a beam search."""
     attempts: int = 0
     cached_tokens: int = 0
     """The cached tokens of the prompt in the first attempt."""
@@ -107,7 +108,7 @@ class Asked:
         return [Branch(i, tuple(t.token_ids)) for i, t in sorted(self.texts.items()) if t.finish_reason is None]
 
     def num_blocks(self, block_size: int) -> int:
-        """Returns the most blocks that the request can need."""
+        """Returns the largest number of blocks that the request can need."""
         case = self.case
         return GroupNeed(len(case.prompt), case.stopping.max_tokens, case.sampling.width).blocks(block_size)
 
@@ -127,7 +128,7 @@ class Workers:
         grammars: Grammars | None = None,
     ) -> None:
         """Starts the workers. `client` is a Redis client; `num_blocks` is the number of blocks for each KV group;
-        `budget` is the most prompt tokens of a step; `grammars` is for structured output.
+        `budget` is the maximum number of prompt tokens in a step; `grammars` is for structured output.
         """
         self._grammars = grammars
         self.runner = runner
@@ -164,7 +165,7 @@ class Workers:
         raise AssertionError(f"not done after {MAX_STEPS} steps: {self.decode.load}")
 
     def kill_decode(self) -> None:
-        """Simulates the death of the decode worker's process: the store finds it silent, and another worker starts."""
+        """Simulates the death of the decode worker's process: the store finds it silent, and a new worker starts."""
         dead = self.attachments.pop()
         report = sweep(self._ledger, self.arena, ())  # the first sweep after a pause reaps nothing
         dead.held.writer_slot.close()
@@ -178,8 +179,8 @@ class Workers:
             self._come_back(asked)
 
     def sweep(self) -> bool:
-        """Does the periodic work of the store. If damage was found, rebuilds the ledger; the workers learn of it with
-        their next beat. Returns whether it did so.
+        """Does the periodic work of the store. If damage has been found, rebuilds the ledger; the workers learn about
+        this with their next beat. Returns whether the ledger was rebuilt.
         """
         try:
             sweep(self._ledger, self.arena, ())
@@ -267,7 +268,9 @@ class Workers:
         self._returned.sort(key=lambda item: item.number)
 
     def _let_back(self) -> None:
-        """Sends the oldest request that came back to prefill, once there is room for it or nothing else runs."""
+        """If there is room for the oldest request that came back, or if nothing else runs, sends this request to
+        prefill.
+        """
         while self._returned:
             load = self.decode.load
             busy = load.num_running + load.num_waiting + load.num_preempted > 0

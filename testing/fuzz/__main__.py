@@ -1,7 +1,7 @@
 """`make fuzz`: starts a system, sends invalid input to every port, and checks that the system keeps working.
 
-No process may end, no status may be UNKNOWN or INTERNAL, every call must end, every block must come back, and memory
-must stay flat. Internal services get inputs with and without the launch's secret.
+No process may end, no status may be UNKNOWN or INTERNAL, every call must end, every block must be released, and memory
+must not grow. Internal services get inputs with and without the launch's secret.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Outcome:
     num_inputs: int = 0
     seconds: float = 0.0
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
-    """By target."""
+    """Counts of statuses, by target."""
     growth_mib: dict[str, float] = field(default_factory=dict)
-    """By service."""
+    """Growth of memory, by service."""
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -54,7 +54,7 @@ class Fuzzer:
     """One run against one system."""
 
     def __init__(self, llm: LLM, seed: int, only: str = "") -> None:
-        """`only` is the beginning of the names of the targets."""
+        """Inputs are sent only to targets whose names begin with `only`."""
         self._llm, self._seed, self._grpc = llm, seed, GrpcSender()
         secret = trust_at(llm.addresses.block_store).metadata
         self._targets: list[tuple[str, Method | None]] = [("http", None)] * 4

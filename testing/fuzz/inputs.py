@@ -134,7 +134,7 @@ def _value(draw: random.Random, field: Any) -> Any:
 
 
 def almost(draw: random.Random, whole: bytes) -> bytes:
-    """Returns the bytes of a message with bits flipped, cut or doubled, or random bytes."""
+    """Returns the bytes of a message with flipped, removed or duplicated parts, or random bytes."""
     match draw.randrange(5):
         case 0:
             return draw.randbytes(draw.choice((1, 3, 20, 300)))

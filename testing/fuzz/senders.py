@@ -21,11 +21,11 @@ TIMEOUT_S = 60.0
 `DEADLINE_EXCEEDED`.
 """
 _OWN_WORDS = "Internal error from Core"
-"""The message that `grpc.aio` itself generates if the other side ends a stream while the client still writes to it. It
-did not come over the wire.
+"""The message that `grpc.aio` itself generates if the server ends a stream while the client is still writing to it. The
+message does not come from the server.
 """
 CALL_S = 3.0
-"""The deadline that a call carries."""
+"""The deadline of a call."""
 
 
 @dataclass(frozen=True, slots=True)

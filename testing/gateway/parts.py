@@ -1,7 +1,7 @@
 """For tests: workers that speak the real protos over real sockets, with computed tokens and scripted faults.
 
 This module has the model and the script; `testing.gateway.scripted_workers` has the workers. A token is a function of
-all tokens before it and of the sample, so the right answer is known for every path. The beam of a given rank equals the
+all earlier tokens and of the sample, so the right answer is known for every path. The beam of a given rank equals the
 sample of that number.
 """
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Tokenizer:
-    """Returns a byte-level BPE of 400 tokens that puts <s> before a text."""
+    """Returns a byte-level BPE tokenizer with 400 tokens that puts <s> before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,7 +85,7 @@ class Script:
 
     submits: list[Fault] = field(default_factory=list)
     prefills: list[LooseleafError | float] = field(default_factory=list)
-    """For each call, an error to answer with or the seconds to take."""
+    """For each call, an error to answer with, or the seconds that the call takes."""
     step_s: float = 0.0
     prefill_heartbeats: bool = True
     timings: pb.Timings = field(default_factory=lambda: pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))
@@ -93,9 +93,9 @@ class Script:
     says: Sequence[int] = ()
     """The first tokens of every sample, whatever the prompt is."""
     burst: bool = False
-    """Whether all tokens of a submit come in one message, as after the gateway was slow."""
+    """Whether all tokens of a submit are sent in one message, as they are after the gateway has been slow."""
     load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
-    """The load that decode workers report with their steps, without the running sequences."""
+    """The load that decode workers report with their steps, excluding the running sequences."""
     prefilled: list[prefill_pb2.PrefillRequest] = field(default_factory=list)
     submitted: list[decode_pb2.Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)

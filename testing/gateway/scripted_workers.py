@@ -71,8 +71,8 @@ def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch, script:
 
 
 def _tables(prompt_len: int, branch: pb.Branch, number: int) -> pb.BranchTables:
-    """Returns the block tables. The first branch has all its blocks. The others share blocks of the prompt: all of them
-    if they have no outputs, else the full ones.
+    """Returns the block tables. The first branch has all its blocks. The other branches share blocks of the prompt: all
+    of its blocks if they have no outputs, or else its full blocks.
     """
     num_outputs = len(branch.output_token_ids)
     shared = prompt_len // BLOCK_SIZE if num_outputs else blocks_of(prompt_len, BLOCK_SIZE)
@@ -148,7 +148,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.SequenceOutput]) -> None:
-    """Adds outputs to a response as decode workers do: an output that is only one token goes into the columns."""
+    """Adds outputs to a response as decode workers do: an output that is only one token is added to the columns."""
     plain = response.plain_tokens
     for output in outputs:
         if len(output.token_ids) != 1 or output.logprobs or output.finish_reason or output.rejection:

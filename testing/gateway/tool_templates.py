@@ -1,4 +1,4 @@
-"""For tests: chat templates of the families that call tools, in the form that models have them."""
+"""For tests: chat templates of the families that call tools, in the form in which models contain them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """For tests of the reader rule: a second process that takes a block while the first one reads it.
 
 It acts like a writer that got the block from the ledger after its holder's lease had expired: it raises the header's
-generation, enters its own writer slot, and writes. The ledger is not involved, so only the reader rule can notice.
+generation, records its own writer slot, and writes. The ledger is not involved, so only the reader rule can notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Thief:
         assert line(self._process) == "ready"
 
     def take(self, block: int) -> None:
-        """Returns when the block has been reallocated, with other bytes."""
+        """Returns when the block has been reallocated and has different bytes."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{block}\n")
         assert line(self._process) == "taken"
@@ -39,6 +39,6 @@ def main() -> None:
         block = int(text)
         slot = arena.acquire_writer_slot()
         arena.raise_generations([BlockRef(block, int(arena.generations[block]) + 1)], slot.number)
-        arena.data[block] = 0x3D  # as bfloat16 0.046: finite, and no KV that any model computes
+        arena.data[block] = 0x3D  # 0.046 as bfloat16: finite, but not KV that any model computes
         slot.close()
         print("taken", flush=True)

@@ -1,8 +1,8 @@
 """For tests: every state that two holders, two blocks and two hashes can reach, by the real scripts in a real Redis.
 
 The search is breadth-first. A state consists of block states, hashes, holders by role, and the orders of eviction and
-of free blocks; generations, clocks and running numbers do not count. In every state, each possible operation is called
-twice, and the invariants are checked after each call.
+of free blocks; generations, clocks and call numbers are not part of it. In every state, each possible operation is
+called twice, and the invariants are checked after each call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ for i = 1, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A holder: its incarnation, and whether it was reaped."""
+    """A holder: its incarnation, and whether it has been reaped."""
 
     slot: int
     epoch: Epoch
@@ -126,7 +126,7 @@ class SmallWorld:
 
     def _of_dead(self, role: Role) -> Iterator[RoleMove]:
         """Yields the moves of a dead holder. A late call has no effect. When its process ends, its unsealed blocks
-        become free, and a successor comes.
+        become free, and a successor registers.
         """
         lane = CallId(role.epoch, role.number + 1)
         yield "late call", partial(self._refused, partial(self.store.ledger.alloc, lane, 1)), role

@@ -13,9 +13,9 @@ class LossyRedis(redis.Redis):
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(connection_pool=client.connection_pool)
         self.num_to_lose = 0
-        """The number of the next answers to lose."""
+        """The number of answers that are still to be lost."""
         self.cuts_then = False
-        """Whether commands stop arriving after these answers, until `heal`."""
+        """Whether commands stop arriving after these answers, until `heal` is called."""
         self.num_lost = 0
 
     def lose(self, num_answers: int, cut: bool) -> None:

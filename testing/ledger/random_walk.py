@@ -54,7 +54,7 @@ class LedgerWalk:
         self.zombies: list[Mine] = []
         self.seen: dict[int, int] = {}
         self._known: Inspection | None = None
-        """The ledger after the last operation. A stale copy could hide nothing; it could only raise a false alarm,
+        """The ledger after the last operation. A stale copy could not hide an error. It could only cause a false alarm,
         because it is compared with a fresh one.
         """
 
@@ -63,7 +63,7 @@ class LedgerWalk:
         return self.store.ledger
 
     def _now(self) -> Inspection:
-        """Returns the state of the ledger. Makes no call if it is known."""
+        """Returns the state of the ledger. Makes no call if the state is known."""
         self._known = self._known or self.store.moment()
         return self._known
 
@@ -210,7 +210,7 @@ class LedgerWalk:
             assert isinstance(answer, errors.Gone)
 
     def zombie(self) -> None:
-        """I5: every call by a reaped holder fails and has no effect."""
+        """Checks I5: every call by a reaped holder fails and has no effect."""
         for mine in self.zombies:
             before, caller = self._now(), mine.caller
             refs = [*mine.unsealed, *mine.held][:3]
@@ -236,7 +236,8 @@ class LedgerWalk:
         mine.caller.slot.close()
         before, unsealed = self._now(), {ref.block for ref in mine.unsealed}
         waiting = {block for block, slot in before.quarantine if slot == mine.caller.slot.number}
-        # A rebuild since its death knows only the header, so the unsealed blocks that it had given up wait too.
+        # A rebuild since the holder's death knows only the header, so the unsealed blocks that it had given up also
+        # wait.
         assert waiting >= unsealed if mine.caller.ledger is not self.ledger else waiting == unsealed
         report = self._reap([mine.caller.slot.number])
         self.store.check(before)
@@ -246,7 +247,7 @@ class LedgerWalk:
         self.successes["unquarantine"] += report.num_unquarantined
 
     def stale(self, who: int) -> None:
-        """I10: a call with an old dataset generation or block generation has no effect."""
+        """Checks I10: a call with an old dataset generation or block generation has no effect."""
         mine = self._mine(who)
         old = copy.copy(self.ledger)
         old.dataset = "0" * 16
@@ -282,7 +283,7 @@ class LedgerWalk:
         self.successes["late"] += 1
 
     def gap(self) -> None:
-        """Simulates a long gap between sweeps or a clock step: every holder looks dead, and none is."""
+        """Simulates a long gap between sweeps or a clock step: every holder looks dead, but none is."""
         self._known = None
         self.store.expire(*(holder.epoch for holder in self.store.moment().holders))
         self.store.client.hset(self.ledger.tag + "meta", "last_reap", 1)
@@ -299,8 +300,8 @@ class LedgerWalk:
         self.successes["rebuild"] += 1
 
     def older(self, who: int) -> None:
-        """Restores an older snapshot of the same ledger. The first beat of a holder whose call is missing
-        refuses it.
+        """Restores an older snapshot of the same ledger. The first beat of a holder whose call is missing from the
+        snapshot shows that it is older.
         """
         mine, client = self._mine(who), self.store.client
         keys = list(client.scan_iter(f"{self.ledger.tag}*", count=1000))
@@ -342,7 +343,7 @@ class LedgerWalk:
             self.store.client.zadd(self.ledger.tag + "leases", leases)
 
     def finish(self) -> None:
-        """I9: when all holders are gone, every block is FREE or CACHED."""
+        """Checks I9: when all holders are gone, every block is FREE or CACHED."""
         self.store.expire(*(mine.caller.epoch for mine in self.holders), *(paper.id.epoch for paper in self.tickets))
         self._reap()
         gone = [*self.zombies, *self.holders]
@@ -354,7 +355,7 @@ class LedgerWalk:
         assert counts.free + counts.cached == counts.total, f"I9: {counts}"
 
     def _read(self, mine: Mine) -> None:
-        """I7, by the reader rule: a reader gets the bytes that were sealed under this hash."""
+        """Checks I7 by the reader rule: a reader gets the bytes that were sealed under this hash."""
         refs = [ref for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
         assert self.store.arena.check_refs(refs), "a held block was reallocated"
         blocks = self._now().blocks

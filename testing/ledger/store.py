@@ -1,5 +1,5 @@
-"""For tests: a real store (arena, Redis, ledger) in one line, in this process or another; helper processes; device
-memory of the stand-in for the CUDA driver.
+"""For tests: a real store (arena, Redis, ledger) in one line, in this process or in a separate one; helper processes;
+device memory of the stand-in for the CUDA driver.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def chain(name: str, length: int) -> list[bytes]:
 
 @dataclass(slots=True)
 class Caller:
-    """A holder without beats that tests drive by hand. It keeps only the running number."""
+    """A holder without beats that tests drive by hand. It keeps only the number of the last call."""
 
     ledger: LedgerScripts
     epoch: Epoch
@@ -63,7 +63,7 @@ class Caller:
 
     @property
     def last(self) -> CallId:
-        """Returns the lane of the last call, to repeat it."""
+        """Returns the id of the last call, with which a test can repeat the call."""
         return CallId(self.epoch, self.number)
 
 
@@ -98,12 +98,12 @@ class TestStore:
         return TicketId(epoch, secret)
 
     def moment(self) -> Inspection:
-        """Returns the state of the ledger without the remaining lease times."""
+        """Returns the state of the ledger, excluding the remaining lease times."""
         now = inspect(self.ledger, with_blocks=True)
         return replace(now, holders=tuple(replace(holder, lease_ms=0) for holder in now.holders))
 
     def check(self, before: Inspection | None = None) -> Inspection:
-        """Checks that all invariants hold now and were kept since the moment `before`. Returns the current moment."""
+        """Checks that all invariants hold, and have held since the moment `before`. Returns the current moment."""
         now = self.moment()
         assert not (found := invariants.findings(self.ledger, now, before)), found
         return now
@@ -198,13 +198,13 @@ def python(code: str, *args: str) -> subprocess.Popen[str]:
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    """Returns the next line that it prints."""
+    """Returns the next line that the process prints."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def wait_until(holds: Callable[[], object], within_s: float = 5.0) -> None:
-    """Returns once `holds()` is true. Raises AssertionError if that takes too long."""
+    """Returns when `holds()` is true. Raises AssertionError if that takes too long."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline

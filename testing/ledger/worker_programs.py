@@ -1,8 +1,8 @@
-"""For tests: workers as step-by-step programs over a real arena and the real ledger. A search can stop each of them
-anywhere, let others go on, and wake it.
+"""For tests: workers as step-by-step programs over a real arena and the real ledger. A search can stop each program at
+any point, let others go on, and wake it again.
 
 This shows effects that are not visible in Redis: raised headers, stored and read bytes, and comparisons. `Rules` are
-the writer and reader rules of docs/design.md, Ledger; each can be broken for the search to find.
+the writer and reader rules of docs/design.md, Ledger; each of them can be broken, and the search must find this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rules:
 
     enter_before_store: bool = True
     compare_with_table: bool = True
-    """If False, two readings of the header are compared with each other."""
+    """If False, two readings of the header are compared with each other instead."""
     quarantine_by_lock: bool = True
     """If False, blocks that a dead worker was writing are free at the next sweep."""
     compare_before_seal: bool = True
@@ -55,7 +55,7 @@ class World:
         self.actors = [self._spawn() for _ in range(num_actors)]
 
     def act(self, choose: Callable[[int], int]) -> None:
-        """Lets one event happen to one actor, then checks every indexed block (I7)."""
+        """Lets one event happen to one actor, and then checks every indexed block (I7)."""
         index, what = choose(len(self.actors)), choose(20)
         if what < 16:
             self._step(index, choose)
@@ -70,7 +70,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """I7 for the next reader: every indexed block has the content that its hash promises."""
+        """Checks I7 for the next reader: every indexed block has the content that its hash promises."""
         for block, view in enumerate(self.store.moment().blocks):
             if view.prefix_hash is not None and int(self.store.arena.generations[block]) == view.generation:
                 as_sealed = (self.store.arena.data[block] == content(view.prefix_hash)).all()
@@ -129,9 +129,7 @@ class World:
             self.actors[index] = self._spawn()
 
     def _request(self, actor: Actor, hashes: Sequence[bytes]) -> Program:
-        """Reads the cached part of a chain, computes the next block from it, and seals it. A step ends at every
-        `yield`.
-        """
+        """Reads the cached part of a chain, computes the next block from it, and seals it. Each `yield` ends a step."""
         ledger, arena, caller = actor.caller.ledger, self.store.arena, actor.caller
         [cached] = ledger.acquire(caller.lane(), [hashes[:-1]])
         yield "acquired"

@@ -63,14 +63,15 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_logits_are_those_of_transformers(checkpoint: Make, name: str) -> None:
-    """As near as transformers in fp32 is to itself in float64, where that is further than CLOSE."""
+    """Nearer than CLOSE to transformers in fp32, or at least as near to its float64 as its fp32 is."""
     directory = checkpoint(name)
     runner = runner_of(directory)
     tokens = prompt(runner.config.vocab_size)
     got = Oracle(runner).logits(tokens, chunk=24)
     want = by_transformers(directory, tokens, torch.float32)
-    own_error = distance(want, by_transformers(directory, tokens, torch.float64))
-    assert distance(got, want) <= max(CLOSE, own_error)
+    exact = by_transformers(directory, tokens, torch.float64)
+    own_error = distance(want, exact)
+    assert distance(got, want) <= max(CLOSE, own_error) or distance(got, exact) <= own_error
     assert float((got.double() - want).pow(2).mean().sqrt() / want.std()) <= CLOSE_RMS
     assert torch.equal(got.argmax(-1), want.argmax(-1))
     assert len(set(want.argmax(-1).tolist())) > 20, "a model that says one thing over and over shows nothing"
@@ -134,7 +135,11 @@ def test_what_a_chunk_leaves_to_the_next_matters(
         ("bloom", "config.json has no max_position_embeddings"),
         ("falcon", "computes attention in its own way"),
         ("gptj", "computes attention in its own way"),
+        ("kimi-linear", "recurrent state of a kind that is not supported"),
+        ("minimax", "recurrent state of a kind that is not supported"),
         ("mpt", "cannot run over blocks"),
+        ("recurrent-gemma", "does not belong to one layer alone"),
+        ("rwkv", "neither attention heads nor states"),
     ],
 )
 def test_what_would_give_wrong_numbers_is_refused_by_name(checkpoint: Make, name: str, why: str) -> None:

@@ -11,9 +11,12 @@ import torch
 
 from common.types import KvLayout, SamplingParams, StoppingParams
 from engine.model_runner import ModelRunner, RunnerSettings
-from engine.sequence import Sequence
+from engine.sequence import Chunk, Sequence
 from engine.tiny import make_checkpoint
-from testing.equality.cases import Case, differences, expect
+from prefill_svc.group_blocks import GroupBlocks
+from prefill_svc.job import Job
+from prefill_svc.scheduler import PrefillScheduler
+from testing.equality.cases import Case, differences, expect, make_cases
 from testing.equality.workers import Workers
 from testing.oracle import Oracle
 from testing.zoo import ZOO, make_foreign
@@ -28,17 +31,15 @@ class Watched(Workers):
     def watch(self) -> None:
         self.most_held = 0
         """Most blocks that a sequence held in a KV group with a window while it was decoded."""
-        self.most_ahead = 0
-        """The same in prefill, without the blocks that it has yet to fill."""
+        self.most_in_prefill = 0
+        """The same in prefill."""
 
     def look(self) -> None:
         layout: KvLayout = self.runner.layout
         decoding = [s for group in self.decode._scheduler.groups() for s in group.live]
-        prefilling = [s for job in self.prefill._scheduler._running for s in job.sequences]
+        prefilling = [s for running in self.prefill._scheduler._running for s in running.job.sequences]
         self.most_held = max([self.most_held, *(n for s in decoding for n in in_windows(s, layout))])
-        empty = [-(-s.num_tokens // layout.block_size) - s.num_computed // layout.block_size for s in prefilling]
-        ahead = [n - left for s, left in zip(prefilling, empty, strict=True) for n in in_windows(s, layout)]
-        self.most_ahead = max([self.most_ahead, *ahead])
+        self.most_in_prefill = max([self.most_in_prefill, *(n for s in prefilling for n in in_windows(s, layout))])
 
 
 def in_windows(sequence: Sequence, layout: KvLayout) -> list[int]:
@@ -79,6 +80,37 @@ def test_only_what_a_window_reads_is_held(
     assert 2 <= workers.most_held <= most
     load = workers.decode.load
     assert load.total_blocks == length // size + 8 >= load.free_blocks, "gateways count the blocks of one KV group"
-    assert 2 <= workers.most_ahead <= most + BUDGET // size
+    assert 2 <= workers.most_in_prefill <= most + BUDGET // size
+    workers.assert_idle()
+    workers.close()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "bamba"])
+def test_prompts_that_lack_blocks_midway_wait_or_start_over(
+    redis_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """In two of three steps no block is left for prompts that need some for their next chunk."""
+    make_foreign(tmp_path / "model", ZOO[kind], seed=4, dtype=torch.bfloat16)
+    settings: dict[str, Any] = {"max_model_len": 256, "block_size": 16, "device": "cpu"}
+    runner = ModelRunner(RunnerSettings(tmp_path / "model", **settings))
+    cases, oracle = make_cases(runner.config.vocab_size, lens=(37, 70)), Oracle(runner)
+    expected = [expect(oracle, case) for case in cases]
+    workers = Workers(runner, tmp_path / "arena", redis_client, budget=96)
+    grow, give_way, gone = GroupBlocks.grow, PrefillScheduler.give_way, list[Job | None]()
+
+    def scarce(blocks: GroupBlocks, chunk: Chunk) -> bool:
+        lacks = any(len(table) * 16 < chunk.end for table in chunk.sequence.tables)
+        return not (lacks and workers.num_steps % 3 > 0) and grow(blocks, chunk)
+
+    def counted(scheduler: PrefillScheduler) -> Job | None:
+        gone.append(job := give_way(scheduler))
+        return job
+
+    monkeypatch.setattr(GroupBlocks, "grow", scarce)
+    monkeypatch.setattr(PrefillScheduler, "give_way", counted)
+    for _ in ("cold", "cached"):
+        found = [asked.answer for asked in workers.answer(cases)]
+        assert not (wrong := differences(cases, expected, found)), wrong
+    assert any(gone) and None in gone, "some started over, and some waited alone"
     workers.assert_idle()
     workers.close()

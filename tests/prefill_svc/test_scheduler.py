@@ -121,3 +121,27 @@ def test_branches_begin_once_the_trunk_is_computed() -> None:
         if all(s.num_computed == s.num_tokens for s in some.sequences):
             target.remove(some)
     assert chunks == [[(0, 40)], [(0, 13), (1, 6), (2, 7)]]
+
+
+def test_a_prompt_that_cannot_grow_waits_and_lets_others_go_on() -> None:
+    target, stuck, small = scheduler(), job(100), job(20)
+    target.add(stuck)
+    target.add(small)
+    assert run(target) == [(stuck, 64)]
+    plan = target.plan(lambda _: True, lambda chunk: chunk.sequence is small.trunk)
+    assert [item for item, _ in plan] == [small]
+
+
+def test_of_prompts_that_cannot_grow_the_last_one_gives_way_and_keeps_its_place() -> None:
+    target, first, second, third = scheduler(), job(100), job(100), job(100)
+    for item in (first, second, third):
+        target.add(item)
+    assert target.give_way() is None, "none is running"
+    assert run(target) == [(first, 64)] and target.give_way() is None, "nobody else could use its blocks"
+    assert run(target) == [(first, 36), (second, 28)] and run(target) == [(second, 64)]
+    assert run(target) == [(second, 8), (third, 56)]
+    fourth = job(20)
+    target.add(fourth)
+    assert [item for item, _ in target.plan(lambda _: True)] == [third, fourth]
+    assert target.plan(lambda _: True, lambda _: False) == [] and target.give_way() is fourth
+    assert target.num_waiting == 1 and [item for item, _ in target.plan(lambda item: item is fourth)] == [third, fourth]

@@ -5,7 +5,7 @@ library.
     python tools/gpu/carry.py --wheels   # wheels only
 
 The library comes from the vLLM wheel built for the host's torch 2.11 and CUDA 13 (sm_90a). Nothing else in that wheel
-is used, and none of it is committed. The versions are pinned here, so every run collects the same files.
+is used, and no part of it is committed. The versions are pinned here, so every run collects the same files.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 440
 """The limit for all stages together. It leaves 40 s for unpacking and building before them."""
 PATIENCE = 10
-"""A rehearsal's limits are longer by this factor, because two cores replace sixteen cores and a GPU."""
+"""A rehearsal's limits are longer by this factor, because two cores take the place of sixteen cores and a GPU."""
 ENVIRONMENT = {
     "LOOSELEAF_SERVE_DETERMINISTIC": "true",
     "LOOSELEAF_GATEWAY_RECOVER_S": "90",  # a worker with a CUDA context and graphs takes longer to come back
@@ -114,8 +114,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def commit() -> str:
-    """Returns the variable COMMIT if it is set, else the commit of the checkout. Set it where git or its history is
-    missing.
+    """Returns the variable COMMIT if it is set, or else the commit of the checkout. Set the variable where git or its
+    history is missing.
     """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]

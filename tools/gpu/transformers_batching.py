@@ -2,7 +2,8 @@
 
     python tools/gpu/transformers_batching.py --model models/configs/llama-3.1-8b --requests 128
 
-The model has the same shape and random weights. All requests are submitted at once; the scheduler runs as many as fit.
+The model has the same shape and random weights. All requests are submitted at once, and the scheduler runs as many as
+fit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make mutants`: puts small bugs into the code, one at a time, and reports those that no test detects.
 
 Each mutant is tried in a scratch copy of the tree. Its area's tests run until the first one fails. The sample of
-mutants depends only on the seed. Python and torch are loaded once, and each run is a fork.
+mutants depends only on the seed. Python and torch are loaded only once, and each run is a fork.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERDICTS: dict[int | None, Verdict] = {
     None: "timeout", 0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed",
 }  # fmt: skip
 """Verdicts by exit status of pytest. 2 to 4 mean that the mutant cannot be imported; None means a timeout. Any other
-status is no verdict and raises KeyError.
+status is not a verdict and raises KeyError.
 """
 _KEPT = (
     "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "looseleaf", "models", "prefill_svc",

@@ -1,4 +1,4 @@
-"""Finds the mutants of a Python file. Each is one small change of a kind that people make by mistake.
+"""Finds the mutants of a Python file. Each mutant is one small change of a kind that people make by mistake.
 
 Does not depend on the tests.
 """

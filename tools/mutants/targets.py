@@ -1,5 +1,5 @@
-"""The files that are mutated, and the tests that should detect the mutants. The tests that detect the most, and the
-fastest, come first.
+"""The files that are mutated, and the tests that should detect the mutants. The fastest tests, and those that detect
+the most mutants, come first.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def topic(rng: random.Random, story: Story) -> str:
 
 
 def _one(rng: random.Random, story: Story, hero: Character) -> str:
-    """Returns a reference to the hero alone, or with a thing of the story."""
+    """Returns a reference to the hero, either alone or with a thing in the story."""
     persons = {who.form("a") for who in story.cast.values()}
     things = [words for words in story.about if words not in persons]
     asked = _named(rng, hero)
@@ -136,8 +136,8 @@ def _one(rng: random.Random, story: Story, hero: Character) -> str:
 
 
 def _named(rng: random.Random, who: Character) -> str:
-    """Returns a character as the story will introduce it. If there are two leads, a name is always requested, since it
-    replaces "the fox".
+    """Returns a character as the story will introduce it. If there are two leads, a name is always requested, since the
+    name replaces "the fox".
     """
     words = who.form("a_adj") if who.adjective and rng.random() < 0.12 else who.form("a")
     if who.name is None or (not who.introduced and rng.random() < 0.4):

@@ -22,7 +22,7 @@ from .plots import PLOTS, castings
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID, CHAT_START_ID, CHAT_END_ID = 1, 2, 3, 4
 TALE_CHARS = 2800
-"""An old tale is cut into pieces of about this many characters, at paragraph ends."""
+"""An old tale is divided, at ends of paragraphs, into pieces of about this many characters."""
 TALE_SHARE = 0.045
 PAIR_NAMED = 0.15
 """The share of named characters if two are requested. Names hide the kinds that the request named."""
@@ -102,7 +102,7 @@ def _pieces(title: str, body: str) -> list[str]:
 
 
 def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> Iterator[str]:
-    """Returns `num` documents: chats, 4.5 % old tales (9 % of the tokens), and stories for the rest."""
+    """Returns `num` documents: chats, old tales (4.5 % of the documents, 9 % of the tokens), and stories."""
     for _ in range(num):
         draw = rng.random()
         if draw < TALE_SHARE:
@@ -154,7 +154,7 @@ class Stage:
 
     until: float
     row_shares: dict[int, float]
-    """The share of the steps with rows of each length. Long rows teach the far positions."""
+    """The share of the steps with rows of each length. Long rows teach the late positions."""
     drill_share: float
     """Share of a step's rows that are drills."""
     chat_share: float = 0.0
@@ -213,7 +213,7 @@ class Batches:
         return np.stack(rows + [self._row(self._all, length) for _ in range(size - len(rows))])
 
     def _row(self, cursor: _Cursor, length: int) -> np.ndarray:
-        """Returns a row that starts with the beginning of a document. If the row's end cuts a document, the next row
+        """Returns a row that starts with the beginning of a document. If the row ends within a document, the next row
         starts with that document.
         """
         parts, size = [], 0

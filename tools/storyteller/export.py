@@ -155,7 +155,9 @@ class Teller:
         return self._tokenizer.decode(output), output[-1] in stopping.stop_token_ids
 
     def answer(self, question: str, seed: int, before: str = "<s>") -> tuple[str, bool]:
-        """Returns the answer to a question after the rendered turns `before`, and whether it ended before the limit."""
+        """Returns the answer to a question that follows the rendered turns `before`, and whether it ended before the
+        limit.
+        """
         return self.complete(f"{before}{_QUESTION.format(question)}", seed, add_bos=False)
 
     def chat(self, questions: tuple[str, ...], seed: int = 1) -> list[tuple[str, str]]:

@@ -22,8 +22,8 @@ _PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her",
 
 @dataclass(slots=True)
 class Character:
-    """A character of a story. If `name` is None, it is called by its kind only. After its introduction, "intro" is a
-    plain reference.
+    """A character of a story. If `name` is None, the character is called only by its kind. After its introduction,
+    "intro" is a plain reference.
     """
 
     rng: random.Random
@@ -118,7 +118,8 @@ class Text:
 class Story:
     """A story being told: its cast and the sentences so far. `facts` are questions with their answers.
 
-    `leads` are characters chosen before the telling, by the key of their part, in the order of the request for them.
+    `leads` are characters chosen before the story is told, by the key of their part, in the order in which they were
+    requested.
     """
 
     rng: random.Random
@@ -129,7 +130,7 @@ class Story:
     paragraphs: list[list[str]] = field(default_factory=lambda: [[]])
     facts: list[tuple[str, str]] = field(default_factory=list)
     about: list[str] = field(default_factory=list)
-    """Names that a request for this story would use, most important first: "a fox", "a golden ring"."""
+    """Names that a request for this story would use, with the most important first: "a fox", "a golden ring"."""
 
     def expand(self, template: str) -> str:
         """Expands a template: makes choices, fills in forms and capitalizes."""
@@ -154,7 +155,7 @@ class Story:
             self.say(*templates)
 
     def one_of(self, *templates: str) -> None:
-        """Returns one of several templates. Used where brackets would be hard to read."""
+        """Returns one of several templates. It is used where brackets would be hard to read."""
         self.say(self.rng.choice(templates))
 
     def paragraph(self) -> None:

@@ -1,9 +1,9 @@
 """Sets initial weights that can copy: a "previous token" head and an "induction" head in layers 0 and 1.
 
 A coherent story repeats the names of its characters, and the circuit that copies them takes two layers (Olsson et al.
-2022, arXiv:2209.11895). All other weights start random. It is not proven that this initialization helped: the first
-attempt without it (2 million tokens, no binding of names at all) also had a narrow embedding and a constant, higher
-learning rate.
+2022, arXiv:2209.11895). All other weights start with random values. It has not been proven that this initialization
+helped: the first attempt without it (2 million tokens, no binding of names at all) also had a narrow embedding and a
+constant, higher learning rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def plant_copying(model: Llama) -> None:
     embedding[:, -1] = CONSTANT
     seen = CONSTANT / float(embedding.square().mean(1).sqrt().mean())  # the constant after RMSNorm
     basis = torch.linalg.qr(torch.randn(hidden - 1, hidden - 1))[0]
-    basis = torch.cat((basis, torch.zeros(hidden - 1, 1)), 1)  # orthonormal rows that do not touch the constant
+    basis = torch.cat((basis, torch.zeros(hidden - 1, 1)), 1)  # orthonormal rows that do not affect the constant
     freqs = shape.rope_theta ** -(torch.arange(head_dim // 2) / (head_dim // 2))
     slow = [f for f in range(head_dim // 2) if freqs[f] < SLOW]
     dims = slow + [f + head_dim // 2 for f in slow]
@@ -66,11 +66,11 @@ def _clear(attention: Attention, head_dim: int) -> None:
 
 
 class Planted:
-    """The planted weights, which are restored after each step for a while. In this time the random weights around them
-    learn to use them.
+    """The planted weights. For a while, they are restored after each step, so that the random weights around them learn
+    to use them.
 
-    Muon's updates are equally large in every direction; without the restoring, they erase both heads within a hundred
-    steps.
+    Muon's updates are equally large in every direction; if the weights were not restored, the updates would erase both
+    heads within a hundred steps.
     """
 
     def __init__(self, model: Llama) -> None:

@@ -1,7 +1,8 @@
 # ruff: noqa: SIM905 (tables of words)
 """The vocabulary of the story grammar: characters, things, places and abilities. Data only.
 
-The vocabulary is small on purpose: a model of a few million parameters is coherent within a few thousand words.
+The vocabulary is small on purpose, because a model with a few million parameters is coherent only with a few thousand
+words.
 """
 
 from __future__ import annotations

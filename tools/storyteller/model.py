@@ -130,7 +130,7 @@ class Llama(nn.Module):
         GPT-2.
 
         The embedding is wide (0.4), so that the layers do not drown out the token's identity. The last norm's weight is
-        small to match, because the embedding is also the output layer.
+        accordingly small, because the embedding is also the output layer.
         """
         scaled = 0.02 / (2 * self.shape.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -154,7 +154,7 @@ class Llama(nn.Module):
 
 
 def rope_table(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin of rotary positions (Su et al. 2021), each [max_len, head_dim / 2] fp32."""
+    """Returns cos and sin of rotary positions (Su et al. 2021). Both are fp32 [max_len, head_dim / 2]."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(shape.max_len, dtype=torch.float32), shape.rope_theta**-exponents)
     return angles.cos(), angles.sin()

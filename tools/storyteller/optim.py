@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 ADAM_SHARE = 2.0
-"""The ratio of Adam's learning rate to Muon's. The embedding is wide, so this changes it by 1.5 % a step."""
+"""The ratio of Adam's learning rate to Muon's. The embedding is wide, so this changes it by 1.5 % per step."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 

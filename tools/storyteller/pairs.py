@@ -1,6 +1,6 @@
 """Checks whether an answer is about both requested characters: the pairs, the requests and the verdict.
 
-Half of the pairs are of everyday kinds; half mix kinds that rarely meet. The module does not use a model.
+Half of the pairs are of everyday kinds; the other half combine kinds that rarely meet. The module does not use a model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAIRS = (
     ("girl", "bear"), ("princess", "frog"), ("hare", "tortoise"), ("owl", "fisherman"), ("boy", "elephant"),
 )  # fmt: skip
 LEAST = 2
-"""The least number of times that each of the two must be named."""
+"""The minimum number of times that each of the two must be named."""
 
 
 def request(pair: tuple[str, str]) -> str:
@@ -29,8 +29,8 @@ def tells_of(story: str, pair: tuple[str, str]) -> bool:
 
 
 def rates(answer: Callable[[str, int], tuple[str, bool]], seeds: range) -> dict[tuple[str, str], tuple[int, int]]:
-    """Returns, for each pair, the stories that name both and the answers that ended by themselves.
-    `answer(request, seed)` returns text and whether it ended.
+    """Returns, for each pair, the number of stories that name both characters and the number of answers that ended by
+    themselves. `answer(request, seed)` returns a text and whether it ended.
     """
     found = {}
     for pair in PAIRS:

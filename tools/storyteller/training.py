@@ -1,4 +1,5 @@
-"""The training loop: a constant learning rate, then a linear decay that can be requested at any time; checkpoints.
+"""The training loop: a constant learning rate, followed by a linear decay that can be requested at any time. Writes
+checkpoints.
 
 Runs on one CPU thread or on a GPU. A checkpoint is a safetensors file with model, optimizer state and progress.
 """
@@ -40,8 +41,8 @@ class Plan:
     eval_every: int = 50
     save_every_s: float = 240.0
     decay_at: str | None = None
-    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. It is over by `end_at`, however slow the
-    machine: the schedule follows the steps or the clock, whichever is further.
+    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. The decay is over by `end_at`, however
+    slow the machine: the schedule follows the steps or the clock, whichever is further ahead.
     """
     end_at: str | None = None
 
@@ -162,7 +163,7 @@ class Trainer:
         load_parameters(self.model, tensors)
         state = {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
         self._optimizer.resume(state, self.progress.step)
-        for _ in range(self.progress.step):  # skips the batches that were used already
+        for _ in range(self.progress.step):  # skips the batches that have already been used
             self._batches.next()
         _log(f"resumed at step {self.progress.step}")
 

@@ -1,5 +1,5 @@
 -- alloc(epoch, number, n, wanted): allocates n RESERVED blocks for the holder, free ones first, then the coldest cached
--- ones. Refused if there is no room for all `wanted` blocks, those of later calls included.
+-- ones. The call is refused if there is no room for all `wanted` blocks, including those of later calls.
 local epoch, number, n, wanted = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local early = lane(epoch, number)
 if early then return early end

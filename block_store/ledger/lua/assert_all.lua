@@ -1,5 +1,5 @@
--- assert_all(epoch, number): declares that the holder has asserted everything it holds, so that all other blocks that
--- waited for its writer slot become FREE. Answers with 1 if some are left for another call, else 0.
+-- assert_all(epoch, number): declares that the holder has asserted all blocks that it holds, so that all other blocks
+-- that waited for its writer slot become FREE. Answers with 1 if some of them remain for a further call, else 0.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early then return early end

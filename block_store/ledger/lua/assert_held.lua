@@ -1,5 +1,6 @@
--- assert_held(epoch, number, refs): after a rebuild, gives the holder references on some of what it says it holds.
--- Answers with one letter each: S sealed and held, R unsealed and held (only by its writer), L lost.
+-- assert_held(epoch, number, refs): after a rebuild, gives the holder references to some of the blocks that it claims
+-- to hold. Answers with one letter for each reference: S sealed and held, R unsealed and held (only by its writer), L
+-- lost.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early then return early end
@@ -9,7 +10,7 @@ local records, sides, letters = read_all(blocks), hmget(REFS, blocks), { '+' }
 local sealed, sealed_records, taken, taken_records, new_sides = {}, {}, {}, {}, {}
 local num_reserved, num_sealed, seen = 0, 0, {}
 
--- The holder that asserts a quarantined block becomes its writer; no other holder asserts it.
+-- The holder that asserts a quarantined block becomes its writer; no other holder can assert the block.
 local function take(i, state)
   taken[#taken + 1] = blocks[i]
   taken_records[#taken] = string.sub(in_state(records[i], state, 0), 1, 16) .. epoch8 .. string.sub(records[i], 25)

@@ -1,6 +1,6 @@
--- hand_over(epoch, number, refs, ticket lease ms, ticket, secret): gives a ticket references on some of the holder's
--- blocks, which the holder keeps too. Ticket 0: a new one, whose claimer must know the secret, since epochs can be
--- guessed. Answers with the ticket and its secret.
+-- hand_over(epoch, number, refs, ticket lease ms, ticket, secret): gives a ticket references to some of the holder's
+-- blocks. The holder keeps its own references. Ticket 0 means a new one, whose claimer must know the secret, since
+-- epochs can be guessed. Answers with the ticket and its secret.
 local epoch, number, lease_ms, ticket, secret = ARGV[2], ARGV[3], tonumber(ARGV[5]), ARGV[6], ARGV[7]
 local early = lane(epoch, number)
 if early then return early end

@@ -1,5 +1,5 @@
--- holdings(epoch, after, most): reads up to `most` references of the holder, oldest first, after the place `after`
--- (0: from the first on). Answers with the place of the last one, 0 if there is none, and the references. Reads only.
+-- holdings(epoch, after, most): reads up to `most` references of the holder, oldest first, after the place `after` (0:
+-- before the first one). Answers with the place of the last one, 0 if there is none, and the references. Reads only.
 if not live(ARGV[2]) then return '-FENCED' end
 local found = call('ZRANGEBYSCORE', own_key(ARGV[2]), '(' .. ARGV[3], '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[4])
 local blocks = {}

@@ -10,7 +10,8 @@ local whole = count('STRLEN', 'blocks') == tonumber(ARGV[3]) * 56 and cached == 
 if not whole then return '-STALE_DATASET' end
 local time, rebuild = redis.call('TIME'), tonumber(ARGV[4])
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
--- Epochs of earlier ledgers are never used again: an old ticket's number must not name a new one. They stay below 2^53.
+-- Epochs of earlier ledgers are never used again, because an old ticket's number must not name a new ticket. They stay
+-- below 2^53.
 redis.call('HSET', META, 'dataset', ARGV[1], 'run_id', ARGV[2], 'num_blocks', ARGV[3], 'rebuild', ARGV[4],
   'epoch', string.format('%.0f', rebuild * 1000000000), 'tick', cached, 'reserved', 0, 'sealed', 0,
   'last_reap', string.format('%.0f', now_ms), 'grace_until', string.format('%.0f', now_ms + tonumber(ARGV[5])))

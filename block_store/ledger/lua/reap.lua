@@ -1,11 +1,12 @@
 -- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees the blocks that waited for these slots, then
 -- reaps holders whose leases have ended. The order matters: the caller checked the locks before the call, so it has not
--- checked those of blocks that enter quarantine now. Answers with the reaped epochs, the number of freed blocks,
--- whether the reaping was postponed, whether work is left for another call, the tick, and the slots to wait for.
+-- checked the locks for blocks that are only now put into quarantine. Answers with the reaped epochs, the number of
+-- freed blocks, whether the reaping was postponed, whether work remains for a further call, the tick, and the slots to
+-- wait for.
 local MOST_LEASE_MS = 3600000
 
 -- Checks that every block is in one list or counted once, that the floors fit, and that every lease ends. A ledger that
--- fails was changed by another program, which would go unnoticed until somebody runs `fsck`.
+-- fails these checks was changed by a different program, which would otherwise go unnoticed until someone runs `fsck`.
 local function check_sums()
   local meta = call('HMGET', META, 'num_blocks', 'reserved', 'sealed')
   local listed = call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) + call('ZCARD', QUARANTINE_SET)
@@ -20,7 +21,7 @@ local function check_sums()
 end
 
 local lease_ms, gap_ms, slots, seen = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
--- The ledger's clock went back: an older snapshot was restored.
+-- The ledger's clock has gone back, so an older snapshot has been restored.
 if tonumber(call('HGET', META, 'tick')) < seen then return '-STALE_DATASET' end
 check_sums()
 local freed, more = 0, false
@@ -40,7 +41,7 @@ call('HSET', META, 'last_reap', text(now))
 local postponed, reaped = last > now or now - last > gap_ms, {}
 if postponed then
   local leases = {}
-  for _, epoch in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now + lease_ms)) do -- none gets shorter
+  for _, epoch in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now + lease_ms)) do -- no lease gets shorter
     leases[#leases + 1] = now + lease_ms
     leases[#leases + 1] = epoch
   end

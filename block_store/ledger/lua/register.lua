@@ -1,5 +1,5 @@
--- register(name, writer slot, floor, lease ms, token): enters a new holder and answers with its epoch. A repeated call
--- with the same token gets the same answer and enters nothing.
+-- register(name, writer slot, floor, lease ms, token): adds a new holder and answers with its epoch. A repeated call
+-- with the same token gets the same answer and adds nothing.
 local name, slot, floor, lease_ms, token = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local known = call('HGET', TOKENS, token)
 if known then return '+' .. known end

@@ -1,5 +1,5 @@
--- release(epoch, number, refs): ends the holder's references on `refs`. Never refuses: blocks that it does not hold or
--- that have another generation are left alone. Answers with the number of references released.
+-- release(epoch, number, refs): ends the holder's references to `refs`. Is never refused: blocks that the holder does
+-- not hold, or that have a different generation, are not changed. Answers with the number of references released.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early == '-FENCED' then return '+0' end

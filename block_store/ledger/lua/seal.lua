@@ -1,6 +1,6 @@
 -- seal(epoch, number, items, quotas): seals all items or none. An item is block u32, generation u64, full u8, hash[32],
 -- quota u16 (position of the owner's quota in `quotas`; 0: none). A quota is the owner's id[32] and a percentage of all
--- blocks u32. Answers with the reference to use for each: its own, or that of a block which already has the hash.
+-- blocks u32. Answers with the reference to use for each item: its own, or that of a block that already has the hash.
 local epoch, number, packed, quotas = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local early = lane(epoch, number)
 if early then return early end

@@ -1,5 +1,5 @@
 -- unregister(epoch): releases everything and ends the holder, which thereby declares that its writes are complete.
--- Idempotent. If it held very many blocks, the sweep releases the rest.
+-- Idempotent. If the holder had very many blocks, the sweep releases the remaining ones.
 if live(ARGV[2]) then
   end_holder(ARGV[2], false)
   bury()

@@ -14,8 +14,8 @@ from ..scenes import FEELINGS, happy_end, meet, moral, opening, thanks
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A place where an object gets lost: how it got there, where it is, why the hero cannot reach it, and who can and
-    how.
+    """A place where an object gets lost: how it got there, where it is, why the hero cannot reach it, and who can reach
+    it and how.
     """
 
     lost: str

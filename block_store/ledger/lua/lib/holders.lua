@@ -7,7 +7,7 @@ local function new_epoch()
   return epoch
 end
 
--- Ends a holder, fence first; `bury` releases what it holds.
+-- Ends a holder, fence first; `bury` releases the blocks that it holds.
 local function end_holder(epoch, reaped)
   call('ZREM', LEASES, epoch)
   local token = call('HGET', holder_key(epoch), 'token')
@@ -20,7 +20,7 @@ local function end_holder(epoch, reaped)
   call('DEL', holder_key(epoch))
 end
 
--- Releases up to MOST_LET_GO blocks of holders that have ended, tails first. Returns whether some are left.
+-- Releases up to MOST_LET_GO blocks of holders that have ended, tails first. Returns whether some remain.
 local function bury()
   local room, dying = MOST_LET_GO, call('ZRANGE', DYING, 0, MOST_HOLDERS, 'WITHSCORES')
   for i = 1, #dying, 2 do

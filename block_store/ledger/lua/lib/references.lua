@@ -1,20 +1,20 @@
 -- References: the block side and the holder side of who holds what.
 
--- Enters `blocks` on the holder side of `epoch`, in this order, with the ticks after `order`.
+-- Adds `blocks` to the holder side of `epoch`, in this order, with the ticks after `order`.
 local function add_own(epoch, blocks, order)
   local pairs_of = {}
   for i, block in ipairs(blocks) do pairs_of[2 * i - 1], pairs_of[2 * i] = order + i, block end
   send('ZADD', own_key(epoch), pairs_of)
 end
 
--- Returns for each of `blocks` its place among those that `epoch` holds; false if it is not held.
+-- Returns, for each of `blocks`, its place among the blocks that `epoch` holds, or false if it is not held.
 local function owns(epoch, blocks)
   if #blocks == 0 then return {} end
   return call('ZMSCORE', own_key(epoch), unpack(blocks))
 end
 
--- Gives `epoch` a reference on each of these sealed or cached blocks, one however often a block is listed. `records`:
--- the blocks' current records.
+-- Gives `epoch` a reference to each of these sealed or cached blocks, but only one however often a block is listed.
+-- `records` are the blocks' current records.
 local function pin(epoch, epoch8, blocks, records, order)
   local sides, seen, new_sides, own, warm, warm_records = hmget(REFS, blocks), {}, {}, {}, {}, {}
   for i, block in ipairs(blocks) do
@@ -39,8 +39,8 @@ local function pin(epoch, epoch8, blocks, records, order)
   call('HINCRBY', META, 'sealed', #warm)
 end
 
--- Removes `epoch` from the block side of `blocks` (a chain, head first). A block that nobody holds any more becomes
--- CACHED if it is indexed, else FREE; if the holder was `reaped`, an unsealed one goes to quarantine. The chain enters
+-- Removes `epoch` from the block side of `blocks` (a chain, head first). A block that is no longer held becomes CACHED
+-- if it is indexed, else FREE; if the holder was `reaped`, an unsealed block goes to quarantine. The chain is added to
 -- the eviction order tail first.
 local function let_go(epoch, blocks, reaped)
   local epoch8, sides = u64(epoch), hmget(REFS, blocks)

@@ -1,6 +1,6 @@
 -- The number of blocks that a holder may take: floors, blocks that await their holder or writer.
 
--- Returns how many blocks the other holders' unused floors keep (docs/design.md, Ledger: floors).
+-- Returns how many blocks the unused floors of other holders reserve (docs/design.md, Ledger: floors).
 local function floors_of_others(epoch)
   local sum, floors = 0, call('HGETALL', FLOORS)
   for i = 1, #floors, 2 do

@@ -17,8 +17,8 @@
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
 -- Generations are handled as 8 opaque bytes: a Lua number holds only 53 bits.
 --
--- A script blocks the server while it runs, so none does more than MOST blocks' worth of work, however much is held:
--- callers make further calls for the rest.
+-- A script blocks the server while it runs, so no script does more work than for MOST blocks, however many are held.
+-- Callers make further calls for the remaining blocks.
 local call = redis.call
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
@@ -145,8 +145,8 @@ local function state_of(record) return string.byte(record, 1) end
 local function generation_of(record) return string.sub(record, 9, 16) end
 local function owner_of(record) return (struct.unpack('<I2', record, 3)) end
 
--- Checks blocks that a list says are in `state`. If one is not, another program has written here; without this check,
--- one block could be given to two writers.
+-- Checks blocks that a list says are in `state`. If one is not, a different program has written here; without this
+-- check, the same block could be given to two writers.
 local function expect(records, state)
   for _, record in ipairs(records) do
     if state_of(record) ~= state then error('a block is listed as what it is not') end
