@@ -26,7 +26,7 @@ PROTOS := $(wildcard protos/v1/*.proto)
 TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
-.PHONY: help serve test families wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants
+.PHONY: help serve test families test-third-party wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,14 +35,17 @@ serve: install ## serve a model on this machine (ARGS="MODEL --prefill 2 ...")
 	@exec $(PY) -m looseleaf serve $(ARGS)
 
 test: dev ## run the tests that need no container engine (ARGS="tests/gateway -k tenants")
-	@$(if $(ARGS),exec $(PY) -m pytest -m "not compose and not families" $(ARGS))
+	@$(if $(ARGS),exec $(PY) -m pytest -m "not compose and not families and not third_party" $(ARGS))
 	status=0
-	$(PY) -m pytest -m "not compose and not families" -n 2 $(TOGETHER) || status=$$?
-	$(PY) -m pytest -m "not compose and not families" $(addprefix --ignore=,$(TOGETHER)) || status=$$?
+	$(PY) -m pytest -m "not compose and not families and not third_party" -n 2 $(TOGETHER) || status=$$?
+	$(PY) -m pytest -m "not compose and not families and not third_party" $(addprefix --ignore=,$(TOGETHER)) || status=$$?
 	exit $$status
 
 families: dev ## every family of the backend over transformers through real services
 	@exec $(PY) -m pytest -m families tests/equality
+
+test-third-party: dev ## third-party clients, which it installs outside of here, against a real server; writes docs/clients.md
+	@exec nice -n 10 $(PY) -m pytest -m third_party tests/third_party $(ARGS)
 
 wheel: $(VENV)/.created ## build dist/looseleaf-*.whl: kernels for every instruction set, the built-in model
 	@rm -rf build/lib.* build/bdist.* dist

@@ -171,7 +171,8 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
     if body is CompletionBody:
         properties["prompt"] = sizes.prompt
     if body is DetokenizeBody:
-        properties["tokens"] = {**sizes.ids, "minItems": 0}
+        ids = {"type": "array", "items": sizes.ids["items"]}  # may be longer than a prompt
+        properties["tokens"] = {**ids, "description": "At most as many as the longest text that is taken has bytes."}
     if body is TokenizeBody:
         schema["anyOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _EITHER]
     for option in _options(properties.get("stop_token_ids", {}), "array"):

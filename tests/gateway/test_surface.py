@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import jsonschema
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -195,6 +196,16 @@ def test_the_description_has_every_field_and_its_limits() -> None:
     ]
     found = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description(400, 512))))
     assert found <= set(schemas)
+
+
+async def test_the_description_allows_as_many_ids_as_detokenize_takes(serve: Any) -> None:
+    served = await serve()
+    spec = (await served.client.get("/openapi.json")).json()
+    operation = spec["paths"]["/detokenize"]["post"]
+    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    body = {"tokens": [11] * 600}  # the model's longest sequence has 512
+    assert (await served.post("/detokenize", **body)).status_code == 200
+    jsonschema.validate(body, spec["components"]["schemas"][name])
 
 
 async def test_every_example_of_the_description_is_answered(serve: Any) -> None:

@@ -1,0 +1,153 @@
+"""The third-party clients that the suite runs, with pinned versions, each in a directory of its own.
+
+python tests/third_party/install.py [NAME ...]    # all clients, or these
+
+The directories are below $LOOSELEAF_CLIENTS (default: ~/.cache/looseleaf-clients), so nothing enters the project's
+own environment. A directory is made once, and again if its pins change.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+INSTALL_TIMEOUT_S = 900
+
+
+class NotInstalled(Exception):
+    """A client's package is not to be had on this machine. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client, where its packages come from, and the script of `clients/` that uses it."""
+
+    name: str
+    """Names its directory and its tests."""
+    title: str
+    kind: Literal["pip", "npm", "deb"]
+    packages: tuple[str, ...]
+    """The client itself first."""
+    script: str
+
+    @property
+    def directory(self) -> Path:
+        return cache() / self.name
+
+    @property
+    def version(self) -> str:
+        """The pinned version, or for a Debian package the one that was unpacked."""
+        if self.kind == "deb":
+            return (self.directory / "version").read_text().strip()
+        return self.packages[0].rpartition("==" if self.kind == "pip" else "@")[2]
+
+    @property
+    def program(self) -> str:
+        """What runs the script: the interpreter of the client's environment, or node."""
+        return {"pip": str(self.directory / "bin" / "python"), "npm": "node", "deb": sys.executable}[self.kind]
+
+
+CLIENTS = (
+    Client("openai", "openai (Python)", "pip", ("openai==3.54.0",), "use_openai.py"),
+    Client("openai-node", "openai (npm)", "npm", ("openai@7.57.0", "zod@4.6.7"), "use_openai.mjs"),
+    Client("langchain-openai", "langchain-openai", "pip", ("langchain-openai==1.7.3",), "use_langchain.py"),
+    Client(
+        "llama-index", "llama-index-llms-openai-like", "pip", ("llama-index-llms-openai-like==0.8.1",),
+        "use_llama_index.py",
+    ),
+    Client("litellm", "litellm", "pip", ("litellm==1.106.2", "mcp==2.3.0"), "use_litellm.py"),
+    Client("instructor", "instructor", "pip", ("instructor==1.17.0",), "use_instructor.py"),
+    Client(
+        "ai-sdk", "ai, @ai-sdk/openai-compatible (npm)", "npm",
+        ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/openai@4.0.118", "zod@4.6.7"), "use_ai_sdk.mjs",
+    ),
+    Client("anthropic", "anthropic (Python)", "pip", ("anthropic==2.12.0",), "use_anthropic.py"),
+    Client("lm-eval", "lm-eval", "pip", ("lm-eval[api]==0.4.13", "transformers==5.23.0"), "use_lm_eval.py"),
+    Client("guidellm", "guidellm", "pip", ("guidellm==0.8.1",), "use_guidellm.py"),
+    Client("aiperf", "aiperf", "pip", ("aiperf==0.13.0",), "use_aiperf.py"),
+    Client("schemathesis", "schemathesis", "pip", ("schemathesis==4.32.5",), "use_schemathesis.py"),
+    Client("promtool", "promtool (Debian's prometheus)", "deb", ("prometheus",), "use_promtool.py"),
+)  # fmt: skip
+
+
+def cache() -> Path:
+    """Returns the directory that holds the clients."""
+    return Path(os.environ.get("LOOSELEAF_CLIENTS") or Path.home() / ".cache" / "looseleaf-clients")
+
+
+def install(client: Client) -> None:
+    """Makes the client's directory if it is not there yet. Raises NotInstalled."""
+    stamp, wanted = client.directory / ".installed", "\n".join(client.packages)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(client.directory, ignore_errors=True)
+    client.directory.mkdir(parents=True)
+    {"pip": _pip, "npm": _npm, "deb": _deb}[client.kind](client)
+    stamp.write_text(wanted)
+
+
+def _pip(client: Client) -> None:
+    venv.create(client.directory, with_pip=True)
+    _run([client.program, "-m", "pip", "-q", "install", *client.packages])
+
+
+def _npm(client: Client) -> None:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        raise NotInstalled("there is no node or no npm")
+    _run(["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(client.directory), *client.packages])
+
+
+def _deb(client: Client) -> None:
+    """Unpacks a Debian package without installing it: no services, no root."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise NotInstalled("this is no Debian")
+    _run(["apt-get", "download", client.packages[0]], cwd=client.directory)
+    [archive] = client.directory.glob("*.deb")
+    _run(["dpkg-deb", "-x", str(archive), str(client.directory)])
+    (client.directory / "version").write_text(archive.name.split("_")[1])
+    archive.unlink()
+
+
+def _run(command: list[str], cwd: Path | None = None) -> None:
+    """Runs a step of an installation. Raises NotInstalled with the last line that is not a warning."""
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise NotInstalled(f"{command[0]} took more than {INSTALL_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        said = [
+            line for line in (done.stdout + done.stderr).splitlines() if line.strip() and "WARN" not in line.upper()
+        ]
+        raise NotInstalled((said or ["no reason given"])[-1].strip()[:200])
+
+
+def main(names: list[str]) -> int:
+    """Installs the clients of these names, or all. Returns the number of those that are not to be had."""
+    unknown = set(names) - {client.name for client in CLIENTS}
+    if unknown:
+        print(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(c.name for c in CLIENTS)}", file=sys.stderr)
+        return 2
+    missing = 0
+    for client in CLIENTS:
+        if names and client.name not in names:
+            continue
+        try:
+            install(client)
+            print(f"{client.name} {client.version}: {client.directory}", flush=True)
+        except NotInstalled as reason:
+            missing += 1
+            print(f"{client.name}: not installed: {reason}", flush=True)
+    return missing
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

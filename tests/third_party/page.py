@@ -1,0 +1,73 @@
+"""docs/clients.md: what each client could do in the last run of all of them."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.third_party.install import Client
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "clients.md"
+_HEAD = """\
+# Clients
+
+Third-party clients, unmodified, against a running server with the built-in model. `make test-third-party` installs
+each client in a directory of its own below `~/.cache/looseleaf-clients` (or `$LOOSELEAF_CLIENTS`), runs the scripts of
+`tests/third_party/clients` and writes this page, so do not edit it. Tools are tried on the same weights with a chat
+template of the Hermes family, because the built-in model's own template knows no tools ([chat.md](chat.md)).
+
+"works" lists what was tried and did what its users expect. "limits" lists what the server refuses, which is checked
+too, and remarks about the client.
+
+"""
+
+
+@dataclass(slots=True)
+class Row:
+    """What became of one client."""
+
+    client: Client
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of a script: `what`, `remark`, `refused` and `error`."""
+    missing: str | None = None
+    """Why the client is not installed."""
+
+    def note(self, what: str, error: str | None) -> None:
+        """Adds something that was tried outside of the script. `error` is None if it is as it should be."""
+        self.tried.append({"what": what, "remark": "", "refused": False, "error": error})
+
+    @property
+    def failures(self) -> list[str]:
+        """What did not do as expected, with the reason."""
+        return [f"{line['what']}: {line['error']}" for line in self.tried if line["error"] is not None]
+
+    def cells(self) -> list[str]:
+        """Returns the row's cells."""
+        if self.missing is not None:
+            return [self.client.title, "-", "", f"not installed: {self.missing}", ""]
+        good = [line for line in self.tried if line["error"] is None]
+        result = f"{len(good)} of {len(self.tried)}"
+        if self.failures:
+            result += ", failed: " + "; ".join(line["what"] for line in self.tried if line["error"] is not None)
+        does = [line["what"] for line in good if not line["refused"]]
+        limits = [f"refused: {line['what']}" for line in good if line["refused"]]
+        limits += [line["remark"] for line in self.tried if line["remark"]]
+        return [self.client.title, self.client.version, result, "; ".join(does), "; ".join(limits)]
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Writes the page."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    now = datetime.now(UTC).strftime("%Y-%m-%d")
+    lines = ["| client | version | as expected | works | limits |", "|---|---|---|---|---|"]
+    lines += [
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row.cells()) + " |" for row in rows
+    ]
+    where = f"`make test-third-party`, {now}, commit {commit.strip()} and this page, Python {platform.python_version()}"
+    PAGE.write_text(f"{_HEAD}Run: {where}.\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
