@@ -28,6 +28,7 @@ from decode_svc.scheduler import DecodeScheduler, Group
 from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
 from engine.model_runner import ModelRunner
+from engine.sequence import Chunk
 from engine.sequence import Sequence as Tokens
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
@@ -208,6 +209,9 @@ class RoughWorld:
                 return
             if request.job is not None:
                 if phase == "parked" and request.job.num_uncomputed <= TOKEN_BUDGET:
+                    if self.phase(request) == "prefilled":  # has what its last chunk needs
+                        for sequence in request.job.sequences:
+                            self.prefill._blocks.grow(Chunk(sequence, sequence.num_tokens - sequence.num_computed))
                     self.attachments["prefill"].line.lose(num_lost, cut=True)
                 self.prefill.step()
             elif request.arrived is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import ModelConfig
+from engine.foreign.model import num_parameters
 from engine.tiny import parameter_shapes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "models" / "configs"
@@ -15,6 +16,7 @@ PARAMETERS = {
     "llama-125m": 124_668_672,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
+    "mamba2-130m": 128_989_632,
     "qwen2.5-0.5b": 494_032_768,
 }
 """Counts of the published checkpoints (tied embeddings once)."""
@@ -23,7 +25,10 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_sizes(name: str) -> None:
     config = ModelConfig.from_directory(CONFIGS / name)
-    assert sum(math.prod(shape) for _, shape in parameter_shapes(config)) == PARAMETERS[name]
+    if config.family == "transformers":
+        assert num_parameters(CONFIGS / name) == PARAMETERS[name]
+    else:
+        assert sum(math.prod(shape) for _, shape in parameter_shapes(config)) == PARAMETERS[name]
     assert config.eos_token_ids
 
 
