@@ -44,6 +44,8 @@ class GroupBlocks:
         self._layout = layout
         self._block_size = layout.block_size
         self._came_back = Burst(_tell_back)
+        self.is_short = False
+        """Whether the arena has had no block for a chunk of this step."""
 
     # --- admission
 
@@ -83,7 +85,10 @@ class GroupBlocks:
             return True
         try:
             fresh = iter(self._attached.held.alloc(sum(missing)))
-        except (Exhausted, LedgerUnavailable):
+        except LedgerUnavailable:
+            return False
+        except Exhausted:
+            self.is_short = True
             return False
         for table, count in zip(chunk.sequence.tables, missing, strict=True):
             for _ in range(count):

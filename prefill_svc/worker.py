@@ -124,8 +124,9 @@ class PrefillWorker:
         """Hands over finished jobs, plans and runs. This is `step` without its guard. Returns whether anything ran."""
         for conclude in list(self._parked.values()):
             conclude()
+        self._blocks.is_short = False
         planned = self._scheduler.plan(self._admit, self._blocks.grow)
-        if not planned and (job := self._scheduler.give_way()) is not None:
+        if not planned and self._blocks.is_short and (job := self._scheduler.give_way()) is not None:
             logger.info("no block left: a prompt gives up its blocks and waits again")
             self._blocks.release(job.sequences)
             job.start_over()

@@ -100,7 +100,10 @@ def test_prompts_that_lack_blocks_midway_wait_or_start_over(
 
     def scarce(blocks: GroupBlocks, chunk: Chunk) -> bool:
         lacks = any(len(table) * 16 < chunk.end for table in chunk.sequence.tables)
-        return not (lacks and workers.num_steps % 3 > 0) and grow(blocks, chunk)
+        if lacks and workers.num_steps % 3 > 0:
+            blocks.is_short = True
+            return False
+        return grow(blocks, chunk)
 
     def counted(scheduler: PrefillScheduler) -> Job | None:
         gone.append(job := give_way(scheduler))
