@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from common.types import DTYPE_BYTES, DType, KvLayout
-from engine.errors import ModelError, UnsupportedModel, refuse_unless
+from engine.errors import ModelError, UnsupportedModel
 from engine.kv_groups import LayerGroup, LayerMemory, default_block_size, layout_of
-from engine.rope_config import RopeConfig, read_rope
+from engine.rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from engine.quantized import WeightFormat
 
 logger = logging.getLogger("engine")
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "opt"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "mixtral", "opt"]
+"""The families that have an implementation of ours, by their `model_type`."""
+Activation = Literal["silu", "gelu_tanh"]
+"""The activation of the gate in an MLP."""
 ModelImpl = Literal["auto", "native", "transformers"]
 """Whose model definition is run. auto: ours if there is one that supports the checkpoint."""
 
@@ -32,6 +35,25 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "OPTForCausalLM": "opt",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a mixture: MLPs of which a router chooses a few for each token, by their softmax."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    renormalize: bool
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    round_weights: bool
+    """Whether these weights are rounded to the model's dtype, as transformers does for some families."""
+    names: tuple[str, str, str, str, str]
+    """Names in a layer of the checkpoint: the router, the list of experts; in an expert the gate, up and down
+    projections.
+    """
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have one MLP of the model's `intermediate_size` instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +73,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope: RopeConfig | None = None
     """None if positions are learned."""
+    window_rope: RopeConfig | None = None
+    """Rotary positions of layers with a window, if they differ from `rope`."""
     window: int | None = None
     """Sliding window: a query at position p sees keys p - window + 1 .. p. None: all keys up to p."""
     memories: tuple[LayerMemory, ...] = ()
@@ -59,6 +83,22 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_offset: bool = False
+    """Whether RMS norms multiply by 1 + weight, in fp32 (Gemma)."""
+    sandwich_norms: bool = False
+    """Whether the outputs of attention and MLP are normalised too, before they are added (Gemma)."""
+    activation: Activation = "silu"
+    embed_scale: float = 1.0
+    """Factor of the word embeddings."""
+    softmax_scale: float | None = None
+    """Factor of attention scores; None: head_dim ** -0.5."""
+    softcap: float | None = None
+    """If given, attention scores become softcap * tanh(score / softcap)."""
+    logits_softcap: float | None = None
+    """The same for logits."""
+    fused_projections: bool = False
+    """Whether the checkpoint stores the projections of q, k and v as one, and those of gate and up (Phi-3)."""
+    experts: ExpertsConfig | None = None
     tie_embeddings: bool = False
     embed_dim: int = 0
     """Width of the word embedding (OPT may project it to `hidden_size`)."""
@@ -98,12 +138,13 @@ class ModelConfig:
     @classmethod
     def _native(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
         """Returns the configuration for our own implementation. Raises ModelError and UnsupportedModel."""
+        from engine import families  # needs this module
+
         family = _native_family(raw)
         if raw.get("is_encoder_decoder"):
             raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
         try:
-            config = _opt(raw) if family == "opt" else _llama_like(raw, family)
-            _check_sizes(config)
+            config = families.read(raw, family)
         except (KeyError, TypeError, ValueError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else f"has a bad value ({error})"
             raise ModelError(f"{directory / 'config.json'} {what}") from error
@@ -111,13 +152,20 @@ class ModelConfig:
 
     def kv_groups(self, block_size: int, dtype: DType) -> tuple[KvLayout, tuple[LayerGroup, ...]]:
         """Returns what a block of each KV group stores, and the layers of each group."""
-        return layout_of(self._layers(), self.num_kv_heads, self.head_dim, dtype, block_size)
+        return layout_of(self.layers, self.num_kv_heads, self.head_dim, dtype, block_size)
 
     def default_block_size(self, dtype: DType) -> int:
         """Returns the block size in tokens if the user has chosen none."""
-        return default_block_size(self._layers(), 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype])
+        return default_block_size(self.layers, 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype])
 
-    def _layers(self) -> tuple[LayerMemory, ...]:
+    @property
+    def scale_of_scores(self) -> float:
+        """The factor of attention scores."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def layers(self) -> tuple[LayerMemory, ...]:
+        """What each layer remembers."""
         return self.memories or (LayerMemory(window=self.window),) * self.num_layers
 
 
@@ -174,7 +222,7 @@ def _foreign(directory: Path) -> ModelConfig:
         head_dim=-(-width // 8) * 8,
         max_model_len=foreign.longest(found),
         memories=foreign.layer_memories(found),
-        checkpoint_dtype=_dtype({"dtype": text.dtype}),
+        checkpoint_dtype=read_dtype({"dtype": text.dtype}),
     )
 
 
@@ -186,108 +234,12 @@ def _weight_format(raw: dict[str, Any]) -> WeightFormat | None:
     return read_format(raw)
 
 
-def _llama_like(raw: dict[str, Any], family: Family) -> ModelConfig:
-    refuse_unless(raw, "hidden_act", "silu", "swish")
-    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-    # Defaults of absent keys are transformers', which differ by family.
-    default_kv_heads = {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(family, heads)
-    default_len = {"llama": 2048, "mistral": 131_072}.get(family, 32_768)
-    default_head_dim = 128 if family == "qwen3" else hidden // heads
-    attention_bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
-    length = int(raw.get("max_position_embeddings") or default_len)
-    rope, max_model_len = read_rope(raw, length)
-    return ModelConfig(
-        family=family,
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=hidden,
-        intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or default_kv_heads),
-        head_dim=int(raw.get("head_dim") or default_head_dim),
-        max_model_len=max_model_len,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=rope,
-        window=_window(raw, family),
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        embed_dim=hidden,
-        checkpoint_dtype=_dtype(raw),
-    )
-
-
-def _opt(raw: dict[str, Any]) -> ModelConfig:
-    refuse_unless(raw, "activation_function", "relu")
-    refuse_unless(raw, "layer_norm_elementwise_affine", True)
-    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    bias = bool(raw.get("enable_bias", True))
-    norm_before = bool(raw.get("do_layer_norm_before", True))
-    return ModelConfig(
-        family="opt",
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=hidden,
-        intermediate_size=int(raw["ffn_dim"]),
-        num_layers=int(raw["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        max_model_len=int(raw.get("max_position_embeddings", 2048)),
-        norm_eps=1e-5,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bias,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        embed_dim=int(raw.get("word_embed_proj_dim") or hidden),
-        norm_before=norm_before,
-        final_norm=norm_before and not raw.get("_remove_final_layer_norm", False),
-        checkpoint_dtype=_dtype(raw),
-    )
-
-
-def _window(raw: dict[str, Any], family: Family) -> int | None:
-    """Returns the one window of all layers. Raises UnsupportedModel for models that mix windowed and full layers."""
-    window = raw.get("sliding_window")
-    if family == "llama" or not window:
-        return None
-    if family == "mistral":
-        return int(window)
-    if not raw.get("use_sliding_window", False):
-        return None
-    layers = int(raw["num_hidden_layers"])
-    first = int(raw.get("max_window_layers", 28))
-    kinds = raw.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    if len(set(kinds)) > 1:
-        raise UnsupportedModel(
-            f"layers that mix full and sliding attention (use_sliding_window with max_window_layers={first}) "
-            "are not supported; supported is one kind for all layers"
-        )
-    return int(window) if kinds[0] == "sliding_attention" else None
-
-
-# --- small things
-
-
-def _dtype(raw: dict[str, Any]) -> DType:
+def read_dtype(raw: dict[str, Any]) -> DType:
+    """Returns the dtype of a checkpoint's floats. Raises UnsupportedModel."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("bfloat16", "float32", "float16"):
         raise UnsupportedModel(f"checkpoint dtype {name} is not supported; supported are bfloat16, float16, float32")
     return cast(DType, name)
-
-
-def _check_sizes(config: ModelConfig) -> None:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    for name in (*sizes, "max_model_len", "embed_dim"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}")
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(f"{config.num_heads} heads cannot share {config.num_kv_heads} KV heads")
-    if config.family == "opt" and config.hidden_size % config.num_heads:
-        raise ValueError(f"hidden_size {config.hidden_size} is not a multiple of {config.num_heads} heads")
-    if config.head_dim % 8:
-        raise UnsupportedModel(f"head_dim {config.head_dim} is not supported; supported are multiples of 8")
 
 
 def _with_eos(config: ModelConfig, raw: dict[str, Any], directory: Path) -> ModelConfig:

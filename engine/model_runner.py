@@ -19,6 +19,7 @@ import torch
 from common.group_need import blocks_of
 from common.settings import AttentionBackend, WorkerSettings
 from common.types import DType
+from engine.attention_choice import Model, choose_by_layer, spec_by_layer
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
 from engine.config import ModelConfig, ModelImpl
@@ -43,7 +44,6 @@ from kernels.providers.choice import choose
 from kernels.quantization import Bits
 
 logger = logging.getLogger("engine")
-Model = Opt | Decoder | TransformersModel
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 
 
@@ -224,8 +224,8 @@ class ModelRunner:
             raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
         return AttentionSpec(
             device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
-            self._block_size, dtype, kv_dtype, c.head_dim**-0.5, c.window, self.max_model_len,
-            settings.deterministic,
+            self._block_size, dtype, kv_dtype, c.scale_of_scores, c.window, self.max_model_len,
+            settings.deterministic, c.softcap,
         )  # fmt: skip
 
     def _choose_attention(self, spec: AttentionSpec | None = None) -> AttentionProvider:
@@ -237,23 +237,9 @@ class ModelRunner:
             raise ModelError(str(error)) from error
 
     def _attention_by_layer(self) -> dict[int, tuple[AttentionProvider, int]]:
-        """Returns a provider and a KV group for each layer of a transformers model that attends. Layers of a group with
-        the same attention share a provider.
-        """
-        if not isinstance(self.model, TransformersModel):
-            return {}
-        found: dict[object, AttentionProvider] = {}
-        base, providers = self._attention_spec(), {}
-        groups = [(number, group) for number, group in enumerate(self.layer_groups) if not group.has_states]
-        group_of = {layer: number for number, group in groups for layer in group.layers}
-        for index, layer in self.model.layers.items():
-            sinks = None if layer.sinks is None else id(layer)
-            key = (group_of[index], layer.scale, layer.window, layer.softcap, sinks)
-            if key not in found:
-                how = {"softmax_scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
-                found[key] = self._choose_attention(replace(base, sinks=layer.sinks, **how))  # type: ignore[arg-type]
-            providers[index] = (found[key], group_of[index])
-        return providers
+        """Returns a provider and a KV group for each layer that attends, if not all layers attend alike."""
+        specs = spec_by_layer(self._attention_spec(), self.model, self.config)
+        return choose_by_layer(specs, self.layer_groups, self._choose_attention)
 
     @torch.inference_mode()
     def _load(self) -> Model:
@@ -282,7 +268,7 @@ class ModelRunner:
         if (why := objection(model, layers)) is not None:
             logger.debug("a pass is many calls: %s", why)
             return None
-        return FusedDecoder(model, self.config, layers)
+        return FusedDecoder(model, self.config, layers, self.layer_groups)
 
     def _eager(self, batch: StepInput, bound: Binding) -> torch.Tensor:
         """Starts a step of any shape. Returns fp32 logits [R, vocab]."""

@@ -4,13 +4,14 @@ formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from engine.errors import UnsupportedModel, refuse_unless
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+LLAMA_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +31,44 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, of each pair, for a server whose longest sequence is not longer than
+    `original_max_len`.
+    """
+    long_factors: tuple[float, ...] = ()
+    """The same for a server with longer sequences."""
+    partial: float = 1.0
+    """The part of a head's dimensions that is rotated."""
+
+    def rotated(self, head_dim: int) -> int:
+        """Returns how many dimensions of a head are rotated, the first ones."""
+        return int(head_dim * self.partial)
 
 
-def read_rope(raw: dict[str, Any], length: int) -> tuple[RopeConfig, int]:
+def read_rope(
+    raw: dict[str, Any],
+    length: int,
+    default_theta: float = 10_000.0,
+    kinds: Sequence[RopeKind] = LLAMA_KINDS,
+    partial: bool = False,
+) -> tuple[RopeConfig, int]:
     """Returns the rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new ones (`rope_parameters`),
     and the longest sequence. As in vLLM, linear, dynamic and yarn stretch `max_position_embeddings` (yarn: the original
-    length).
+    length). Raises UnsupportedModel for a kind not in `kinds`, and for a partial rotation unless it is allowed.
     """
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if kind not in ("default", "linear", "dynamic", "yarn", "llama3"):
-        raise UnsupportedModel(
-            f"RoPE scaling {kind} is not supported; supported are default, linear, dynamic, yarn, llama3"
-        )
-    for source in (raw, scaling):
+    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 checkpoints
+    if kind not in kinds:
+        raise UnsupportedModel(f"RoPE scaling {kind} is not supported; supported are {', '.join(kinds)}")
+    for source in () if partial else (raw, scaling):
         refuse_unless(source, "partial_rotary_factor", 1.0, 1, None)
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    part = float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or default_theta)
     if kind == "default":
-        return RopeConfig(theta=theta), length
+        return RopeConfig(theta=theta, partial=part), length
+    if kind == "longrope":
+        return _longrope(raw, scaling, RopeConfig(theta=theta, kind=kind, partial=part), length), length
     original = int(scaling.get("original_max_position_embeddings") or length)
     factor = scaling.get("factor")
     if factor is None and kind == "yarn":
@@ -55,6 +76,7 @@ def read_rope(raw: dict[str, Any], length: int) -> tuple[RopeConfig, int]:
     attention_factor = scaling.get("attention_factor")
     rope = RopeConfig(
         theta=theta,
+        partial=part,
         kind=cast(RopeKind, kind),
         factor=float(cast(float, factor)),
         original_max_len=length if kind == "dynamic" else original,
@@ -73,3 +95,16 @@ def read_rope(raw: dict[str, Any], length: int) -> tuple[RopeConfig, int]:
         "yarn": lambda: max(length, original * rope.factor),
     }
     return rope, int(stretch[kind]()) if kind in stretch else length
+
+
+def _longrope(raw: dict[str, Any], scaling: dict[str, Any], rope: RopeConfig, length: int) -> RopeConfig:
+    original = int(raw.get("original_max_position_embeddings") or scaling["original_max_position_embeddings"])
+    factor, attention_factor = scaling.get("factor"), scaling.get("attention_factor")
+    return replace(
+        rope,
+        factor=float(factor) if factor is not None else length / original,
+        original_max_len=original,
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        short_factors=tuple(float(each) for each in scaling["short_factor"]),
+        long_factors=tuple(float(each) for each in scaling["long_factor"]),
+    )

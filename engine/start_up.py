@@ -98,7 +98,7 @@ def _can_capture(runner: ModelRunner) -> bool:
     if runner.device.compute_capability is None or runner.settings.enforce_eager:
         return False
     if runner.attention_by_layer:
-        logger.info("no CUDA graphs: the model is that of transformers")
+        logger.info("no CUDA graphs: the model is that of transformers, or has several KV groups")
         return False
     if not runner.attention.capturable:
         logger.info("no CUDA graphs: attention provider %s cannot be captured", runner.attention.name)

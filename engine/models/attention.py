@@ -24,14 +24,18 @@ class StepMetadata:
     """The data of a step that layers need, for T tokens of B sequences, and the providers of their attention."""
 
     positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # that of the first KV group, the only one of our own models
+    slot_mapping: torch.Tensor  # that of the first KV group
     batch: AttentionBatch  # likewise
     attention: AttentionProvider
     by_layer: Mapping[int, tuple[AttentionProvider, GroupStep]] = field(default_factory=dict)
-    """One entry for each layer that attends, if layers may attend in different ways."""
+    """One entry for each layer that attends, if there are several groups or layers attend in different ways."""
     states: Mapping[int, tuple[torch.Tensor, GroupStep]] = field(default_factory=dict)
     """For each layer with a recurrent state, its view of the arena: fp32 [num_blocks, numbers of a state], strided."""
     block_size: int = 0
+
+    def of_layer(self, layer: int) -> tuple[AttentionProvider, GroupStep]:
+        """Returns the provider of a layer's attention, and where the layer writes and reads."""
+        return self.by_layer.get(layer) or (self.attention, GroupStep(self.slot_mapping, self.batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,13 @@ class Attention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         cache: LayerCache,
         step: StepMetadata,
+        layer: int,
         cos_sin: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes the step's K and V, and attends to everything written so far: [T, H * D]. q is rotated in place."""
         q, k, v = qkv
-        write_blocks(q, k, v, step.positions, step.slot_mapping, cache.keys, cache.values, cos_sin)
-        attend = step.attention.decode if step.batch.decode_only else step.attention.prefill
-        out = attend(q, cache.keys, cache.values, step.batch)
+        provider, group = step.of_layer(layer)
+        write_blocks(q, k, v, step.positions, group.slot_mapping, cache.keys, cache.values, cos_sin)
+        attend = provider.decode if group.batch.decode_only else provider.prefill
+        out = attend(q, cache.keys, cache.values, group.batch)
         return out.view(q.shape[0], self.num_heads * self.head_dim)

@@ -1,6 +1,7 @@
-"""The Llama-like decoder: Llama, Mistral, Qwen2, Qwen3. RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""The decoder of all native families but OPT: RMSNorm, rotary positions, grouped queries, gated MLPs or experts.
 
-Differences between the families are data in `ModelConfig` (biases, q/k norm, window), not code paths.
+Differences between the families are data in `ModelConfig` (biases, norms, windows, activation, experts), not code
+paths.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 import torch
@@ -17,6 +19,7 @@ from engine.config import ModelConfig
 from engine.loader import Weights
 from engine.models.attention import Attention, LayerCache, StepMetadata
 from engine.models.rope import cos_sin_table
+from engine.rope_config import RopeConfig
 from kernels.linear import PackedLinear
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
@@ -30,13 +33,15 @@ class DecoderLayer:
     qkv: PackedLinear  # h -> q + 2 kv
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None
+    cos_sin: torch.Tensor  # fp32 [max_len, rotated dimensions]
+    window: int | None
     o: PackedLinear  # q -> h
     post_norm: torch.Tensor  # [h]
     gate_up: PackedLinear  # h -> 2 i
     down: PackedLinear  # i -> h
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: Weights, index: int) -> DecoderLayer:
+    def load(cls, config: ModelConfig, weights: Weights, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
         c, at = config, f"model.layers.{index}."
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         attn, mlp = f"{at}self_attn.", f"{at}mlp."
@@ -47,6 +52,8 @@ class DecoderLayer:
             ),
             q_norm=weights.tensor(f"{attn}q_norm.weight", c.head_dim) if c.qk_norm else None,
             k_norm=weights.tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
+            cos_sin=cos_sin,
+            window=c.layers[index].window,
             o=weights.linear([f"{attn}o_proj"], [c.hidden_size], q, bias=c.o_bias),
             post_norm=weights.tensor(f"{at}post_attention_layernorm.weight", c.hidden_size),
             gate_up=weights.linear(
@@ -63,13 +70,18 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config
-        assert c.rope is not None
+
+        @cache
+        def table(rope: RopeConfig | None) -> torch.Tensor:
+            assert rope is not None
+            return cos_sin_table(rope, c.head_dim, max_len).to(weights.device)
+
+        tables = [table(c.window_rope or c.rope if layer.window else c.rope) for layer in c.layers]
         self.eps = c.norm_eps
         self._vocab_size = c.vocab_size
         self.attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim)
-        self.cos_sin = cos_sin_table(c.rope, c.head_dim, max_len).to(weights.device)  # fp32 [max_len, head_dim]
         self.embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        self.layers = [DecoderLayer.load(c, weights, i) for i in range(c.num_layers)]
+        self.layers = [DecoderLayer.load(c, weights, i, tables[i]) for i in range(c.num_layers)]
         self.norm = weights.tensor("model.norm.weight", c.hidden_size)
         tied = c.tie_embeddings
         self.lm_head = weights.pack(self.embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
@@ -91,7 +103,7 @@ class Decoder:
         x = rms_norm(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x = self._attend(layer, layer.qkv(x), caches[index], step)  # [T, q]
+            x = self._attend(index, layer.qkv(x), caches[index], step)  # [T, q]
             if index == last and rows is not None:  # only wanted rows go on
                 if not len(rows):
                     return x.new_empty((0, self._vocab_size))
@@ -102,9 +114,9 @@ class Decoder:
             x, residual = rms_norm(x, norm, self.eps, residual)
         return self.lm_head(x)
 
-    def _attend(self, layer: DecoderLayer, qkv: torch.Tensor, cache: LayerCache, step: StepMetadata) -> torch.Tensor:
-        q, k, v = self.attention.split(qkv)
+    def _attend(self, index: int, qkv: torch.Tensor, cache: LayerCache, step: StepMetadata) -> torch.Tensor:
+        layer, (q, k, v) = self.layers[index], self.attention.split(qkv)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q.reshape(-1, q.shape[-1]), layer.q_norm, self.eps).view(q.shape)
             k = rms_norm(k.reshape(-1, k.shape[-1]), layer.k_norm, self.eps).view(k.shape)
-        return self.attention((q, k, v), cache, step, self.cos_sin)
+        return self.attention((q, k, v), cache, step, index, layer.cos_sin)

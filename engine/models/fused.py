@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from engine.config import ModelConfig
+from engine.kv_groups import LayerGroup
 from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.step import StepInput
 from kernels.cpu import amx, linear_int
-from kernels.cpu.forward import Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
+from kernels.cpu.forward import Group, Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
 from kernels.cpu.loader import current
 from kernels.linear import PackedLinear
 
@@ -41,16 +42,21 @@ def _linears(decoder: Decoder) -> list[PackedLinear]:
 class FusedDecoder:
     """One decoder over the blocks of one arena, for one thread at a time."""
 
-    def __init__(self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache]) -> None:
+    def __init__(
+        self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache], groups: Sequence[LayerGroup]
+    ) -> None:
         """Call it only if there is no `objection`."""
         self._library = current()
         run = entry(self._library)
         assert run is not None
         self._run = run
         self._kept = (decoder, list(caches))  # what the addresses are of
-        self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, caches))
+        group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+        places = [group_of[index] for index in range(len(decoder.layers))]
+        self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, caches, places))
         self._model = _model(decoder, config, caches[0].keys, self._layers)
-        self._pass = Pass()
+        self._groups = (Group * len(groups))()
+        self._pass = Pass(groups=ctypes.addressof(self._groups))
         self._room_for = (0, 0)
         self._scratch = scratch(0)
         self._logits = torch.empty((0, config.vocab_size))
@@ -75,11 +81,12 @@ class FusedDecoder:
         return self._logits[:num_rows]
 
     def _point_to(self, batch: StepInput) -> None:
-        step, table = self._pass, batch.block_tables[0]
+        step = self._pass
+        for group, slots, table in zip(self._groups, batch.slot_mappings, batch.block_tables, strict=True):
+            group.slots, group.table = address(slots), address(table)
+            group.table_row, group.table_width = table.strides[0] // 4, table.shape[1]
         step.tokens, step.positions = address(batch.token_ids), address(batch.positions)
-        step.slots, step.context_lens = address(batch.slot_mappings[0]), address(batch.context_lens)
-        step.table, step.table_row, step.table_width = address(table), table.strides[0] // 4, table.shape[1]
-        step.num_seqs = len(batch.context_lens)
+        step.context_lens, step.num_seqs = address(batch.context_lens), len(batch.context_lens)
         one_each = len(batch.token_ids) == len(batch.context_lens)
         step.cu_seqlens_q = None if one_each else address(batch.cu_seqlens_q)
         step.rows = None if len(batch.logits_rows) == len(batch.token_ids) else address(batch.logits_rows)
@@ -99,22 +106,23 @@ class FusedDecoder:
 
 
 def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.Array[Layer]) -> Model:
-    max_pos, rotary = decoder.cos_sin.shape
+    max_pos, rotary = decoder.layers[0].cos_sin.shape
     block, head, slot, _ = keys.stride()
     return Model(
         embed=pointer(decoder.embed), layers=ctypes.addressof(layers), norm=pointer(decoder.norm),
-        cos_sin=pointer(decoder.cos_sin), lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
-        heads=c.num_heads, kv_heads=c.num_kv_heads, d=c.head_dim, max_pos=max_pos, rotary=rotary, window=c.window or 0,
+        lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
+        heads=c.num_heads, kv_heads=c.num_kv_heads, d=c.head_dim, max_pos=max_pos, rotary=rotary,
         is_bf16=decoder.embed.dtype == torch.bfloat16, num_blocks=keys.shape[0], block_size=keys.shape[2],
-        cache_block=block, cache_head=head, cache_slot=slot, eps=c.norm_eps, scale=c.head_dim**-0.5,
+        cache_block=block, cache_head=head, cache_slot=slot, eps=c.norm_eps, scale=c.scale_of_scores,
+        softcap=c.softcap or 0.0,
     )  # fmt: skip
 
 
-def _layer(layer: DecoderLayer, cache: LayerCache) -> Layer:
+def _layer(layer: DecoderLayer, cache: LayerCache, group: int) -> Layer:
     return Layer(
         pointer(layer.input_norm), pointer(layer.q_norm), pointer(layer.k_norm), pointer(layer.post_norm),
-        pointer(cache.keys), pointer(cache.values),
-        _linear(layer.qkv), _linear(layer.o), _linear(layer.gate_up), _linear(layer.down),
+        pointer(cache.keys), pointer(cache.values), pointer(layer.cos_sin),
+        _linear(layer.qkv), _linear(layer.o), _linear(layer.gate_up), _linear(layer.down), group, layer.window or 0,
     )  # fmt: skip
 
 

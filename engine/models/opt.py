@@ -100,8 +100,8 @@ class Opt:
             x = self._project_in(x)
         x = x + embedding(step.positions + POSITION_OFFSET, self._positions)  # [T, h]
         last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            x = self._layer(layer, x, caches[index], step, rows if index == last else None)
+        for index in range(len(self._layers)):
+            x = self._layer(index, x, caches[index], step, rows if index == last else None)
         if not len(x):
             return x.new_empty((0, self._vocab_size))
         if self._final_norm is not None:
@@ -111,10 +111,11 @@ class Opt:
         return self._lm_head(x)
 
     def _layer(
-        self, layer: OptLayer, x: torch.Tensor, cache: LayerCache, step: StepMetadata, rows: torch.Tensor | None
+        self, index: int, x: torch.Tensor, cache: LayerCache, step: StepMetadata, rows: torch.Tensor | None
     ) -> torch.Tensor:
+        layer = self._layers[index]
         normed = layer.attention_norm(x) if self._norm_before else x
-        attended = self._attention(self._attention.split(layer.qkv(normed)), cache, step, None)
+        attended = self._attention(self._attention.split(layer.qkv(normed)), cache, step, index, None)
         if rows is not None:  # the last layer: only wanted rows go on
             x, attended = x[rows], attended[rows]
             if not len(rows):

@@ -13,44 +13,57 @@ from engine.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Returns the rotations of positions 0..max_len-1: fp32 [max_len, head_dim], head_dim/2 cosines, then as many
-    sines.
+    """Returns the rotations of positions 0..max_len-1: fp32 [max_len, D], D/2 cosines, then as many sines, where D is
+    the number of rotated dimensions.
     """
-    positions = torch.arange(max_len, dtype=torch.float32)
+    positions, width = torch.arange(max_len, dtype=torch.float32), rope.rotated(head_dim)
     if rope.kind == "dynamic":
-        angles = positions[:, None] * _dynamic(rope, head_dim, positions)  # [max_len, head_dim/2]
+        angles = positions[:, None] * _dynamic(rope, width, positions)  # [max_len, D/2]
     else:
-        angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+        angles = positions[:, None] * inverse_frequencies(rope, width, max_len)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Returns the radians per position of each pair, fp32 [head_dim/2] (not for dynamic scaling, where they grow with
-    position).
+def inverse_frequencies(rope: RopeConfig, width: int, max_len: int) -> torch.Tensor:
+    """Returns the radians per position of each pair of `width` dimensions, fp32 [width/2] (not for dynamic scaling,
+    where they grow with position). `max_len` is the longest sequence that will be served.
     """
-    plain = _plain(rope.theta, head_dim)
+    plain = _plain(rope.theta, width)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
-        return _yarn(rope, head_dim)
+        return _yarn(rope, width)
+    if rope.kind == "longrope":
+        factors = rope.long_factors if max_len > rope.original_max_len else rope.short_factors
+        return 1.0 / (torch.tensor(factors) * _wavelengths(rope.theta, width))
     return plain
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Returns the factor by which YaRN scales cosine and sine (eq. 22 of arXiv 2309.00071); 1 for other kinds."""
-    if rope.kind != "yarn":
+    """Returns the factor of cosine and sine: YaRN's (eq. 22 of arXiv 2309.00071), LongRoPE's (sec. 3.3 of
+    arXiv 2402.13753), or 1.
+    """
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(max(1.0, rope.factor)) / math.log(rope.original_max_len))
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)
 
 
 def _plain(theta: float, head_dim: int) -> torch.Tensor:
-    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    return 1.0 / _wavelengths(theta, head_dim)
+
+
+def _wavelengths(theta: float, head_dim: int) -> torch.Tensor:
+    """Returns the positions per radian of each pair, fp32 [head_dim/2]."""
+    exponents: torch.Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return exponents
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -23,27 +23,36 @@ struct Linear {
 struct Layer {
     const void *input_norm, *q_norm, *k_norm, *post_norm;
     void *keys, *values;
+    const float* cos_sin;
     Linear qkv, o, gate_up, down;
+    int64_t group, window;  // index of the KV group; 0: no window
 };
 
 struct Model {
     const char* embed;
     const Layer* layers;
     const void* norm;
-    const float* cos_sin;
     Linear lm_head;
-    int64_t num_layers, vocab, heads, kv_heads, d, max_pos, rotary, window, is_bf16;
+    int64_t num_layers, vocab, heads, kv_heads, d, max_pos, rotary, is_bf16;
     int64_t num_blocks, block_size, cache_block, cache_head, cache_slot;
-    float eps, scale;
+    float eps, scale, softcap;  // scale and softcap (0: none) of attention's scores
+};
+
+// Where the layers of a KV group write and read.
+struct Group {
+    const int64_t* slots;
+    const int32_t* table;
+    int64_t table_row, table_width;
 };
 
 struct Pass {
-    const int64_t *tokens, *positions, *slots;
-    const int32_t *table, *context_lens, *cu_seqlens_q;  // cu null: one query per sequence
-    const int64_t* rows;                                 // null: logits of every token
+    const int64_t *tokens, *positions;
+    const Group* groups;
+    const int32_t *context_lens, *cu_seqlens_q;  // cu null: one query per sequence
+    const int64_t* rows;                         // null: logits of every token
     void* scratch;
     float* logits;
-    int64_t num_tokens, num_seqs, table_row, table_width, num_rows, threads;
+    int64_t num_tokens, num_seqs, num_rows, threads;
 };
 
 struct Forward {
@@ -95,17 +104,19 @@ struct Forward {
     int attend(const Layer& layer, char* qkv, char* attended) const {
         if (int error = linear(layer.qkv, normed, qkv, p.num_tokens)) return error;
         if (layer.q_norm) head_norms(layer, qkv);
+        const Group& group = p.groups[layer.group];
         char *k = qkv + q_width * size, *v = k + m.kv_heads * m.d * size;
-        if (int error = ll_write_blocks(qkv, k, v, p.positions, p.slots, layer.keys, layer.values, m.cos_sin, qkv_width,
-                                        m.d, qkv_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot,
-                                        m.cache_block, m.cache_head, m.cache_slot, p.num_tokens, m.heads, m.kv_heads,
-                                        m.d, m.num_blocks, m.block_size, m.max_pos, m.rotary, m.is_bf16, p.threads))
+        if (int error = ll_write_blocks(qkv, k, v, p.positions, group.slots, layer.keys, layer.values, layer.cos_sin,
+                                        qkv_width, m.d, qkv_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head,
+                                        m.cache_slot, m.cache_block, m.cache_head, m.cache_slot, p.num_tokens, m.heads,
+                                        m.kv_heads, m.d, m.num_blocks, m.block_size, m.max_pos, m.rotary, m.is_bf16,
+                                        p.threads))
             return error;
-        return ll_attention(attended, qkv, layer.keys, layer.values, p.table, p.context_lens, p.cu_seqlens_q, q_width,
-                            m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block, m.cache_head,
-                            m.cache_slot, p.table_row, m.num_blocks, p.table_width, p.num_tokens, p.num_seqs, m.heads,
-                            m.kv_heads, m.block_size, m.d, m.window, m.is_bf16, p.threads, nullptr,
-                            m.scale, 0.f);
+        return ll_attention(attended, qkv, layer.keys, layer.values, group.table, p.context_lens, p.cu_seqlens_q,
+                            q_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block,
+                            m.cache_head, m.cache_slot, group.table_row, m.num_blocks, group.table_width, p.num_tokens,
+                            p.num_seqs, m.heads, m.kv_heads, m.block_size, m.d, layer.window, m.is_bf16, p.threads,
+                            nullptr, m.scale, m.softcap);
     }
 
     // Moves row rows[i] of `from` to row i, in place; rows ascend, which the caller has checked.

@@ -28,11 +28,14 @@ class Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Parameters of one layer and the addresses of its keys and values in the arena. q_norm and k_norm may be null."""
+    """Parameters of one layer and the addresses of its keys and values in the arena. q_norm and k_norm may be null, and
+    a window of 0 is none.
+    """
 
     _fields_ = [
-        *((name, PTR) for name in ("input_norm", "q_norm", "k_norm", "post_norm", "keys", "values")),
+        *((name, PTR) for name in ("input_norm", "q_norm", "k_norm", "post_norm", "keys", "values", "cos_sin")),
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, I64) for name in ("group", "window")),
     ]
 
 
@@ -40,11 +43,20 @@ class Model(ctypes.Structure):
     """Parameters and sizes. `cache_*` are the strides of a layer's keys and values, in elements."""
 
     _fields_ = [
-        *((name, PTR) for name in ("embed", "layers", "norm", "cos_sin")),
+        *((name, PTR) for name in ("embed", "layers", "norm")),
         ("lm_head", Linear),
-        *((name, I64) for name in ("num_layers", "vocab", "heads", "kv_heads", "d", "max_pos", "rotary", "window")),
+        *((name, I64) for name in ("num_layers", "vocab", "heads", "kv_heads", "d", "max_pos", "rotary")),
         *((name, I64) for name in ("is_bf16", "num_blocks", "block_size", "cache_block", "cache_head", "cache_slot")),
-        *((name, F32) for name in ("eps", "scale")),
+        *((name, F32) for name in ("eps", "scale", "softcap")),
+    ]
+
+
+class Group(ctypes.Structure):
+    """The slots and the block table of one KV group in a step."""
+
+    _fields_ = [
+        *((name, PTR) for name in ("slots", "table")),
+        *((name, I64) for name in ("table_row", "table_width")),
     ]
 
 
@@ -54,9 +66,9 @@ class Pass(ctypes.Structure):
     """
 
     _fields_ = [
-        *((name, PTR) for name in ("tokens", "positions", "slots", "table", "context_lens", "cu_seqlens_q", "rows")),
+        *((name, PTR) for name in ("tokens", "positions", "groups", "context_lens", "cu_seqlens_q", "rows")),
         *((name, PTR) for name in ("scratch", "logits")),
-        *((name, I64) for name in ("num_tokens", "num_seqs", "table_row", "table_width", "num_rows", "threads")),
+        *((name, I64) for name in ("num_tokens", "num_seqs", "num_rows", "threads")),
     ]
 
 

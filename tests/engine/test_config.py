@@ -77,9 +77,8 @@ def test_generation_config_wins_for_the_end_of_sequence(tmp_path: Path) -> None:
         ("llama", {"dtype": "float8_e4m3fn"}, ["float8_e4m3fn"]),
         ("opt", {"activation_function": "gelu"}, ["activation_function", "gelu"]),
         ("opt", {"layer_norm_elementwise_affine": False}, ["layer_norm_elementwise_affine"]),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, ["max_window_layers=1"]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 9,
-                   "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["mix"]),
+                   "layer_types": ["full_attention", "chunked_attention", "full_attention"]}, ["chunked_attention"]),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
@@ -109,9 +108,9 @@ def test_what_nobody_supports_is_refused_with_our_reason(override: dict[str, Any
 def test_what_only_transformers_supports_is_run_by_it_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mixed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-    assert read(tmp_path, hf_config("qwen2") | mixed).family == "transformers"
-    assert "run as transformers defines it: layers that mix full and sliding attention" in caplog.text
+    partial = {"partial_rotary_factor": 0.5}
+    assert read(tmp_path, hf_config("qwen2") | partial).family == "transformers"
+    assert "run as transformers defines it: partial_rotary_factor=0.5 is not supported" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_rope_frequencies_are_those_of_transformers(scaling: dict[str, Any], tmp
     rope = read(tmp_path, raw).rope
     assert rope is not None
     theirs = LlamaRotaryEmbedding(LlamaConfig(**raw))
-    torch.testing.assert_close(inverse_frequencies(rope, 64), theirs.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(rope, 64, 300), theirs.inv_freq, rtol=1e-6, atol=0)
     assert math.isclose(attention_factor(rope), theirs.attention_scaling, rel_tol=1e-6)
     cos, sin = theirs(torch.zeros(1, 300, 64), torch.arange(300)[None])
     table = cos_sin_table(rope, 64, 300)

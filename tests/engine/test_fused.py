@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from engine.config import Family
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
 from engine.sequence import Chunk, lay_out
@@ -18,6 +18,9 @@ from testing.engine import Batch
 from testing.oracle import Oracle
 
 PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
+
+MIXED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+"""One layer with full attention, the others with a window: several KV groups."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +45,11 @@ def logits_of(runner: ModelRunner, budget: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_same_bits_as_call_by_call(family: Family, dtype: str, threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2-mixed"])
+def test_same_bits_as_call_by_call(family: str, dtype: str, threads: int, tmp_path: Path) -> None:
     """Chunks of 16 tokens leave prompts without a wanted row; one of 300 holds all of them."""
-    make_checkpoint(tmp_path, family, std=0.1)
+    base: Any = family.removesuffix("-mixed")
+    make_checkpoint(tmp_path, base, std=0.1, **(MIXED if base != family else {}))
     call_by_call = logits_of(runner_of(tmp_path, dtype, threads, eager=True), 300)
     runner = runner_of(tmp_path, dtype, threads, eager=False)
     for budget in (16, 300):

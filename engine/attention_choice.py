@@ -1,0 +1,45 @@
+"""The attention of a model's layers as providers see it, and the choice of a provider for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from engine.config import ModelConfig
+from engine.foreign.model import TransformersModel
+from engine.kv_groups import LayerGroup
+from engine.models.decoder import Decoder
+from engine.models.opt import Opt
+from kernels.providers.base import AttentionProvider, AttentionSpec
+
+Model = Opt | Decoder | TransformersModel
+
+
+def spec_by_layer(base: AttentionSpec, model: Model, config: ModelConfig) -> dict[int, AttentionSpec]:
+    """Returns what each layer that attends needs; empty if `base` holds for all of them and they are in one group."""
+    if isinstance(model, TransformersModel):
+        return {
+            index: replace(
+                base, softmax_scale=layer.scale, window=layer.window, softcap=layer.softcap, sinks=layer.sinks
+            )
+            for index, layer in model.layers.items()
+        }
+    return {index: replace(base, window=layer.window) for index, layer in enumerate(config.memories)}
+
+
+def choose_by_layer(
+    specs: Mapping[int, AttentionSpec],
+    groups: Sequence[LayerGroup],
+    choose: Callable[[AttentionSpec], AttentionProvider],
+) -> dict[int, tuple[AttentionProvider, int]]:
+    """Returns a provider and a KV group for each layer. Layers of a group with the same attention share a provider."""
+    found: dict[object, AttentionProvider] = {}
+    providers = {}
+    group_of = {layer: n for n, group in enumerate(groups) if not group.has_states for layer in group.layers}
+    for index, spec in specs.items():
+        sinks = None if spec.sinks is None else id(spec.sinks)
+        key = (group_of[index], spec.softmax_scale, spec.window, spec.softcap, sinks)
+        if key not in found:
+            found[key] = choose(spec)
+        providers[index] = (found[key], group_of[index])
+    return providers
