@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class BlockStoreServiceStub:
-    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves
-    it.
+    """BlockStoreService owns one arena: it creates the arena, reports its state and serves its blocks. Workers do not call
+    it to allocate blocks; they call the ledger in Redis directly.
     """
 
     def __init__(self, channel):
@@ -54,19 +54,20 @@ class BlockStoreServiceStub:
 
 
 class BlockStoreServiceServicer:
-    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves
-    it.
+    """BlockStoreService owns one arena: it creates the arena, reports its state and serves its blocks. Workers do not call
+    it to allocate blocks; they call the ledger in Redis directly.
     """
 
     def Attach(self, request, context):
-        """Attach takes a worker's needs and returns the location of the arena, once every expected worker has attached.
+        """Attach takes the requirements of a worker. It returns the location of the arena once every expected worker has
+        attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """Inspect returns counts and, if asked, the map of blocks.
+        """Inspect returns counts and, on request, the map of blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,8 +107,8 @@ def add_BlockStoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlockStoreService:
-    """BlockStoreService owns one arena. Workers call the ledger in Redis directly; this service creates, shows and serves
-    it.
+    """BlockStoreService owns one arena: it creates the arena, reports its state and serves its blocks. Workers do not call
+    it to allocate blocks; they call the ledger in Redis directly.
     """
 
     @staticmethod

@@ -47,7 +47,7 @@ class DecodeServiceServicer:
     """
 
     def Session(self, request_iterator, context):
-        """Session carries all sequences of one gateway on one worker; each step sends one message. When it ends, its
+        """Session carries all sequences of one gateway on one worker. Each step sends one message. When the session ends, its
         sequences are cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

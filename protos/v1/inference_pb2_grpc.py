@@ -83,7 +83,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels names the models served.
+        """ListModels lists the models that are served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

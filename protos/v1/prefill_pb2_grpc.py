@@ -47,7 +47,7 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request, context):
-        """Prefill computes one prompt, samples the first token of each branch and hands the blocks to a ticket.
+        """Prefill computes one prompt, samples the first token of each branch and hands the blocks over with a ticket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
