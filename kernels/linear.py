@@ -3,7 +3,7 @@
 On a CPU, no row depends on the others; tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits there is
 only our own vector product ("int4", "int8"). The providers for other weights are:
 - "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
-- "simd": ours, in vectors.
+- "simd": ours, in SIMD vectors.
 - "onednn": measured to give a row the same bits in every batch, except for a single row (fp32, some bf16 shapes),
   which is therefore padded to two.
 Our product is used unless oneDNN's is faster by a margin (`SLOWER`). Both are timed once per process. An argument or

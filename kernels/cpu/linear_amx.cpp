@@ -1,5 +1,5 @@
-// y = x @ W^T + bias in bf16 on Intel's AMX tiles. An output's products are summed in one order, ascending by input, in
-// one fp32 accumulator, whatever the number of rows, so a row's bits do not depend on the rows beside it.
+// y = x @ W^T + bias in bf16 on Intel's AMX tiles. The products of an output are summed in ascending order of inputs,
+// in one fp32 accumulator, for any number of rows. So a row's bits do not depend on the other rows.
 //
 // The caller packs the weights (kernels/cpu/amx.py) into panels of 32 outputs. For every 32 inputs a panel holds two
 // tiles of 16 outputs. In a tile, element [r][c][e] belongs to input 2 r + e and output c (TDPBF16PS' second operand).
@@ -20,8 +20,8 @@ constexpr int64_t TILE = 16;              // rows and columns of an accumulator
 constexpr int64_t DEPTH = 32;             // inputs of one tile product
 constexpr int64_t PANEL = 2 * TILE;       // outputs that are computed together
 constexpr int64_t TILE_ELEMS = TILE * DEPTH;
-constexpr int64_t GROUP_BYTES = 1 << 19;  // weights that all rows use before the next: a part of the L2 cache
-constexpr int64_t AHEAD = 8;              // tile products between a prefetch and its use
+constexpr int64_t GROUP_BYTES = 1 << 19;  // weights of a group of panels: a part of the L2 cache
+constexpr int64_t AHEAD = 8;              // distance of the prefetch, in tile products
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -87,7 +87,7 @@ decltype(&ll::run_team) others = nullptr;
 
 }  // namespace
 
-// This build has no threads of its own, so that a pass that uses two builds does not keep two teams awake.
+// This build uses the threads of another build, so that a pass with two builds does not keep two teams awake.
 void ll::run_team(int64_t threads, Work work, void* context) noexcept {
     if (threads > 1 && others) return others(threads, work, context);
     Claims claims;
@@ -96,8 +96,8 @@ void ll::run_team(int64_t threads, Work work, void* context) noexcept {
 
 extern "C" {
 
-// Requests the tile registers from the kernel; returns 0 if this process may use them. `team`: the result of ll_team()
-// of the build in use beside this one, or null for one thread.
+// Requests the tile registers from the operating system. Returns 0 if this process may use them. `team`: the result of
+// ll_team() from the other build in use, or null for one thread.
 __attribute__((visibility("default"))) int ll_amx_init(void* team) {
     others = reinterpret_cast<decltype(others)>(team);
     return int(syscall(SYS_arch_prctl, 0x1023, 18));

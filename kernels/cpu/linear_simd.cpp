@@ -1,6 +1,6 @@
-// y = x @ W^T + bias in vectors, bf16 or fp32. A lane is an output: its products are summed in one fp32 accumulator,
-// inputs ascending, with one fused multiply-add each (with AVX512-BF16 one dot product for every two inputs). None of
-// this depends on the number of rows, on a row's position or on threads, so a row's bits do not either.
+// y = x @ W^T + bias in vectors, bf16 or fp32. Every output has a lane of its own. Its products are summed in one fp32
+// accumulator, in ascending order of inputs, with one fused multiply-add each (or, with AVX512-BF16, one dot product
+// for every two inputs). So the bits of a row depend neither on the number of rows nor on its position or on threads.
 //
 // The caller packs the weights (kernels/cpu/linear.py) into panels of 16 outputs. For every two inputs, a bf16 panel
 // holds 16 words with the even input's weight in the low half; an fp32 panel holds 16 weights of the even input, then
@@ -10,13 +10,13 @@
 namespace ll {
 namespace {
 
-constexpr int64_t AHEAD = 32;    // pairs of inputs between a prefetch and its use
+constexpr int64_t AHEAD = 32;    // distance of the prefetch, in pairs of inputs
 constexpr int64_t STRETCH = 16;  // pairs of inputs between prefetches of the next group
 
 #if defined(LL_AVX512)
-constexpr int MOST_PANELS = 2;  // with 12 rows 24 of 32 registers accumulate
+constexpr int MOST_PANELS = 2;  // with 12 rows, 24 of 32 registers are accumulators
 #else
-constexpr int MOST_PANELS = 1;  // with 6 rows 12 of 16
+constexpr int MOST_PANELS = 1;  // with 6 rows, 12 of 16 registers are accumulators
 #endif
 
 template <class T>
@@ -24,7 +24,7 @@ struct Dense {
     using Element = T;
     using Input = ll::Input<T>;
     static constexpr int MOST_ROWS = MOST_ROWS_AT_ONCE;
-    // With few rows more panels are computed at once; otherwise each accumulator would wait for its previous product.
+    // For few rows, more panels are computed at once; otherwise each accumulator would wait for its previous product.
     static constexpr int panels_of(int rows) { return std::max(MOST_PANELS, 4 / rows); }
     static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T), num_sums = 0, step = STRETCH * PAIR_BYTES;
 
@@ -42,7 +42,7 @@ struct Dense {
         const T* w = (const T*)(data + panel * panel_bytes);
         for (int64_t pair = 0, end; pair < pairs; pair = end) {
             end = std::min(pairs, pair + STRETCH);
-            if constexpr (R > 2) ahead.ask();  // not in the inner loop: its variables would push sums out of registers
+            if constexpr (R > 2) ahead.ask();  // in the inner loop, its variables would displace sums from registers
             const char* asked = (const char*)(w + AHEAD * PAIR);
             if (R <= 2 && pair + AHEAD >= pairs) asked += ahead.then - (data + (panel + 1) * panel_bytes);
             for (int64_t i = pair; i < end; ++i, w += PAIR, asked += PAIR_BYTES) {

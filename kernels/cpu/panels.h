@@ -1,16 +1,17 @@
-// y = x @ W^T + bias over panels of 16 outputs: how rows and panels are distributed to threads and blocks. How weights
-// are stored, and how a block's products are summed, is up to the `Weights` (linear_simd.cpp, linear_int.cpp):
+// The loops of y = x @ W^T + bias: the distribution of rows, and of panels of 16 outputs, to threads and blocks. A
+// `Weights` class (linear_simd.cpp, linear_int.cpp) defines how weights are stored and how products are summed:
 //
-//   Element, Input           type of x, bias and y; type that x is copied as
+//   Element, Input           type of x, bias and y; type of the copy of x
 //   MOST_ROWS, panels_of(R)  rows of the largest block; panels that are computed at once for R rows
-//   padded_in, panel_bytes   inputs with the zeros that pad them; size of a stored panel
+//   padded_in, panel_bytes   number of inputs with padding; size of a stored panel
 //   data                     the first panel
-//   num_sums                 fp32 values that `summarise` makes of every input row
-//   working_bytes(rows)      size of a panel while it is used
-//   many(rows), unpack(...)  whether panels are unpacked before use, and how
+//   num_sums                 number of fp32 values that `summarise` computes for every input row
+//   working_bytes(rows)      size of a panel during its use
+//   many(rows), unpack(...)  whether panels are unpacked before use; unpacks them
 //   add<R, P>(...)           adds the products of R rows with P panels
 //
-// A lane is an output, and nothing here depends on the number of rows, on a row's position or on threads.
+// Every output has a lane of its own. The order of its sum depends neither on the number of rows nor on a row's
+// position or on threads.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +27,10 @@ namespace ll {
 constexpr int64_t PANEL = 16;               // outputs that are computed together
 constexpr int64_t PAIR = 2 * PANEL;         // weights of two inputs in a panel
 constexpr int VECS = PANEL / W;             // accumulators of a row in a panel
-constexpr int64_t GROUP_BYTES = 1 << 17;    // weights that all rows use before the next: a quarter of a small L2 cache
-constexpr int64_t SLAB_BYTES = 1 << 19;     // input rows that a thread holds at once: an L2 cache
-constexpr int64_t PARTS = 16;               // approximate number of parts that a thread takes
-constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; below, waking threads costs more than it saves
+constexpr int64_t GROUP_BYTES = 1 << 17;    // weights of a group of panels: a quarter of a small L2 cache
+constexpr int64_t SLAB_BYTES = 1 << 19;     // input rows that a thread holds at once: the size of an L2 cache
+constexpr int64_t PARTS = 16;               // approximate number of parts per thread
+constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; with fewer, waking threads costs more time than it saves
 #if defined(LL_AVX512)
 constexpr int MOST_ROWS_AT_ONCE = 12;
 #else
@@ -42,7 +43,7 @@ LL_INLINE vf weights_of(const bf16* pair, int vec, int odd) { return half_of(loa
 
 LL_INLINE void accumulate(vf& sum, vf a, vf b) {
 #if defined(LL_AVX2)
-    // In assembly, because gcc would move the sums between registers and, with 12 of 16 in use, onto the stack.
+    // This is assembly because gcc would move the sums between registers and, with 12 of 16 in use, onto the stack.
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 #else
     sum = fma(a, b, sum);
@@ -76,24 +77,24 @@ LL_INLINE void add_pair(vf (&sums)[R][P * VECS], const bf16* w, int64_t panel_el
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r, x += stride) {
         const __m512bh inputs = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x));
-        asm("" : "+r"(x));  // or gcc keeps the addresses of all rows, more than it has registers for
+        asm("" : "+r"(x));  // without this, gcc keeps the addresses of all rows, for which it lacks registers
 #pragma GCC unroll 16
         for (int p = 0; p < P; ++p) sums[r][p] = (vf)_mm512_dpbf16_ps((__m512)sums[r][p], weights[p], inputs);
     }
 }
 template <class T>
-using Input = T;  // the type x is copied as: the dot product takes bf16
+using Input = T;  // the type of the copy of x; the dot product takes bf16
 #else
 template <class T>
 using Input = float;
 #endif
 
-// Prefetches the next group's weights: `step` more bytes at every call, so that all of them have been requested after
-// all blocks of rows.
+// Prefetches the weights of the next group. Every call requests `step` more bytes, so that all of them have been
+// requested when the last block of rows is done.
 struct Ahead {
     const char *asked, *upto;
     int64_t step;
-    const char* then;  // the panels after those that are computed now
+    const char* then;  // the panels after the current ones
     LL_INLINE void ask() {
         for (upto += step; asked < upto; asked += 64) __builtin_prefetch(asked, 0, 2);
     }
@@ -110,10 +111,11 @@ struct Product {
     T* out;
     int64_t rows, n_in, n_out, x_stride, out_stride;
     int64_t panels = (n_out + PANEL - 1) / PANEL;
-    // A little more than the inputs: rows a multiple of 4 KiB apart would share one set of the L1 cache.
+    // A little more than the inputs, because rows at a distance of a multiple of 4 KiB would share one set of the L1
+    // cache.
     int64_t stride = weights.padded_in + PANEL;
 
-    // The input rows of a slab, as a thread holds them; `unpacked` are the panels of a group, for weights that are.
+    // A thread's copy of the input rows of a slab. `unpacked` holds the panels of a group if the weights are unpacked.
     struct Slab {
         std::vector<Input> inputs, unpacked;
         std::vector<float> sums;
@@ -160,7 +162,7 @@ struct Product {
         std::fill(to + n_in, to + weights.padded_in, Input{});
     }
 
-    // Runs rows [from, to) over the panels of a group, in blocks of nearly equal size.
+    // Computes rows [from, to) with the panels of a group, in blocks of nearly equal size.
     template <int... R>
     void group(int64_t panel, int64_t end, int64_t from, int64_t to, Slab& slab, int64_t next_panel,
                std::integer_sequence<int, R...>) const {
@@ -189,13 +191,13 @@ struct Product {
         }
     }
 
-    // A thread takes some groups of panels for one slab of rows at a time. It widens the slab itself and keeps it in
-    // its L2 cache, so that threads that need the same slab do not wait for each other.
+    // Runs the product. A thread takes some groups of panels for one slab of rows at a time. It makes its own copy of
+    // the slab and keeps it in its L2 cache, so that threads with the same slab do not wait for each other.
     void run(int64_t num_threads) const {
         const int64_t threads = panels * weights.padded_in * PANEL < PARALLEL_FROM ? 1 : std::min(num_threads, panels);
         const int64_t fit = SLAB_BYTES / (stride * int64_t(sizeof(Input))) / MOST_ROWS * MOST_ROWS;
         const int64_t slab = rows <= 2 * fit ? rows : std::max<int64_t>(MOST_ROWS, fit), slabs = (rows + slab - 1) / slab;
-        const int64_t at_once = Weights::panels_of(int(std::min<int64_t>(slab, MOST_ROWS)));  // few rows: whole passes
+        const int64_t at_once = Weights::panels_of(int(std::min<int64_t>(slab, MOST_ROWS)));  // whole passes
         const int64_t most = std::min(GROUP_BYTES / weights.working_bytes(rows), panels / (4 * threads));
         const int64_t size = std::max<int64_t>(1, most / at_once) * at_once, groups = (panels + size - 1) / size;
         const int64_t each = std::max<int64_t>(1, slabs * groups / (PARTS * threads)), parts = (groups + each - 1) / each;

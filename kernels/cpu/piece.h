@@ -1,9 +1,9 @@
-// Attention over one piece of the key axis (long: one core, inlined as a whole). A tile of query rows against up to PIECE
-// keys of one KV head. Decode and prefill share it.
+// Attention over one piece (KV split) of the key axis (long: it is inlined as a whole). It computes a tile of query
+// rows against up to PIECE keys of one KV head. Decode and prefill share it.
 //
-// Bits: every row undergoes the same operations on its own numbers, whatever tile it is in. A score is one chain of
-// multiply-adds over head_dim. A row's maximum, sum and output run over keys in ascending absolute order. Keys that a
-// row does not see have weight exactly 0. Pieces begin at multiples of PIECE tokens and merge in ascending order.
+// Reproducibility: the bits of a row do not depend on the tile that contains it. A score is one chain of multiply-adds
+// over head_dim. A row's maximum, sum and output are accumulated over keys in ascending absolute order. Keys that a row
+// does not see have a weight of exactly 0. Pieces begin at multiples of PIECE tokens and are merged in ascending order.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,15 @@
 
 namespace ll {
 
-constexpr int PIECE = 256;           // keys; changing it changes bits
+constexpr int PIECE = 256;           // keys; a different number would change bits
 // The constants below do not affect bits.
-constexpr int PANEL = 12;            // vectors of keys packed at once, then scored by all rows while in the L1 cache
-constexpr int STRETCH = 64;          // keys whose values all rows add while they are in the L1 cache
+constexpr int PANEL = 12;            // vectors of keys that are packed at once; they are scored while in the L1 cache
+constexpr int STRETCH = 64;          // keys whose values are added to all rows while they are in the L1 cache
 constexpr int ROWS = 6;              // maximum query rows of a register block
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
-// Vectors per row in a register block of R rows: 8 to 12 sums hide the latency of a multiply-add, and no more fit into
-// the registers.
+// Returns the number of vectors per row in a register block of `rows` rows. 8 to 12 sums hide the latency of a
+// multiply-add, and more do not fit into the registers.
 constexpr int columns_beside(int rows) {
 #if defined(LL_AVX512)
     return rows <= 2 ? 8 : 4;
@@ -49,16 +49,16 @@ struct Scratch {
     }
 };
 
-// The runs of memory that a thread will probably need next. They are prefetched a few lines at a time, spread over the
-// arithmetic of the current piece: a burst would wait for memory, and a core that prefetches nothing leaves memory
-// idle. For every line that they read, packing prefetches 3/4 of a line, scores 1/3 and sums of values one: together a
-// little more than a piece contains.
+// The runs of memory that a thread will probably need next. They are prefetched a few cache lines at a time, spread
+// over the arithmetic of the current piece. A burst of prefetches would stall on memory, and without prefetches memory
+// would be idle during the arithmetic. For each line that they read, packing prefetches 3/4 of a line, scoring 1/3 and
+// summing values one. Together this is a little more than the size of a piece.
 struct Ahead {
     struct Run {
         const char *from, *to;
     };
-    Run runs[2 * PIECE + 1];  // keys and values of up to PIECE tokens; one more is read but not used
-    int count = 0, at, rate;  // rate: how many times as long as this piece the memory to prefetch is
+    Run runs[2 * PIECE + 1];  // keys and values of up to PIECE tokens; the last entry is read but not used
+    int count = 0, at, rate;  // rate: the memory to prefetch, as a multiple of the memory of this piece
     const char* line;
 
     template <class T>
@@ -75,7 +75,8 @@ struct Ahead {
     }
 };
 
-// A tile of query rows and everything computed for it. Rows are (query token, head of the KV head's group).
+// A tile of query rows, with all intermediate results. A row is a pair of a query token and a head of the KV head's
+// group.
 template <class T>
 struct Tile {
     int rows, d, dpad, words;  // dpad: head_dim rounded up to a multiple of W; words: 32-bit words of a key
@@ -83,16 +84,16 @@ struct Tile {
     float* qpack;              // [rows, words, TERMS]
     float* kpack;              // [words, PANEL, W]
     float* scores;             // [rows, PIECE], then weights
-    float* o;                  // [rows, dpad] of this piece, columns ordered as in Columns
+    float* o;                  // [rows, dpad] output of this piece, with columns in the order of Columns
     T* zeros;                  // [d]
-    float* m;                  // [rows] of this piece, in log2 units; NEG_INF: the row sees no key here
-    float* l;                  // [rows] of this piece
-    float* total_o;            // [rows, dpad] merged
+    float* m;                  // [rows] maximum in this piece, in log2 units; NEG_INF: the row sees no key in it
+    float* l;                  // [rows] sum of weights in this piece
+    float* total_o;            // [rows, dpad] output of all pieces so far; likewise total_m, total_l
     float* total_m;
     float* total_l;
     int* lo;                   // [rows] first visible key, relative to the piece
     int* hi;                   // [rows] one past the last visible key
-    const T* keys[PIECE];      // [d] each; `zeros` where no row of the tile sees the key
+    const T* keys[PIECE];      // [d] each; `zeros` for a key that no row of the tile sees
     const T* values[PIECE];
     Ahead ahead;
 
@@ -116,7 +117,8 @@ struct Tile {
     float* q_row(int row) const { return qpack + size_t(row) * words * Dot<T>::TERMS; }
 };
 
-// Packs the keys of vector g of the piece into place `at` of the panel, transposed: a vector holds one word of W keys.
+// Packs vector g of the piece (W keys) into position `at` of the panel, transposed: a packed vector holds one word of
+// each of the W keys.
 template <class T, bool AHEAD>
 void pack_keys(Tile<T>& t, int g, int at) {
     float* dst = t.kpack + at * W;
@@ -151,7 +153,8 @@ LL_INLINE void score_term(const float* k, const float* q, int q_width, vf (&acc)
     }
 }
 
-// Scores R rows from `row` against C vectors from `at` of the panel, which begins with vector g of the piece.
+// Scores R rows, starting at `row`, against C vectors of the panel, starting at `at`. The panel begins with vector g of
+// the piece.
 template <class T, int R, int C, bool AHEAD>
 void score_block(Tile<T>& t, int row, int at, int g) {
     using D = Dot<T>;
@@ -179,7 +182,7 @@ void score_rows(Tile<T>& t, int row, int g, int n) {
     if (at < n) score_block<T, R, 1, AHEAD>(t, row, at, g);
 }
 
-// Returns cap * tanh(x * scale / cap), the bound that Gemma 2 puts on scores.
+// Returns cap * tanh(x * scale / cap), the softcap that Gemma 2 applies to scores.
 LL_INLINE vf capped(vf x, float scale, float cap) {
     const vf y = x * splat(scale / cap), most = splat(20.f);  // tanh is 1 beyond it
     const vf magnitude = vmax(y, -y), bounded = magnitude > most ? most : magnitude;
@@ -188,7 +191,7 @@ LL_INLINE vf capped(vf x, float scale, float cap) {
     return splat(cap) * (y < vf{} ? -t : t);
 }
 
-// Turns one row's scores into weights 2^(score * scale - m); the rest of the tile's range [lo, hi) becomes 0.
+// Replaces one row's scores by weights 2^(score * scale - m), and by 0 for the rest of the tile's range [lo, hi).
 template <class T>
 void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     float* x = t.scores + size_t(row) * PIECE;
@@ -214,7 +217,7 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     vf top = splat(NEG_INF);
     for (int g = first / W; g * W < last; ++g) top = vmax(top, seen(g, load(x + g * W), NEG_INF));
     float m = hmax(top) * scale_log2;
-    if (m == NEG_INF) m = 0.f;  // only NaN or -inf: the row becomes NaN instead of vanishing
+    if (m == NEG_INF) m = 0.f;  // all scores are NaN or -inf: the row must become NaN instead of zeros
     const vf scale = splat(scale_log2), minus_m = splat(-m);
     vf sum = {};
     for (int g = lo / W; g * W < hi; ++g) {
@@ -225,7 +228,7 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     t.m[row] = m, t.l[row] = hsum(sum);
 }
 
-// Adds weight * value of keys [from, to) to C column vectors from `col` of R rows. C == 1: the remaining columns.
+// Adds weight * value for keys [from, to) to C column vectors, starting at `col`, of R rows. C == 1: the last columns.
 template <class T, int R, int C, bool AHEAD>
 void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
     vf acc[R][C];
@@ -251,7 +254,7 @@ void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c)  // + 0: a sum of zeros is +0, whatever the signs of the unseen values
+        for (int c = 0; c < C; ++c)  // + 0 turns -0 into +0, so that the signs of unseen values have no effect
             store(o + size_t(r) * t.dpad + c * W, acc[r][c] + splat(0.f));
 }
 
@@ -264,7 +267,7 @@ void value_rows(Tile<T>& t, int row, int from, int to, int lo) {
     for (; col < t.d; col += W) value_block<T, R, 1, false>(t, row, col, from, to, lo);
 }
 
-// Calls work(row, number of rows as a constant) for blocks of at most ROWS rows.
+// Calls work(row, number of rows) for blocks of at most ROWS rows. The number of rows is a compile-time constant.
 template <int R = ROWS, class F>
 LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
     for (; row + R <= rows; row += R) work(row, std::integral_constant<int, R>{});
@@ -272,8 +275,8 @@ LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
         if (row < rows) for_row_blocks<R - 1>(row, rows, work);
 }
 
-// Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; keys and values are set
-// there.
+// Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; `keys` and `values` must
+// be set in this range.
 template <class T>
 void attend(Tile<T>& t, int lo, int hi) {
     const int end = (hi + W - 1) / W;
@@ -296,7 +299,7 @@ void attend(Tile<T>& t, int lo, int hi) {
     }
 }
 
-// total <- total merged with a later piece (Milakov and Gimelshein 2018). Rows start with total_m = NEG_INF.
+// Merges the result of a later piece into the total (Milakov and Gimelshein 2018). A row starts with total_m = NEG_INF.
 LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const float* o, float m, float l, int dpad) {
     if (m == NEG_INF) return;
     if (total_m == NEG_INF) {
@@ -311,7 +314,7 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
     total_m = top;
 }
 
-// sink: a logit that takes part in the row's sum but has no value, in units of log2; NEG_INF: none.
+// Writes the row's output. sink: a logit, in log2 units, that is part of the row's sum but has no value; NEG_INF: none.
 template <class T>
 LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, float sink, int d) {
     float factor = 1.f;

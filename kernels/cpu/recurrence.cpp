@@ -1,6 +1,7 @@
-// Layers with a recurrent state over blocks: a short causal convolution and a gated linear recurrence. Contract:
-// kernels/recurrence.py. A tile of channels runs through all tokens of a step in order, so a state stays in the cache, a
-// later sequence of the step sees what an earlier one has stored, and the bits of a row do not depend on other rows.
+// Layers with a recurrent state in blocks: a short causal convolution and a gated linear recurrence. Contract:
+// kernels/recurrence.py. A tile of channels processes all tokens of a step in order. So its state stays in the cache, a
+// later sequence of the step reads the state that an earlier one has stored, and a row's bits do not depend on other
+// rows.
 #include <algorithm>
 #include <vector>
 
@@ -12,10 +13,10 @@ namespace {
 
 constexpr int V = 4;                 // vectors of a tile
 constexpr int64_t TILE = V * W;      // channels of a tile
-constexpr int64_t MOST_TAPS = 16;    // of a convolution
+constexpr int64_t MOST_TAPS = 16;    // maximum length of a convolution
 constexpr int BAD_TABLE = 1, BAD_CHUNK = 2;
 
-// The sequences of a step, and where their states lie.
+// The sequences of a step, and the locations of their states.
 struct Batch {
     float* states;
     const int32_t *table, *lens, *starts;
@@ -38,8 +39,8 @@ struct Batch {
         return states + table[s * table_row + position / block_size] * state_block;
     }
 
-    // Runs one tile over all sequences: begin(state or null), then token(row) for each token, and end(state) after each
-    // token that completes a block or the chunk.
+    // Runs one tile over all sequences. Calls begin(state or null) for each sequence, token(row) for each of its
+    // tokens, and end(state) after each token that completes a block or the chunk.
     template <class Begin, class Token, class End>
     void run(Begin&& begin, Token&& token, End&& end) const {
         for (int64_t s = 0; s < num_seqs; ++s) {
@@ -103,12 +104,12 @@ struct Recurrence {
     const float *values, *keys, *queries, *decay, *beta, *rates;  // beta or rates may be null
     int64_t heads, groups, n_state, width;
 
-    // One tile of NV vectors of a head. DELTA: the value is corrected by what the state already answers to its key.
-    // CHANNELS: every number of the state decays at a rate of its own.
+    // Computes one tile of NV vectors of a head. DELTA: the state's answer to the key is subtracted from the value.
+    // CHANNELS: every element of the state decays at its own rate.
     template <int NV, bool DELTA, bool CHANNELS>
     void tile(const Batch& batch, int64_t h, int64_t p0, float* S) const {
         const int64_t count = width - p0, group = h / (heads / groups);
-        const int64_t at = h * n_state * width + p0;  // of this tile in a state
+        const int64_t at = h * n_state * width + p0;  // offset of this tile in a state
         auto each = [&](auto&& part) {
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) part(v, v + 1 < NV ? W : std::min<int64_t>(W, count - v * W));
@@ -226,7 +227,7 @@ LL_EXPORT int ll_recurrence(float* out, const float* values, const float* keys, 
     const ll::Recurrence layer{out, values, keys, queries, decay, beta, rates, heads, groups, n_state, width};
     const int64_t tiles = (width + ll::TILE - 1) / ll::TILE;
     ll::team_for(threads, heads * tiles, [&](int64_t i) {
-        static thread_local std::vector<float> state;  // aligned by hand
+        static thread_local std::vector<float> state;  // aligned below
         state.resize(n_state * ll::TILE + 16);
         const auto address = reinterpret_cast<uintptr_t>(state.data());
         float* aligned = state.data() + (64 - address % 64) % 64 / 4;

@@ -27,7 +27,7 @@ double uniform(uint64_t seed, uint64_t sample, uint64_t position) {
     return double(((uint64_t(x.c[0]) << 32) | x.c[1]) >> 11) * 0x1p-53;
 }
 
-// A larger float has a larger key; both zeros share one.
+// Returns a key that sorts like x. +0 and -0 have the same key.
 uint32_t key_of(float x) {
     uint32_t u;
     x += 0.f;
@@ -56,14 +56,15 @@ struct Row {
     std::vector<uint32_t> key;
     double bucket[3][2048];
 
-    // Keeps the first tokens, in the order (key descending, id ascending), whose measures sum to `target`; drops the
-    // rest. The measure is 1 (top_k) or the weight (top_p). Only tokens with weight > 0 count.
+    // Keeps the shortest prefix of tokens, in the order (key descending, id ascending), whose measures sum to at least
+    // `target`, and drops the other tokens. The measure is 1 (top_k) or the weight (top_p). Only tokens with weight > 0
+    // count.
     template <bool BY_WEIGHT>
     void keep(double target) {
         const int64_t n = int64_t(weight.size());
         static constexpr int SHIFT[3] = {21, 10, 0}, BITS[3] = {11, 11, 10};
         uint32_t prefix = 0, mask = 0;
-        double before = 0;  // measure of all larger keys
+        double before = 0;  // sum of the measures of all larger keys
         for (int level = 0; level < 3; ++level) {
             const uint32_t width = (1u << BITS[level]) - 1;
             double* sum = bucket[level];
@@ -78,7 +79,7 @@ struct Row {
                 if (before + sum[b] >= target) break;
                 before += sum[b];
             }
-            if (b < 0) {  // everything is needed: the target is the total, up to rounding
+            if (b < 0) {  // all tokens are needed, because the target equals the total up to rounding
                 if (lowest < 0 || level == 0) return;
                 before -= sum[lowest];
                 b = lowest;
@@ -105,7 +106,7 @@ struct Row {
         const vf by = splat(heat), log2e = splat(LOG2E);
         for (int64_t i = 0; i < n; i += W) store_upto(x.data() + i, load_upto(logits + i, n - i) / by, n - i);
         const float top = row_max(x.data(), n);
-        if (!(top > -INFINITY) || top == INFINITY) return argmax(logits, n);  // nothing to draw, or a certain token
+        if (!(top > -INFINITY) || top == INFINITY) return argmax(logits, n);  // no token is possible, or one is certain
         for (int64_t i = 0; i < n; i += W) {
             vf w = exp2v((load_upto(x.data() + i, n - i) - splat(top)) * log2e);
             store_upto(weight.data() + i, w >= splat(min_p) ? w : vf{}, n - i);

@@ -1,5 +1,5 @@
-// Vectors of W floats for one instruction set, chosen by a -DLL_* flag. Every operation is elementwise or has a fixed
-// order, so a result never depends on the number of elements beside it. Independent of kernels.
+// Vectors of W floats for one instruction set, which a -DLL_* flag selects. Every operation is elementwise or has a
+// fixed order, so an element's result never depends on the number of other elements. Does not depend on the kernels.
 #pragma once
 
 #include <cmath>
@@ -32,7 +32,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-LL_INLINE vf splat(float x) { return x - vf{}; }  // not vf{} + x, which would lose the sign of -0
+LL_INLINE vf splat(float x) { return x - vf{}; }  // vf{} + x would lose the sign of -0
 LL_INLINE vi splat_i(int32_t x) { return vi{} + x; }
 
 template <class V>
@@ -48,11 +48,11 @@ LL_INLINE vf fma(vf a, vf b, vf c) {
 #elif defined(LL_AVX2)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    return a * b + c;  // two roundings: a library call per fma would be far slower
+    return a * b + c;  // rounds twice; a library call for every fma would be far slower
 #endif
 }
 
-LL_INLINE vf vmax(vf a, vf b) {  // b where either is NaN
+LL_INLINE vf vmax(vf a, vf b) {  // returns b if either is NaN
 #if defined(LL_AVX2)
     return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
@@ -71,7 +71,8 @@ LL_INLINE vf widen(vh h) {
 #endif
 }
 
-// Rounds to bf16, to nearest even, in the upper half of every word; NaN stays NaN (quiet). Lower halves are arbitrary.
+// Rounds to bf16 (to nearest even) in the upper half of every word. NaN becomes a quiet NaN. The lower halves are
+// undefined.
 LL_INLINE vu to_upper_half(vf x) {
     vu u = (vu)x;
     vu rounded = u + 0x7fffu + ((u >> 16) & 1u), quiet = u | 0x400000u;
@@ -98,7 +99,7 @@ LL_INLINE void store(bf16* p, vf x) {
     std::memcpy(p, &h, sizeof h);
 }
 
-// Load and store n < W elements; the rest is read as zero and not stored.
+// Load and store n < W elements. The remaining elements are zero after a load, and are not stored.
 template <class T>
 LL_INLINE vf load_n(const T* p, int n) {
     alignas(64) T buffer[W] = {};
@@ -123,7 +124,8 @@ LL_INLINE void store_upto(T* p, vf x, int64_t n) {
         store_n(p, x, int(n));
 }
 
-// Calls part(i, n) for elements [i, i + n) of n_all. n is the constant W except in the last call, so no loop branches.
+// Calls part(i, n) for elements [i, i + n) of n_all. n is the constant W except in the last call, so that the loop has
+// no branch.
 template <class F>
 LL_INLINE void for_vectors(int64_t n_all, F&& part) {
     int64_t i = 0;
@@ -131,7 +133,7 @@ LL_INLINE void for_vectors(int64_t n_all, F&& part) {
     if (i < n_all) part(i, n_all - i);
 }
 
-// x rounded to the dtype of the pointer, as floats.
+// Rounds x to the dtype of the pointer. Returns floats.
 LL_INLINE vf rounded_to(vf x, const float*) { return x; }
 LL_INLINE vf rounded_to(vf x, const bf16*) { return (vf)(to_upper_half(x) & 0xffff0000u); }
 
@@ -151,7 +153,8 @@ LL_INLINE float hmax(vf x) {
     return m;
 }
 
-// 2^x for x <= 127, 0 below -126. Cephes' polynomial for exp2f on [-0.5, 0.5]; within 2 ulp.
+// Returns 2^x for x <= 127, and 0 below -126, with an error of at most 2 ulp. The polynomial is Cephes' exp2f on [-0.5,
+// 0.5].
 LL_INLINE vf exp2v(vf x) {
     const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     vf shifted = x + magic;
@@ -180,13 +183,14 @@ constexpr float LOG2E = 1.44269504088896341f;
 #define LL_HI 4, 12, 5, 13, 6, 14, 7, 15
 #endif
 
-// For two bf16 in every 32-bit word: extract the lower one or the upper one, and restore their order from both.
+// Every 32-bit word holds two bf16. lower_half and upper_half extract one of them; zip_low and zip_high interleave both
+// again.
 LL_INLINE vf lower_half(vf words) { return (vf)((vu)words << 16); }
 LL_INLINE vf upper_half(vf words) { return (vf)((vu)words & 0xffff0000u); }
 LL_INLINE vf zip_low(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_LO); }
 LL_INLINE vf zip_high(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_HI); }
 
-// Transposes W x W words in place: log2(W) rounds of a perfect shuffle of rows i and i + W/2.
+// Transposes W x W words in place, in log2(W) rounds. Each round is a perfect shuffle of rows i and i + W/2.
 LL_INLINE void transpose(vf (&rows)[W]) {
     for (int round = 1; round < W; round *= 2) {
         vf next[W];
@@ -200,12 +204,12 @@ LL_INLINE void transpose(vf (&rows)[W]) {
     }
 }
 
-// Loads rows[i] = word i of each of W places.
+// Loads rows[i] = word i at each of W addresses.
 LL_INLINE void load_transposed(const char* const (&at)[W], vf (&rows)[W]) {
-#if defined(LL_AVX2)  // loads put the halves in place: 16 shuffles instead of 48
+#if defined(LL_AVX2)  // the loads already place the halves, so 16 shuffles suffice instead of 48
     vf lows[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {  // words 0 to 3 (i < 4), or 4 to 7, of places i % 4 and i % 4 + 4
+    for (int i = 0; i < 8; ++i) {  // words 0 to 3 (i < 4), or 4 to 7, of addresses i % 4 and i % 4 + 4
         const int from = i / 4 * 16;
         __m128 low = _mm_loadu_ps((const float*)(at[i % 4] + from));
         __m128 high = _mm_loadu_ps((const float*)(at[i % 4 + 4] + from));

@@ -22,7 +22,7 @@ inline void relax() {
 #endif
 }
 
-// Spins until done() holds and returns true; returns false if that takes longer than SPIN.
+// Spins until done() returns true, for at most SPIN. Returns whether it did.
 template <class F>
 bool spin_until(F&& done) {
     for (const auto end = Clock::now() + SPIN; Clock::now() < end;)
@@ -33,9 +33,9 @@ bool spin_until(F&& done) {
     return done();
 }
 
-// A loop is open while `epoch_` is odd. A thread that wants to take part counts itself in first and then checks again:
-// either it sees that the loop was closed, or the closing caller sees the thread and waits. This relies on
-// sequentially consistent accesses on both sides.
+// The team. A loop is open while `epoch_` is odd. A thread that wants to take part first increments `inside_` and then
+// checks `epoch_` again. Either it sees that the loop is closed, or the caller that closes the loop sees the thread and
+// waits for it. This requires sequentially consistent accesses on both sides.
 class Team {
    public:
     void run(int64_t threads, Work work, void* context) {
@@ -71,7 +71,7 @@ class Team {
         is_waited_for_.store(false);
     }
 
-    // Returns false if the system grants no more threads; the existing ones then do the work.
+    // Starts a thread. Returns false if the system refuses; the existing threads then do the work.
     bool start() {
         try {
             std::thread([this] { serve(); }).detach();
@@ -114,7 +114,8 @@ class Team {
     int64_t started_ = 0;
 };
 
-// Never destroyed: its threads outlive main. A forked child has none of them and starts a new team.
+// Returns the team of this process. It is never destroyed, because its threads outlive main. A forked child has none of
+// these threads and starts a new team.
 Team*& shared() {
     static Team* team = [] {
         pthread_atfork(nullptr, nullptr, [] { shared() = new Team; });

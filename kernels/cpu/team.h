@@ -1,10 +1,10 @@
-// The thread team of this process's kernels. A loop's indices are handed out one by one to whichever thread is free,
-// including the caller. When the system takes a core from a thread, as happens on a small machine that also runs the
-// gateway and clients, the thread delays only the indices that it has taken. Nothing waits for a thread that sleeps.
+// The thread team that the kernels of this process share. A free thread (the caller is one of them) takes the next
+// index of a loop. If the system takes a core away from a thread, as happens on a small machine that also runs the
+// gateway and clients, only the indices that this thread has taken are delayed. No thread waits for a sleeping one.
 //
-// OpenMP's threads either spin after every loop, on cores that others need, or sleep, and then each of a pass's seventy
-// loops pays for waking them. These threads spin between the loops of a pass (`Awake`) and sleep outside a pass.
-// Independent of kernels.
+// OpenMP offers two choices. Its threads either spin after every loop, on cores that other processes need, or sleep;
+// then each of the seventy loops of a pass must wake them. The threads of this team spin between the loops of a pass
+// (`Awake`) and sleep between passes. Does not depend on the kernels.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace ll {
 
-// Hands out 0, 1, ... once each. A number at or above the loop's count means that nothing is left.
+// Hands out the numbers 0, 1, ... once each. A number at or above the loop's count means that no index is left.
 class Claims {
    public:
     int64_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }
@@ -24,8 +24,9 @@ class Claims {
     std::atomic<int64_t> next_{0};
 };
 
-// Calls work(context, claims) on the caller and on up to threads - 1 others; returns when all have returned. If two
-// threads call it at once, or work calls it, the later caller computes alone. An exception from work ends the process.
+// Calls work(context, claims) on the calling thread and on up to threads - 1 others, and returns when all calls have
+// returned. If the team is busy, because another thread or `work` itself has called this, the caller does the work
+// alone. An exception from `work` ends the process.
 using Work = void (*)(void* context, Claims& claims);
 void run_team(int64_t threads, Work work, void* context) noexcept;
 
@@ -35,7 +36,8 @@ void team(int64_t threads, F&& work) {
              &work);
 }
 
-// Calls work(i) for every i in [0, count), neighbours on one thread. The calls must not depend on each other.
+// Calls work(i) for every i in [0, count). Adjacent indices run on the same thread. The calls must not depend on each
+// other.
 template <class F>
 void team_for(int64_t threads, int64_t count, F&& work) {
     const int64_t pieces = threads > 1 ? std::min(count, 4 * threads) : 1;
@@ -45,7 +47,7 @@ void team_for(int64_t threads, int64_t count, F&& work) {
     });
 }
 
-// While an object of this type exists, threads that find nothing to do spin briefly before they sleep.
+// While an object of this type exists, idle threads spin briefly before they sleep.
 struct Awake {
     Awake();
     ~Awake();

@@ -1,13 +1,13 @@
-// How queries, keys and values of each dtype are represented for the two products of attention: in 32-bit words, each
-// of which holds a pair for bf16. Independent of pieces and tiles.
+// The representation of queries, keys and values for the two products of attention: 32-bit words, each of which holds
+// one fp32 element or a pair of bf16 elements. Does not depend on pieces and tiles.
 #pragma once
 
 #include "simd.h"
 
 namespace ll {
 
-// The dot product of a query and a key. A word of the key takes TERMS multiply-adds, each with one float of the query.
-// They form one chain over head_dim, ascending.
+// The dot product of a query and a key. Each word of the key needs TERMS multiply-adds, each with one float of the
+// query. They form one chain over head_dim, in ascending order.
 template <class T>
 struct Dot {
     static constexpr int PER_WORD = 1, TERMS = 1;  // elements and multiply-adds per word
@@ -41,9 +41,9 @@ struct Dot<bf16> {
 #endif
 };
 
-// Loads columns of a row of values as floats. 2 W columns of bf16 are widened at once: W even ones, then W odd ones.
-// Sums keep that order (which changes no sum), and `in_order` undoes it. Columns past the last whole 2 W keep their own
-// order.
+// Loads columns of a row of values as floats. 2 W columns of bf16 are widened at once: the W even ones, then the W odd
+// ones. The sums are stored in that order, which does not change any sum, and `in_order` restores the order of columns.
+// Columns after the last whole group of 2 W are not reordered.
 template <class T>
 struct Columns {
     template <int C>
