@@ -1,13 +1,15 @@
-"""One beam search: which beams continue, which have ended, when it is over. Bookkeeping only: no torch, blocks or I/O.
+"""One beam search: which beams continue, which have ended, and when the search ends. Pure bookkeeping, without torch,
+blocks or I/O.
 
 It gives the same ids and scores as transformers' beam search without sampling (v5). Its input is the most likely next
-tokens of each running beam, its output a fork list. With width w and e stop tokens, one step is:
+tokens of each running beam, and its output is a fork list. With width w and e stop tokens, one step is:
 
-    every (beam, token) -> the (1 + e) * w (at least 2 * w) with the highest sums of log-probabilities
-                           -> those that end, if among the first w: into the w best ended, by score
-                           -> the first w that do not end: the new running beams
+    all pairs (beam, token) -> the (1 + e) * w pairs (at least 2 * w) with the highest sums of log-probabilities
+                               -> the pairs among the first w that end a beam: candidates for the w best ended beams
+                               -> the first w pairs that do not end a beam: the new running beams
 
-Sums and scores are fp32. Ties go to the lower beam, then to the lower token id; among ended beams to the older one.
+Sums and scores are fp32. If two are equal, the lower beam wins, then the lower token id; among ended beams, the older
+one.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class BeamSearch:
         self._stopping = stopping
         self._stop_ids = frozenset(stopping.stop_token_ids)
         self._max_tokens = min(stopping.max_tokens, max_model_len - prompt_len)
-        # Each beam has at most one continuation per stop token, so at least `width` of these go on.
+        # Each beam has at most one continuation per stop token, so at least `width` of these do not end.
         self._num_kept = max(2, 1 + len(self._stop_ids)) * sampling.width
         self._ended: list[Hypothesis] = []  # best first, at most `width`
         self._num_tokens = 0
@@ -87,7 +89,7 @@ class BeamSearch:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to compute."""
+        """Whether the search is complete."""
         return not self.running
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
@@ -146,7 +148,7 @@ class BeamSearch:
         early_stopping, length_penalty = self._sampling.early_stopping, self._sampling.length_penalty
         if early_stopping is True:
             return False
-        # A positive penalty favours long beams: at best this one ends at the limit with the sum it has now.
+        # A positive penalty favours long beams. In the best case, this beam ends at the limit with its current sum.
         furthest = early_stopping == "never" and length_penalty > 0.0
         length = self._max_tokens if furthest else self._num_tokens
         return self._score(going[0].cumulative_logprob, length) > self._ended[-1].score

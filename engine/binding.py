@@ -28,7 +28,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 
 class DeviceArray(Protocol):
-    """A GPU's memory with the array interface of numba and CuPy: uint8 [num_blocks, >= block_bytes]."""
+    """GPU memory with the array interface of numba and CuPy: uint8 [num_blocks, >= block_bytes]."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...

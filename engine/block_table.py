@@ -1,9 +1,8 @@
 """The block table: a sequence's blocks of one KV group in token order, as arrays that a step copies from. No torch, no
 I/O.
 
-The head of a table may have been dropped, because its positions have slid out of the attention window. Dropped entries
-keep their places and name the first block that is left, so that a step may check and gather every entry. Attention does
-not read them.
+The head of a table is dropped once its positions have left the attention window. Dropped entries keep their places and
+name the first remaining block, so that a step may check and gather every entry. Attention does not read them.
 
     entry   0  1  2  3  4  5
     block   d  d  d  d  e  f      `first` is 3, `live` is [d, e, f]
@@ -32,7 +31,7 @@ class BlockTable(Sequence[BlockRef]):
     __slots__ = ("_blocks", "_generations", "first", "stamp")
 
     def __init__(self, refs: Iterable[BlockRef] = (), first: int = 0) -> None:
-        """`first` entries precede those of `refs` and have been dropped. `refs` must not be empty then."""
+        """Makes a table of `first` dropped entries, followed by `refs`. If `first` > 0, `refs` must not be empty."""
         self._blocks = array("I")  # u32 block numbers
         self._generations = array("Q")  # u64 generations
         self.first = 0
@@ -48,7 +47,7 @@ class BlockTable(Sequence[BlockRef]):
 
     @property
     def live(self) -> list[BlockRef]:
-        """The blocks that are held: those that have not been dropped."""
+        """The blocks that the sequence holds: those that have not been dropped."""
         return self[self.first :]
 
     def drop(self, first: int) -> list[BlockRef]:
@@ -76,7 +75,7 @@ class BlockTable(Sequence[BlockRef]):
         return table
 
     def copy_to(self, blocks: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
-        """Fills a row of a step's arrays with the first blocks, as many as the row is long."""
+        """Fills a row of a step's arrays with the first blocks of the table."""
         blocks[:] = np.frombuffer(self._blocks, np.uint32, len(blocks))
         generations[:] = np.frombuffer(self._generations, np.uint64, len(generations))
 
@@ -93,7 +92,7 @@ class BlockTable(Sequence[BlockRef]):
         return BlockRef(self._blocks[index], self._generations[index])
 
     def __setitem__(self, index: int, ref: BlockRef) -> None:
-        """Replaces a live entry, and with the first of them the names of the dropped ones."""
+        """Replaces a live entry. Dropped entries always name the first live block, and are updated with it."""
         index = range(len(self))[index]
         self._blocks[index], self._generations[index] = ref
         if index == self.first:

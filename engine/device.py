@@ -39,13 +39,13 @@ class CpuDevice:
         self._thread = 0
 
     def enter(self) -> None:
-        """Prepares the calling thread to step: OpenMP keeps its thread count per calling thread."""
+        """Prepares the calling thread to step, because OpenMP keeps a thread count for each calling thread."""
         if self._thread != threading.get_ident():
             torch.set_num_threads(self.num_threads)
             self._thread = threading.get_ident()
 
     def use_threads(self, num_threads: int) -> None:
-        """Changes the number of threads, with the same meaning. The calling thread is ready to step."""
+        """Changes the number of threads (0: all that the process may use), and prepares the calling thread to step."""
         self.num_threads, self._thread = num_threads or usable_cores(), 0
         self.enter()
 
@@ -54,7 +54,7 @@ class CpuDevice:
         return [torch.from_numpy(array) for array in arrays]
 
     def wait(self) -> None:
-        """Returns when all started work is done. On a CPU it always is."""
+        """Waits for all work that was started. On a CPU there is never any."""
 
     def record(self, work: Work) -> Work:
         """Returns `work` unchanged: there is nothing to capture."""
@@ -86,18 +86,20 @@ class CudaDevice:
     """
 
     def __init__(self, num_threads: int, urgent: bool = False) -> None:
-        """urgent: its kernels precede those of other streams if both wait for room (the effect is not measured yet).
-        The calling thread is ready to step. Raises ModelError.
+        """Opens the GPU, and prepares the calling thread to step. Raises ModelError.
+
+        urgent: this stream's kernels run before those of other streams if both wait for free multiprocessors (the
+        effect has not been measured yet).
         """
         if not torch.cuda.is_available():
-            raise ModelError("device cuda was asked for, but torch sees no GPU")
+            raise ModelError("device cuda was requested, but torch finds no GPU")
         self.torch_device = torch.device("cuda", 0)
         properties = torch.cuda.get_device_properties(self.torch_device)
         self.compute_capability: tuple[int, int] | None = (properties.major, properties.minor)
         self.name = str(properties.name)
         self.num_threads = num_threads or usable_cores()
         self._stream = torch.cuda.Stream(self.torch_device, priority=-1 if urgent else 0)
-        self.enter()  # what is filled from now on is filled in the stream that will use it
+        self.enter()  # all memory is then initialized in the stream that will use it
         self._done = torch.cuda.Event()
         self._inputs = StepBuffer(1 << 16, self.torch_device)
         self._newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
@@ -125,15 +127,15 @@ class CudaDevice:
         return [place.device for place in places]
 
     def wait(self) -> None:
-        """Returns when everything in the stream is done: the completion event of the reader rule."""
+        """Waits for everything in the stream. This is the completion event of the reader rule."""
         self._done.record(self._stream)
         self._done.synchronize()
 
     def record(self, work: Work) -> Work:
         """Captures `work` in a CUDA graph and returns its replay. All graphs share a memory pool.
 
-        Runs `work` once before, so that everything created at first use (Triton kernels, cuBLAS' workspace) exists. If
-        `work` cannot be captured, raises the error of `work`, Triton or CUDA.
+        First runs `work` once, so that everything that is created at first use (Triton kernels, cuBLAS' workspace)
+        exists. If `work` cannot be captured, raises the error of `work`, Triton or CUDA.
         """
         work()
         self.wait()
@@ -190,7 +192,7 @@ Device = CpuDevice | CudaDevice
 
 
 def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent: bool = False) -> Device:
-    """Opens the device that settings request. auto: a GPU if torch sees one. urgent: see `CudaDevice`.
+    """Opens the device that the settings request. auto: a GPU if torch finds one. urgent: see `CudaDevice`.
 
     Raises ModelError if there is no such device.
     """

@@ -16,8 +16,8 @@ class UnsupportedModel(ModelError):
 
 
 def refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:
-    """Raises an error for a setting whose value changes the numbers and is not supported. The first allowed value is
-    the default.
+    """Raises UnsupportedModel if a setting that affects the results has a value that is not supported. The first
+    allowed value is the default.
     """
     value = raw.get(name, allowed[0])
     if value not in allowed:

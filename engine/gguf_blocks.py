@@ -1,6 +1,7 @@
-"""Decodes the blocks of GGUF's quantized types into integers with scales, without a change of their values.
+"""Decodes the blocks of GGUF's quantized types into integers with scales. The decoded values are exact.
 
-Layouts as in llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Does not depend on files.
+The layouts are those of llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Does not depend
+on files.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
 
 
 def _half(blocks: Tensor) -> Tensor:
-    """Returns fp32 [..., 1] of the fp16 in the last dimension, [..., 2] bytes."""
+    """Converts fp16 numbers, given as bytes [..., 2], to fp32 [..., 1]."""
     return blocks.contiguous().view(torch.float16).float()
 
 
 def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, group: int) -> QuantizedWeight:
-    """Returns the weight of values [out, ...] in order, with scales and offsets in the order of their groups."""
+    """Builds the weight from values [out, ...] in the order of inputs, and scales and offsets in the order of
+    groups."""
     n_out = values.shape[0]
     flat = None if offsets is None else offsets.reshape(n_out, -1).contiguous()
     integers = values.reshape(n_out, -1).to(torch.int8).contiguous()
@@ -30,7 +32,7 @@ def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, 
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """Returns [..., 2 n] values of [..., n] bytes: all low halves, followed by all high ones."""
+    """Splits bytes [..., n] into values [..., 2 n]: all low halves, followed by all high halves."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 

@@ -1,7 +1,7 @@
-"""GGUF files: a model directory made from one, and its tensors under the names of Hugging Face.
+"""GGUF files: makes a model directory from a file, and reads the file's tensors under their Hugging Face names.
 
-`python -m engine.gguf_file FILE DIRECTORY` writes config.json and the tokenizer, read by transformers, and a link to
-the file, whose weights stay where they are. Needs the packages gguf and (to make a directory) transformers.
+`python -m engine.gguf_file FILE DIRECTORY` writes config.json and the tokenizer, which it reads with transformers, and
+a link to the file. The weights are not copied. Needs the package gguf and, to make a directory, transformers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def make_directory(file: Path, directory: Path) -> None:
     try:
         found = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:  # whatever a file makes of transformers
+    except Exception as error:  # transformers may raise any error for a malformed file
         raise UnsupportedModel(f"transformers cannot read {file}: {error!r}"[:300]) from error
     families = {family: name for name, family in ARCHITECTURES.items()}
     if found.get("model_type") not in families:
         supported = ", ".join(families)
         raise UnsupportedModel(f"GGUF files of {architecture} are not supported; supported are {supported}")
     if (key_length := reader.get_field(f"{architecture}.attention.key_length")) is not None:
-        found["head_dim"] = int(key_length.contents())  # which transformers does not read for every family
+        found["head_dim"] = int(key_length.contents())  # transformers does not read it for every family
     if (factors := _tensor(reader, ROPE_FACTORS)) is not None:
         found["rope_scaling"] = _rope_scaling(factors, found)
         found["rope_parameters"] = found["rope_scaling"] | {"rope_theta": _theta(found)}
@@ -56,7 +56,7 @@ def make_directory(file: Path, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config, default=str))
     (directory / GGUF_NAME).unlink(missing_ok=True)
     (directory / GGUF_NAME).symlink_to(file.resolve())
-    ModelConfig.from_directory(directory, "native")  # refuses what we do not compute
+    ModelConfig.from_directory(directory, "native")  # raises if the model is not supported
 
 
 def _theta(config: dict[str, Any]) -> float:
@@ -64,7 +64,7 @@ def _theta(config: dict[str, Any]) -> float:
 
 
 def _rope_scaling(factors: np.ndarray[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Llama 3's rope scaling whose factors these are. Raises UnsupportedModel if it is another one."""
+    """Returns the Llama 3 rope scaling that has these factors. Raises UnsupportedModel if there is none."""
     dim = 2 * len(factors)
     wavelengths = 2 * math.pi * _theta(config) ** (np.arange(0, dim, 2) / dim)
     low, high, original = LLAMA3.values()
@@ -82,7 +82,7 @@ def _open(file: Path) -> Any:
         raise ModelError(f"GGUF files need the package gguf: {INSTALL}") from error
     try:
         return gguf.GGUFReader(file)
-    except Exception as error:  # whatever bytes make of it
+    except Exception as error:  # the reader may raise any error for a malformed file
         raise ModelError(f"{file} is not a GGUF file that can be read ({error!r})"[:300]) from error
 
 
@@ -115,11 +115,11 @@ def _names(reader: Any) -> dict[str, Any]:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))  # a file names the fastest dimension first
+    return tuple(int(size) for size in reversed(tensor.shape))  # a GGUF file lists the fastest-varying dimension first
 
 
 def weight_file(directory: Path) -> WeightFile:
-    """Returns the file behind a directory, with its tensors' types, shapes and places. Raises ModelError."""
+    """Returns a directory's GGUF file, with the types, shapes and offsets of its tensors. Raises ModelError."""
     path = directory / GGUF_NAME
     reader = _open(path)
     begin = {name: int(tensor.data_offset) for name, tensor in _names(reader).items()}
@@ -136,7 +136,7 @@ def weight_file(directory: Path) -> WeightFile:
 class GgufSource:
     """The tensors of a GGUF file, memory-mapped (see `engine.loader.TensorSource`).
 
-    `raw` also knows NAME.type, the number of its type, and NAME.blocks, its bytes [rows, bytes].
+    `raw` also accepts NAME.type, the number of the tensor's type, and NAME.blocks, its bytes [rows, bytes].
     """
 
     def __init__(self, file: WeightFile, device: torch.device) -> None:
@@ -177,7 +177,8 @@ class GgufSource:
         return self._in_order(whole, bytes_)
 
     def _in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Undoes llama.cpp's order of the rows of queries and keys, which rotates neighbours instead of halves."""
+        """Restores the order of the rows of queries and keys. llama.cpp reorders them, because its RoPE rotates pairs
+        of neighbours instead of halves."""
         heads = next((n for part, n in self._heads.items() if f".{part}." in name), None)
         if heads is None:
             return rows

@@ -1,7 +1,7 @@
 """One sample's state in its grammar: a pure function of the grammar and the sample's tokens. No torch.
 
-The state is never sent or saved. A sequence that was swapped out keeps its state; one that is prefilled again, on
-this worker or another one, gets a new state, which follows the tokens that the sequence already has.
+The state is never sent or saved. A sequence that was swapped out keeps its state. A sequence that is prefilled again,
+on this worker or a different one, gets a new state, which first follows the tokens that the sequence already has.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GrammarState:
         return other
 
     def follow(self, output_ids: Seq[int]) -> None:
-        """Advances by the new tokens of `output_ids`, which is the sample's whole output and only ever grows.
+        """Advances by the new tokens of `output_ids`, the sample's whole output, which never gets shorter.
 
         Raises ValueError if there are fewer than before.
         """
@@ -64,7 +64,7 @@ class GrammarState:
         self._followed = len(output_ids)
 
     def is_over(self, output_ids: Seq[int]) -> bool:
-        """Returns whether the grammar has ended: an end token was drawn, or no token can follow."""
+        """Returns whether the grammar has ended: an end token was sampled, or no token can follow."""
         self.follow(output_ids)
         return not self._error and self._matcher.is_stopped() and not self._matcher.is_error()
 

@@ -1,9 +1,9 @@
 """Decode steps in fixed shapes, which a GPU can replay: one CUDA graph per batch bucket, with padding rows.
 
-A launch from Python costs 5 to 20 us and a layer needs 8 to 10 of them, more than the step itself; a replay costs one.
-A padding row has context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written). The graphs have
-not run on a GPU yet. On a CPU the same padded shapes are computed eagerly, and tests compare their bits with those of
-steps without padding.
+A kernel launch from Python costs 5 to 20 us, and a layer needs 8 to 10 launches. Together they take longer than the
+step itself. A replay of a graph costs a single launch. A padding row has context 0 (attention gives zeros and reads no
+block) and slot -1 (nothing is written). The graphs have not run on a GPU yet. On a CPU the same padded shapes are
+computed eagerly, and tests compare their bits with those of steps without padding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One batch size and how it is computed."""
+    """One batch size, and the captured step for it."""
 
     size: int
     batch: AttentionBatch
@@ -43,8 +43,8 @@ class Bucket:
 
 
 class DecodeGraphs:
-    """Every bucket of a runner, captured over one binding of its arena. All take their inputs from the first rows of
-    the same six arrays, so the part of the block table behind a row's blocks always names existing blocks.
+    """All buckets of a runner, captured over one binding of its arena. They read their inputs from the first rows of
+    the same six arrays, so the unused rest of a block table row always names existing blocks.
     """
 
     def __init__(self, device: Device, attention: AttentionProvider, max_blocks: int, logits: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class DecodeGraphs:
         self._logits = logits
         size, wide, narrow = len(logits), np.dtype(np.int64), np.dtype(np.int32)
         columns = [(wide, (size,))] * 3 + [(narrow, (size,)), (narrow, (size + 1,))]
-        shapes = [*columns, (narrow, (size, max_blocks))]  # the table last: a small batch sends few of its rows
+        shapes = [*columns, (narrow, (size, max_blocks))]  # the table last: a small batch sends few rows
         self._row_bytes = max_blocks * narrow.itemsize
         self._column_bytes = StepBuffer.bytes_of(columns)
         self._buffer = StepBuffer(StepBuffer.bytes_of(shapes), device.torch_device)
@@ -69,7 +69,7 @@ class DecodeGraphs:
         return [bucket.size for bucket in self._buckets]
 
     def capture(self, size: int, forward: Forward) -> None:
-        """Adds a bucket. Add the largest first, so that smaller ones reuse its memory. For errors see
+        """Adds a bucket. Add the largest one first, so that smaller ones reuse its memory. For errors, see
         `Device.record`.
         """
         tokens, positions, slots, lens, starts, table = (place.device for place in self._inputs)
@@ -82,12 +82,12 @@ class DecodeGraphs:
             return out.copy_(forward(tokens[:size], metadata))
 
         self._pad(0, size)
-        self._lens.host[:size] = 1  # block 0 is read; FlashAttention-3 divides by the keys of the whole batch
+        self._lens.host[:size] = 1  # reads block 0, because FlashAttention-3 divides by the total number of keys
         self._send(batch)
         self._buckets.insert(bisect_left(self.sizes, size), Bucket(size, batch, self._device.record(work)))
 
     def takes(self, batch: StepInput) -> bool:
-        """Returns whether a step has one token of each sequence, all rows' logits wanted, and not too many rows."""
+        """Returns whether a step fits a bucket: one token per sequence, logits for every row, and not too many rows."""
         rows = len(batch.token_ids)
         return (
             rows == len(batch.context_lens) == len(batch.logits_rows)

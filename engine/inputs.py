@@ -1,6 +1,6 @@
-"""The arrays of a step on their way to a device: packed end to end in pinned memory, sent in one transfer.
+"""The arrays of a step for a device: packed end to end in pinned memory, and sent in one transfer.
 
-On a CPU both sides are the same memory, and sending does nothing. Does not depend on steps.
+On a CPU, both sides are the same memory, and sending does nothing. Does not depend on steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Place:
 
 
 class StepBuffer:
-    """`num_bytes` of host memory, pinned for a GPU, and as many on the device, at fixed addresses."""
+    """A buffer of `num_bytes` in host memory (pinned for a GPU) and on the device, at fixed addresses."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
@@ -42,7 +42,7 @@ class StepBuffer:
 
     @staticmethod
     def bytes_of(shapes: Sequence[Shape]) -> int:
-        """Returns how many bytes `place` needs for arrays of these dtypes and shapes."""
+        """Returns the number of bytes that `place` needs for arrays of these dtypes and shapes."""
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in shapes)
 
     def place(self, shapes: Sequence[Shape]) -> list[Place]:
@@ -50,7 +50,7 @@ class StepBuffer:
         fit.
         """
         if (need := self.bytes_of(shapes)) > self.num_bytes:
-            raise ValueError(f"{need} bytes do not fit {self.num_bytes}")
+            raise ValueError(f"{need} bytes do not fit into a buffer of {self.num_bytes}")
         places, at = [], 0
         for dtype, shape in shapes:
             size = math.prod(shape) * dtype.itemsize
@@ -61,7 +61,7 @@ class StepBuffer:
         return places
 
     def wait(self) -> None:
-        """Returns when the last transfer has read the host's side, so that it may be filled again."""
+        """Waits until the last transfer has read the host's side, so that it may be filled again."""
         if self._sent is not None:
             self._sent.synchronize()
 

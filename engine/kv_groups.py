@@ -1,11 +1,11 @@
-"""The KV groups of a model: which layers share block tables because they remember alike.
+"""The KV groups of a model. The layers of a group share block tables, because they keep the same positions.
 
-All groups draw on one arena of equal blocks, so layers are cut into groups of equal size. Gemma 3 has five windowed
-layers for each full one: 26 layers make one group of 4 full layers and six groups of 4 windowed ones, of which the last
-has two unused places. vLLM's hybrid KV cache manager cuts in the same way (vllm/v1/core/kv_cache_utils.py).
+All groups use blocks of one arena, which have equal sizes, so layers are divided into groups of equal size. Gemma 3 has
+five windowed layers for each full one. Its 26 layers make one group of 4 full layers and six groups of 4 windowed ones;
+the last group has two unused places. vLLM's hybrid KV cache manager does the same (vllm/v1/core/kv_cache_utils.py).
 
-A layer with a recurrent state takes the same number of bytes at any length. As many states as fit into a block of the
-attention layers make a group; without such layers, all states make one.
+The state of a recurrent layer has the same size for any sequence length. A group holds as many states as fit into a
+block of the attention layers. If there are no attention layers, all states form one group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.types import DType, KvKind, KvLayout, KvSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What one layer remembers of a sequence: keys and values, a recurrent state, both or nothing."""
+    """What one layer stores for a sequence: keys and values, a recurrent state, both or nothing."""
 
     attends: bool = True
     window: int | None = None
@@ -40,9 +40,9 @@ class LayerGroup:
 
 
 def cut(windows: dict[int, int | None]) -> tuple[int, tuple[LayerGroup, ...]]:
-    """Returns how many layers a block has places for, and the groups, full attention first.
+    """Returns the number of layers for which a block has places, and the groups, those with full attention first.
 
-    `windows` has the sliding window of each layer that attends.
+    `windows` maps each attention layer to its sliding window (None: full attention).
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in windows.items():
@@ -75,8 +75,9 @@ def layout_of(
 
 
 def default_block_size(layers: Sequence[LayerMemory], bytes_per_token: int) -> int:
-    """Returns the smallest of 16, 32, 64, 128 and 256 tokens with which the states of all layers, of which one is kept
-    for each block, take no more memory than the keys and values of that block. `bytes_per_token` is a layer's.
+    """Returns the smallest block size of 16, 32, 64, 128 and 256 tokens with which the states of all layers take no
+    more memory than the keys and values. There is one state for each block. `bytes_per_token` is the size of one
+    layer's keys and values.
     """
     states = sum(layer.state_bytes for layer in layers)
     per_token = bytes_per_token * sum(layer.attends for layer in layers)
@@ -88,8 +89,8 @@ def _parts(layers: Sequence[int], places: int) -> list[tuple[int, ...]]:
 
 
 def _places(counts: Sequence[int]) -> int:
-    """Returns the size of the groups: that of the rarest kind, or of the most frequent one if they differ by less than
-    a quarter, because padding a few places is cheaper than another table.
+    """Returns the size of the groups. This is the number of layers of the rarest kind. If the numbers differ by less
+    than a quarter, it is that of the most frequent kind, because a few unused places cost less than a further table.
     """
     least, most = min(counts), max(counts)
     return most if most < 1.25 * least else least

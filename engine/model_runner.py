@@ -107,7 +107,7 @@ class ModelRunner:
         self.weights_bytes = 0
         """Bytes of weights that this runner has loaded; 0 if it shares another's."""
         self.model = model or self._load()
-        self.device.wait()  # another runner's stream may read the weights from now on
+        self.device.wait()  # another runner's stream may now read the weights
         if isinstance(self.model, TransformersModel):
             self.config = replace(self.config, memories=self.model.memories)
         self.layout, self.layer_groups = self.config.kv_groups(self._block_size, self._kv_dtype)
@@ -121,7 +121,7 @@ class ModelRunner:
     def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
         """Returns a runner over the same weights for another thread, with its own stream, buffers, graphs and binding.
 
-        urgent: on a GPU its steps precede the other's if both wait for room.
+        urgent: on a GPU, its steps run before those of the other runner if both wait for free multiprocessors.
         """
         return cls(other.settings, other.model, urgent=urgent)
 
@@ -136,7 +136,7 @@ class ModelRunner:
         return self.device.num_threads
 
     def use_threads(self, num_threads: int) -> None:
-        """Changes the number of threads, before the runner is bound. The calling thread is ready to step."""
+        """Changes the number of threads, and prepares the calling thread to step. Call it before `bind`."""
         self.settings = replace(self.settings, num_threads=num_threads)
         self.device.use_threads(num_threads)
 
@@ -162,14 +162,15 @@ class ModelRunner:
         """Returns blocks of private memory on the runner's device, with every byte `fill` (0xff is NaN in every
         dtype).
         """
-        self.device.enter()  # filled in the stream that will use it
+        self.device.enter()  # so that the memory is filled in the stream that will use it
         shape = (num_blocks, self.layout.block_bytes)
         return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> torch.Tensor:
-        """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the wanted rows,
-        valid until the next step. On a GPU they stay there, and the call returns after the step's completion event.
+        """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the requested rows.
+        They are valid until the next step. On a GPU they stay on the device, and the call returns after the step's
+        completion event.
         """
         self.device.enter()
         bound = self.binding
@@ -183,18 +184,18 @@ class ModelRunner:
         return logits
 
     def settle(self, error: Exception) -> None:
-        """Call this after a step, a copy or a draw failed with `error`. It returns when no launched work runs any more,
-        so that the caller may release the blocks which that work writes to.
+        """Waits for all launched work, after a step, a copy or a draw has failed with `error`. The caller may then
+        release the blocks that this work writes to.
 
-        Raises if the device is no longer usable: `error` if it is a CUDA error, because each later call would fail with
-        it too, or the device's error during the wait. The blocks must then be kept, and the process should end.
+        If the device is no longer usable, raises `error` itself if it is a CUDA error (each later call would fail with
+        it too), or the device's error during the wait. The blocks must then be kept, and the process should end.
         """
         if isinstance(error, torch.AcceleratorError):
             raise error
         self.device.wait()
 
     def copy_blocks(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
-        """Copies whole blocks inside the bound arena (copy-on-write), in one call. No block may be in both lists."""
+        """Copies whole blocks within the bound arena (copy-on-write) in one call. No block may be in both lists."""
         arena = self.bound_arena
         if src_ids:
             self.device.enter()
@@ -202,12 +203,12 @@ class ModelRunner:
 
     @property
     def max_blocks(self) -> int:
-        """Returns the columns of the block table of a sequence of full length."""
+        """The number of columns of a block table for a sequence of maximum length."""
         return blocks_of(self.max_model_len, self.layout.block_size)
 
     @contextlib.contextmanager
     def using(self, arena: Arena) -> Iterator[None]:
-        """Binds another arena (scratch memory, the oracle's) while the context is entered."""
+        """Binds a different arena (scratch memory, the oracle's arena) inside a `with` block."""
         kept = self._bound
         self.bind(arena)
         try:
@@ -221,7 +222,7 @@ class ModelRunner:
         c, settings, device = self.config, self.settings, self.device
         dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self._kv_dtype]
         if device.compute_capability is None and dtype == torch.float16:
-            raise ModelError("dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
+            raise ModelError("dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
         return AttentionSpec(
             device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
             self._block_size, dtype, kv_dtype, c.scale_of_scores, c.window, self.max_model_len,
@@ -258,15 +259,15 @@ class ModelRunner:
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:
-        """Returns a pass over these in one call, if model, linears and attention are our own
-        implementations on a CPU.
+        """Returns a pass over these caches that is one call, or None. It requires that the model, the linear layers and
+        the attention are our own implementations on a CPU.
         """
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None
         layers = list(caches.values())
         if (why := objection(model, layers)) is not None:
-            logger.debug("a pass is many calls: %s", why)
+            logger.debug("passes do not run as one call: %s", why)
             return None
         return FusedDecoder(model, self.config, layers, self.layer_groups)
 

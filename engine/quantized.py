@@ -72,7 +72,7 @@ def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -> None:
-    """Raises UnsupportedModel for fields with another value than these. The first value is the default."""
+    """Raises UnsupportedModel for a field whose value is not one of these. The first value is the default."""
     for field, values in allowed.items():
         if (found := config.get(field, values[0])) not in values:
             supported = ", ".join(map(str, values))
@@ -82,7 +82,7 @@ def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -
 
 
 def _group(size: int, n_in: int, name: str) -> int:
-    """Returns the inputs of a group: `size`, or all if it is -1."""
+    """Returns the number of inputs of a group: `size`, or all inputs if it is -1."""
     group = n_in if size == -1 else size
     if group <= 0 or group % UNIT:
         raise UnsupportedModel(f"{name} has groups of {group} inputs; supported are multiples of {UNIT}")
@@ -103,8 +103,8 @@ def _expect(matrix: Matrix, what: str, tensor: Tensor, shape: tuple[int, ...]) -
 
 
 def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, group: int) -> QuantizedWeight:
-    """Returns the weight of unsigned values [out, in] with zeros and scales [out, groups]. Without zeros, the middle of
-    the values is the zero.
+    """Builds the weight from unsigned values [out, in] with zeros and scales [out, groups]. If `zeros` is None, the
+    zero point is the middle of the range.
     """
     middle, scales = 1 << bits - 1, scales.float()
     offsets = None
@@ -269,7 +269,7 @@ def _fp8(config: dict[str, Any]) -> Fp8:
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Returns scales that multiply a weight: one for all, one for each output, or one for each element."""
+    """Returns scales in a shape that multiplies a weight: one for all elements, one per output, or one per element."""
     if scales.numel() == 1:
         return scales.view(1, 1)
     return scales.view(shape[0], -1) if scales.numel() != shape.numel() else scales.view(shape)

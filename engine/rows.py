@@ -1,4 +1,4 @@
-"""The arrays of decode steps, kept from one step to the next. No torch, no I/O.
+"""The arrays of decode steps. They are kept and updated from step to step. No torch, no I/O.
 
 There is one row per sequence in each KV group. A row of block numbers is copied again only when its table has changed
 (`BlockTable.stamp`), so a step costs a few array operations and three numbers per sequence. `engine.sequence.lay_out`
@@ -84,7 +84,7 @@ class _GroupRows:
             if stamp != known[row]:
                 blocks, generations, used = self.blocks[row], self.generations[row], widths[row]
                 tables[row].copy_to(blocks[:used], generations[:used])
-                blocks[used:], generations[used:] = blocks[0], generations[0]  # so that all of it may be checked
+                blocks[used:], generations[used:] = blocks[0], generations[0]  # so that every entry may be checked
         self._stamps, self.widths = stamps, widths
 
     def _make_room(self, num_rows: int, num_columns: int) -> None:

@@ -1,11 +1,12 @@
-"""From logits to tokens: bias, minimum length, penalties, grammar, the draw; log-probabilities; beams' candidates.
+"""The sampler: turns logits into tokens, log-probabilities and beam candidates.
 
-All functions are pure and vectorised over the batch. Logits stay on their device; ids and log-probabilities come back.
+All functions are pure and vectorised over the batch. Logits stay on their device; ids and log-probabilities are
+returned to the host.
 
 A row's result depends on its logits, parameters, tokens, seed, sample and position, never on the rest of the batch.
-Order and meaning are vLLM's: logit bias and min_tokens first, then repetition, frequency and presence penalties, the
-grammar's mask, then temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits (vLLM's
-`raw_logprobs`), so a grammar or a bias does not change them.
+The order and meaning of the parameters are vLLM's: logit bias and min_tokens first, then repetition, frequency and
+presence penalties, the grammar's mask, then temperature, min-p, top-k and top-p. Log-probabilities are those of the raw
+logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kernels.sampling import log_softmax_top, sample
 
 @dataclass(slots=True)
 class SampleRow:
-    """One row of logits: how its token is drawn, and which tokens precede it."""
+    """The sampling parameters of one row of logits, and the tokens that precede it."""
 
     params: SamplingParams
     stopping: StoppingParams
@@ -61,8 +62,8 @@ class Sampled(NamedTuple):
 
 
 class Columns:
-    """The parts of a batch's draws that stay the same from step to step: the parameters as arrays, and the rows that
-    need additional work.
+    """The part of a batch's sampling that does not change from step to step: the parameters as arrays, and the rows
+    that need additional work.
     """
 
     __slots__ = ("_floats", "_ints", "_samples", "adjusted", "asked", "counts")
@@ -91,7 +92,8 @@ class Columns:
         return ids
 
     def logprobs(self, logits: torch.Tensor, ids: Seq[int]) -> list[TokenLogprob | None]:
-        """Returns the log-probabilities of the drawn tokens, from unchanged logits; None for rows that did not ask."""
+        """Returns the log-probabilities of the sampled tokens, from unchanged logits; None for rows without a
+        request."""
         found: list[TokenLogprob | None] = [None] * len(ids)
         if self.asked:
             values = _logprobs(logits[self.asked], [ids[row] for row in self.asked], self.counts)
@@ -110,7 +112,7 @@ def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
 
 
 class Sampler:
-    """Draws for the same sequences step after step. Their parameters are laid out when the batch changes."""
+    """A sampler for the same sequences over many steps. It prepares their parameters only when the batch changes."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -119,7 +121,7 @@ class Sampler:
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
         """Does what `sample_rows` does with `SampleRow.of` each sequence."""
-        if sequences != self._sequences:  # by identity
+        if sequences != self._sequences:  # compares by identity
             self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
         columns = self._columns
         adjusted = logits
@@ -165,7 +167,7 @@ def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> li
     ]
 
 
-# --- what changes logits before the draw
+# --- changes of logits before sampling
 
 _BANS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
     np.float32
@@ -181,8 +183,8 @@ def _may_adjust(row: SampleRow) -> bool:
 
 
 def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
-    """Returns logits [B, vocab] after bias, min_tokens, penalties and grammars of these rows; a copy only if one has
-    any of these. A grammar's mask takes min_tokens into account.
+    """Returns logits [B, vocab] after bias, min_tokens, penalties and grammars of these rows. If no row has any of
+    these, the logits are not copied. A grammar's mask takes min_tokens into account.
     """
     biases = [(i, row) for i, row in rows if row.params.logit_bias]
     short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens and row.grammar is None]
@@ -207,7 +209,7 @@ def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Ten
 
 
 def _copy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in memory order. On a CPU numpy makes it: torch's threads would cost more than they save."""
+    """Returns a copy in memory order. On a CPU, numpy makes it, because torch's threads would cost more time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(np.array(logits.numpy(), order="C"))
     return logits.clone(memory_format=torch.contiguous_format)
@@ -244,7 +246,7 @@ def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[n
 
 
 def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
-    """Penalties in place, for all tokens of all rows at once.
+    """Applies penalties in place, for all tokens of all rows at once.
 
     repetition (tokens of prompt or output): logit / r if positive, else logit * r; frequency: minus f * count in the
     output; presence: minus p if in the output.
@@ -260,7 +262,7 @@ def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
 
     repeated = [(i, [*row.prompt_ids, *row.output_ids]) for i, row in rows if row.params.repetition_penalty != 1.0]
     if repeated:
-        # A token that occurs twice is written twice, with the same value: cheaper than to look for the distinct ones.
+        # A token that occurs twice is written twice with the same value. Finding the distinct tokens would cost more.
         places = _places(repeated, vocab_size)
         penalty, at = on_device(columns[0, places // vocab_size]), on_device(places)
         values = flat[at]

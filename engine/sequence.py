@@ -108,8 +108,8 @@ class Sequence:
         return self.prompt_ids[start:] + self.output_ids[: end - num_prompt]
 
     def fork(self, sample_index: int) -> Sequence:
-        """Returns another sample or beam with the same past, in the same blocks. The caller counts the blocks as used
-        once more.
+        """Returns another sample or beam with the same tokens, in the same blocks. The caller adds a reference to each
+        block.
         """
         return Sequence(
             self.prompt_ids,
@@ -130,11 +130,11 @@ class Sequence:
         )
 
     def num_full_blocks(self, block_size: int) -> int:
-        """Number of blocks whose every slot has its KV."""
+        """Returns the number of blocks in which every slot has its KV."""
         return self.num_computed // block_size
 
     def extend_hashes(self, num_blocks: int, block_size: int, next_hash: Callable[[bytes, Seq[int]], bytes]) -> None:
-        """Makes `hashes` cover `num_blocks` blocks. It must already have the chain's start at index -1."""
+        """Extends `hashes` to `num_blocks` blocks. It must already have the start of the chain."""
         while len(self.hashes) <= num_blocks:
             block = len(self.hashes) - 1
             ids = self.tokens_between(block * block_size, (block + 1) * block_size)
@@ -146,11 +146,11 @@ class Sequence:
         return self.hashes[block + 1]
 
     def quota_of(self, block: int) -> CacheQuota | None:
-        """Returns the quota of a block. Public blocks count for no tenant."""
+        """Returns the quota of a block. Public blocks do not count against any quota."""
         return None if self.rekey is not None and block < self.rekey[0] else self.quota
 
     def sources(self) -> PromptSources:
-        """The sources of the prompt's KV. Positions of outputs that were prefilled again are not counted."""
+        """The sources of the prompt's KV. Output positions that were prefilled again are not counted."""
         cached = min(self.num_cached, len(self.prompt_ids))
         return PromptSources(cached=cached, computed=len(self.prompt_ids) - cached)
 
@@ -198,8 +198,8 @@ class Step:
 def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
     """Returns the arrays of a step.
 
-    Logits are wanted for the last row of a chunk that completes its sequence, and for every row if prompt
-    log-probabilities are asked for.
+    The step computes logits for the last row of a chunk that completes its sequence, and for every row if the request
+    asks for prompt log-probabilities.
     """
     q_lens = np.array([c.num_tokens for c in chunks], np.int32)
     starts = np.array([c.sequence.num_computed for c in chunks], np.int64)

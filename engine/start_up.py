@@ -1,6 +1,6 @@
-"""The preparation of a runner before it serves: it warms up, measures its peak of memory, captures CUDA graphs.
+"""The preparation of a runner before it serves: warm-up, profiling of peak memory, capture of CUDA graphs.
 
-These are functions over a `ModelRunner`. A step needs none of them.
+The functions take a `ModelRunner`. Steps do not use them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
-    """Returns the peak bytes of activations over the largest steps: prompt chunks of `max_num_batched_tokens` (one, or
-    as many longest prompts as that is), and `max_num_seqs` decodes with every filter of sampling, both at the longest
-    context and with logits of every row. With `graphs` it includes what `capture(max_num_seqs)` will take.
+    """Returns the peak bytes of activations over the largest steps. These are prompt chunks of `max_num_batched_tokens`
+    in total (one chunk, or several prompts of maximum length), and `max_num_seqs` decodes with every sampling filter.
+    Both have the longest context and logits for every row. With `graphs`, the result includes the memory that
+    `capture(max_num_seqs)` will need.
 
-    All block tables name one scratch block, so KV does not count. Contexts are cut so that a pass reads at most 2 Mi
-    keys. On a CPU a pass ends after two layers, so that a start does not wait for it. Measured once.
+    All block tables name one scratch block, so KV does not count. Contexts are shortened so that a pass reads at most 2
+    Mi keys. On a CPU, a pass ends after two layers, to keep the start short. It is measured once.
     """
     asked = (max_num_batched_tokens, max_num_seqs, graphs)
     if (known := runner.peaks.get(asked)) is not None:
@@ -59,11 +60,11 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
 
     def largest_steps() -> None:
         _scratch_step(runner, chunk, num_prompts, min(runner.max_model_len, max(chunk, PROFILE_MAX_KEYS // chunk)))
-        if runner.device.compute_capability is not None:  # keys of few queries may be split into partial results
+        if runner.device.compute_capability is not None:  # with few queries, keys may be split into partial results
             few = min(chunk, SPLIT_QUERIES)
             _scratch_step(runner, few, 1, few)
         context = min(runner.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
-        logits = _scratch_step(runner, 1, max_num_seqs, context, width=runner.max_blocks)  # partial results go by width
+        logits = _scratch_step(runner, 1, max_num_seqs, context, width=runner.max_blocks)  # the width sets their size
         floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs
         sample(logits, floats, ints, floats, floats, ints, ints, ints)
 
@@ -78,9 +79,9 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
 
 @torch.inference_mode()
 def capture(runner: ModelRunner, max_num_seqs: int) -> None:
-    """Captures decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets, which are replayed from
-    now on. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot be captured. If a bucket fails,
-    no further bucket is tried. The failure is logged and counted, and its steps are computed eagerly.
+    """Captures decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets. Later steps replay
+    them. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot be captured. If a bucket fails, no
+    further bucket is tried. The failure is logged and counted, and the steps without a bucket are computed eagerly.
     """
     if not _can_capture(runner):
         return
@@ -106,19 +107,20 @@ def _can_capture(runner: ModelRunner) -> bool:
 
 
 def new_graphs(runner: ModelRunner, max_num_seqs: int) -> DecodeGraphs:
-    """Returns graphs without a bucket."""
+    """Returns graphs that have no buckets yet."""
     logits = torch.empty((max_num_seqs, runner.config.vocab_size), device=runner.device.torch_device)
     return DecodeGraphs(runner.device, runner.attention, runner.max_blocks, logits)
 
 
 def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches: Mapping[int, LayerCache]) -> bool:
-    """Returns whether one bucket could be captured. If not, that is logged and counted, and no other should be tried.
+    """Captures one bucket. Returns False, after logging and counting, if that fails; no other bucket should be tried
+    then.
 
     Raises the device's error if it is no longer usable.
     """
     try:
         graphs.capture(size, lambda tokens, step: runner.model.forward(tokens, step, caches, None))
-    except Exception as error:  # torch's, CUDA's, Triton's
+    except Exception as error:  # errors of torch, CUDA or Triton
         runner.device.wait()
         count_fallback("decode graph", (str(error) or repr(error)).splitlines()[0], "eagerly")
         return False
@@ -127,8 +129,8 @@ def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches:
 
 @torch.inference_mode()
 def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
-    """Estimates what `capture` will take from its largest two buckets: the first, plus the second for each of the
-    rest.
+    """Estimates the memory that `capture` will need, from the two largest buckets: the first one, plus the second one
+    for each remaining bucket.
     """
     if not _can_capture(runner):
         return 0
@@ -147,8 +149,8 @@ def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
 def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
     """Runs the variants other than a whole prompt and a short decode. `logits`: fp32 [1, vocab] of any step."""
     chunk = min(2, runner.max_model_len)
-    _scratch_step(runner, chunk, 2, chunk)  # short chunks take other tiles than long ones
-    for bits in range(runner.max_blocks.bit_length() + 1):  # wide tables are read in splits, in powers of two
+    _scratch_step(runner, chunk, 2, chunk)  # short chunks use different tiles from long ones
+    for bits in range(runner.max_blocks.bit_length() + 1):  # wide tables are read in a power of two of splits
         _scratch_step(runner, 1, 1, 1, width=min(1 << bits, runner.max_blocks))
     log_softmax_top(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
     with runner.using(runner.new_arena(2)):
@@ -170,7 +172,7 @@ def _shallow(runner: ModelRunner) -> Iterator[None]:
 def _scratch_step(
     runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None
 ) -> torch.Tensor:
-    """Computes the last `chunk` of `context` positions of `num_seqs` sequences; all blocks are one scratch block.
+    """Computes the last `chunk` of `context` positions of `num_seqs` sequences. All tables name one scratch block.
     width: columns of the block table; None: as many as the context takes.
     """
     num_tokens, block_size, groups = chunk * num_seqs, runner.layout.block_size, len(runner.layout.groups)

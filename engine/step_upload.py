@@ -20,9 +20,10 @@ def upload(
     states: Mapping[int, tuple[torch.Tensor, int]],
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-    """Returns token ids [T], the wanted rows [R] and the metadata of a step. `by_layer` has a provider and a KV group
-    for each layer that attends, if layers may attend in different ways; otherwise `attention` is the provider of all.
-    `states` has a view of the arena and a KV group for each layer with a recurrent state.
+    """Returns token ids [T], the rows with logits [R] and the metadata of a step.
+
+    `by_layer` has a provider and a KV group for each attention layer, if the layers may differ; otherwise `attention`
+    serves all layers. `states` has a view of the arena and a KV group for each layer with a recurrent state.
     """
     num_groups = len(batch.block_tables)
     tokens, positions, starts, lens, rows, *of_groups = device.upload(

@@ -1,6 +1,6 @@
-"""Tiny random checkpoints in Hugging Face's format, made in a second without transformers.
+"""Tiny random checkpoints in Hugging Face's format, for tests and for `looseleaf serve` without a model.
 
-They are for tests, and for `looseleaf serve` without a model. Only the text is gibberish; all other parts are real.
+They are made in a second, without transformers. Their text is gibberish, but all code paths are those of a real model.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def make_checkpoint(
 ) -> Path:
     """Writes config, weights, tokenizer and chat template of a random model. Returns the directory.
 
-    `overrides` are keys of config.json. Matrices and biases are normal with `std`, norm weights around 1, so that a
-    forgotten bias or norm is noticed. The same arguments give the same weights.
+    `overrides` are keys of config.json. Matrices and biases are normally distributed with `std`, and norm weights are
+    near 1, so that tests detect a missing bias or norm. The same arguments give the same weights.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def _linear_shapes(name: str, out: int, size_in: int, bias: bool) -> Iterator[tu
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Writes a byte-level BPE tokenizer of 512 tokens trained on `TEXT`, with a chat template. It adds <s> in front of
+    """Writes a byte-level BPE tokenizer of 512 tokens, trained on `TEXT`, with a chat template. It puts <s> before
     text.
     """
     tokenizer = Tokenizer(models.BPE())

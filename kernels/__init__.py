@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: one file per kernel. Does not depend on block ownership, sequences or requests.
+"""The kernels: functions over tensors, one file per kernel. Does not depend on block ownership, sequences or requests.
 
 Every file defines `<k>_reference` (plain torch, written for readability) and the public `<k>`. The public function uses
 the Triton path of `kernels.gpu` for tensors on a GPU, and the C++ path of `kernels.cpu` for other tensors if it

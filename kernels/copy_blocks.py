@@ -1,4 +1,4 @@
-"""Block copies in batches for copy-on-write, swapping and transfer (gather, scatter). The contents do not matter."""
+"""Batched block copies for copy-on-write, swapping and transfer (gather, scatter). A block is a row of bytes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Linear layers whose weights are packed once; on a GPU cuBLAS, or Triton where rows must not depend on each other.
+"""Linear layers whose weights are packed once. A GPU uses cuBLAS, or Triton if rows must not depend on each other.
 
-On a CPU, no row depends on the others; tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits there is
-only our own vector product ("int4", "int8"). The providers for other weights are:
+On a CPU, no row depends on the others; tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits, our own
+SIMD product ("int4", "int8") is the only provider. The providers for other weights are:
 - "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
 - "simd": ours, in SIMD vectors.
-- "onednn": measured to give a row the same bits in every batch, except for a single row (fp32, some bf16 shapes),
-  which is therefore padded to two.
+- "onednn": oneDNN. In measurements, it gives a row the same bits in every batch of two or more. A single row (fp32,
+some
+  bf16 shapes) has different bits, so it is padded to two.
 Our product is used unless oneDNN's is faster by a margin (`SLOWER`). Both are timed once per process. An argument or
 the environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
 a provider. Does not depend on the model.
@@ -142,7 +143,7 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
     measured: Provider = "onednn" if own_s > SLOWER * onednn_s else ours
     chosen = agreed(f"linear-{str(dtype).removeprefix('torch.')}-{isa}", measured, list(found))
     _LOG.info(
-        "linears of %s run on %s: a row and %d rows of %s took %.0f us with ours (%s), %.0f with oneDNN, kernels %s%s",
+        "linear layers of %s run on %s: 1 and %d rows of %s took %.0f us on %s and %.0f us on onednn (%s kernels)%s",
         dtype, chosen, TIMED_ROWS[1], TIMED_SHAPE, own_s * 1e6, ours, onednn_s * 1e6, isa,
         "" if chosen == measured else "; chosen by another worker",
     )  # fmt: skip
@@ -152,8 +153,8 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
     """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES.
 
-    A worker that starts later, on a busier machine, must not lose access to the others' blocks because it measured
-    something else.
+    Without this agreement, a worker that starts later, on a busier machine, might measure a different provider as the
+    fastest, and could then not share blocks with the other workers.
     """
     if (directory := choices_directory()) is None:
         return choice

@@ -98,7 +98,7 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     """Rounds a matrix [out, in] to `bits`, with a bf16 scale for every GROUPS[bits] inputs of an output and no offsets.
 
     With 8 bits, the scale makes the largest weight of a group 127. With 4 bits, the weight with the largest magnitude
-    becomes -8 or a little more: of several scales, the one with the smallest squared error is used for each group.
+    becomes -8 or a little more: each group uses the one of several scales that has the smallest squared error.
     """
     n_out, n_in = weight.shape
     group = GROUPS[bits]

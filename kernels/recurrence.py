@@ -1,10 +1,10 @@
-"""Layers with a recurrent state over blocks: a short causal convolution, and a gated linear recurrence.
+"""Layers with a recurrent state in blocks: a short causal convolution, and a gated linear recurrence.
 
-A block of a sequence's table holds the state after the block's last computed position: a chunk reads its start from the
-block of the position before it, and writes the state into each block that it fills or enters. One recurrence serves
-Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464). It is computed token
-by token even in a prompt, so a row has the same bits however a sequence is cut into steps. Does not depend on layers or
-on block ownership.
+A block of a sequence's table holds the state after the block's last computed position. A chunk reads its initial state
+from the block of the preceding position, and writes the state into each block that it fills or enters. One recurrence
+serves Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464). It is computed
+token by token even in a prompt, so a row has the same bits however a sequence is cut into steps. Does not depend on
+layers or on block ownership.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
 
 
 def _is_fast(x: Tensor, name: str) -> bool:
-    """Returns whether the C++ kernels take `x`. If not, that is counted, unless the reference was asked for."""
+    """Returns whether the C++ kernels take `x`. If not, that is counted, unless the reference was requested."""
     library = current()
     if library.handle is not None and not on_triton(x) and x.dtype in (torch.bfloat16, torch.float32):
         return True

@@ -1,8 +1,8 @@
-"""Answers transformers' attention interface with our attention over blocks, and records the requirements of its layers.
+"""Implements transformers' attention interface with our attention over blocks, and records each layer's requirements.
 
-A thread sets the answer while it runs a model (`answered_by`), because keyword arguments do not reach the attention of
-all families (not of Nemotron and StableLM). At start a `Recorder` answers with zeros and records the requirements of
-each layer. `state_hook` leads the calls of recurrent layers to the same answers.
+A thread sets the implementation while it runs a model (`answered_by`), because in some families (Nemotron, StableLM)
+keyword arguments do not reach the attention. At start, a `Recorder` returns zeros and records the requirements of each
+layer. `state_hook` directs the calls of recurrent layers to the same implementation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StateFacts:
 
 
 class Call(Protocol):
-    """The answer to a layer's attention and recurrence: a `Pass` or a `Recorder`."""
+    """The implementation of a layer's attention and recurrence: a `Pass` or a `Recorder`."""
 
     layer: int
     """Index of the recurrent layer that is running."""
@@ -76,7 +76,7 @@ class Call(Protocol):
         ...
 
     def recur(self, layer: int, inputs: Recurrence) -> Tensor:
-        """Returns the answers fp32 [T, H, P] of the recurrence (see `kernels.recurrence.recurrence`)."""
+        """Returns the outputs fp32 [T, H, P] of the recurrence (see `kernels.recurrence.recurrence`)."""
         ...
 
 
@@ -85,7 +85,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Maps query [1, H, T, D], key [1, KVH, T, D] and value [1, KVH, T, DV] to [1, T, H, DV]. transformers calls it."""
     if attention_mask is not None:
-        raise UnsupportedModel(f"{type(module).__name__} makes a mask of its own")
+        raise UnsupportedModel(f"{type(module).__name__} computes its own attention mask")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     call = running()
     assert call is not None
@@ -93,13 +93,13 @@ def attend(
 
 
 def running() -> Call | None:
-    """Returns the answer of this thread, if it is running a model of ours."""
+    """Returns the implementation that this thread has set, or None if it is not running one of our models."""
     return getattr(_RUNNING, "call", None)
 
 
 @contextlib.contextmanager
 def answered_by(call: Call) -> Iterator[None]:
-    """Sets the answer for this thread while the context is entered."""
+    """Sets this thread's implementation inside a `with` block."""
     _RUNNING.call = call
     try:
         yield
@@ -108,11 +108,11 @@ def answered_by(call: Call) -> Iterator[None]:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Returns no mask: our attention is causal, and windows come with the layer."""
+    """Returns None for the mask: our attention is causal, and the layer passes its window."""
 
 
 def register() -> None:
-    """Registers "looseleaf" as an attention implementation of transformers in this process. May be repeated."""
+    """Registers "looseleaf" as an attention implementation of transformers in this process. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]
@@ -120,7 +120,7 @@ def register() -> None:
 
 
 class Recorder:
-    """Records the requirements of every layer, and answers with zeros."""
+    """Records the requirements of every layer, and returns zeros."""
 
     def __init__(self) -> None:
         self.layer = -1
@@ -128,9 +128,9 @@ class Recorder:
         self.states: dict[int, StateFacts] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """Answers a call of attention (see `Call.attend`). Raises UnsupportedModel for unknown arguments."""
+        """Records an attention call (see `Call.attend`). Raises UnsupportedModel for unknown arguments."""
         if layer in self.layers:
-            raise UnsupportedModel(f"layer {layer} attends twice")
+            raise UnsupportedModel(f"layer {layer} computes attention twice")
         scale, window, softcap = (
             asked.pop("scaling", None),
             asked.pop("sliding_window", None),
@@ -208,7 +208,7 @@ class Pass:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Pads with zeros up to `width`, which change no score and no sum. The last dimension is contiguous."""
+    """Pads with zeros up to `width`. The zeros do not affect scores or sums. The last dimension is contiguous."""
     if x.shape[2] < width:
         return F.pad(x, (0, width - x.shape[2]))
     return x if x.stride(2) == 1 else x.contiguous()

@@ -39,7 +39,7 @@ def read(directory: Path) -> Any:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises what its parts raise
+    except Exception as error:  # transformers does not document its errors
         raise UnsupportedModel(f"transformers cannot read {directory / 'config.json'}: {_first_line(error)}") from error
     name = (config.architectures or [f"model_type {config.model_type}"])[0]
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -60,16 +60,18 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
     if not any(layer.attends for layer in layer_memories(config)):
         return 1, 1, 8
     if not getattr(text, "num_attention_heads", None):
-        raise UnsupportedModel(f"model_type {text.model_type} has neither attention heads nor states that are known")
+        raise UnsupportedModel(
+            f"model_type {text.model_type} has neither attention heads nor a known kind of recurrent state"
+        )
     heads = int(text.num_attention_heads)
-    if getattr(text, "kv_lora_rank", None):  # multi-head latent attention, cached as the heads that it unfolds to
+    if getattr(text, "kv_lora_rank", None):  # multi-head latent attention is cached as expanded heads
         return heads, heads, max(int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim), int(text.v_head_dim))
     width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     return heads, int(getattr(text, "num_key_value_heads", None) or heads), width
 
 
 def longest(config: Any) -> int:
-    """Returns how many positions the model has. Raises ModelError."""
+    """Returns the maximum number of positions of the model. Raises ModelError."""
     text = text_of(config)
     length = getattr(text, "max_position_embeddings", None)
     if not length and not any(layer.attends for layer in layer_memories(config)):
@@ -80,8 +82,8 @@ def longest(config: Any) -> int:
 
 
 def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
-    """Returns what each layer remembers, as the configuration announces it (a loaded model's own is recorded). Sizes of
-    states are those of a model without weights.
+    """Returns what each layer stores for a sequence, according to the configuration. (For a loaded model, a `Recorder`
+    records this.) The sizes of states come from a model without weights.
     """
     text = text_of(config)
     num_layers, window = int(text.num_hidden_layers), getattr(text, "sliding_window", None) or None
@@ -112,7 +114,7 @@ def _states(config: Any) -> dict[int, StateFacts]:
 
 
 def rope_kinds(config: Any) -> set[str]:
-    """Returns the kinds of rotary positions that layers use; empty if none."""
+    """Returns the kinds of rotary positions that the layers use. Empty: they use none."""
     rope = getattr(text_of(config), "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return {str(parameters["rope_type"]) for parameters in each if parameters.get("rope_type")}
@@ -124,7 +126,7 @@ def _refuse(config: Any, name: str) -> None:
         raise UnsupportedModel("is_encoder_decoder is not supported; use a decoder-only model")
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(f"quantization_config ({method}) needs a native implementation, which {name} has not")
+        raise UnsupportedModel(f"quantization_config ({method}) needs a native implementation, but {name} has none")
     kinds = set(getattr(text, "layer_types", None) or ())
     if other := sorted(kinds - {*ATTENDING, *RECURRENT, *OTHERS}):
         raise UnsupportedModel(f"architecture {name} has layers of kind {', '.join(other)}, which is not supported")

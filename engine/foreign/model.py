@@ -1,4 +1,5 @@
-"""A model that transformers defines, run over our blocks with our linear layers. No code of a checkpoint is executed.
+"""A model whose definition comes from transformers. It runs over our blocks with our linear layers. No code from a
+checkpoint is executed.
 
 A forward pass runs transformers' code over one packed row of tokens, without a cache. `attention_hook` computes its
 attention, and `packed_weight` its products. Positions, norms, activations and routers are unchanged.
@@ -64,7 +65,7 @@ class TransformersModel:
 
     @property
     def memories(self) -> tuple[LayerMemory, ...]:
-        """What each layer remembers of a sequence."""
+        """What each layer stores for a sequence."""
         return tuple(
             LayerMemory(
                 index in self.layers,
@@ -141,7 +142,7 @@ class TransformersModel:
 
 
 def num_parameters(directory: Path) -> int:
-    """Counts the parameters of the model that a configuration describes, without allocating any."""
+    """Returns the number of parameters of the model that a configuration describes. Does not allocate them."""
     import transformers
 
     with torch.device("meta"):
@@ -162,7 +163,7 @@ def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat
     import transformers
 
     how: dict[str, Any] = {"attn_implementation": attention_hook.NAME, "dtype": target.dtype}
-    config._experts_implementation = "eager"  # the others multiply all experts' rows at once
+    config._experts_implementation = "eager"  # the other implementations multiply the rows of all experts at once
     try:
         if load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
@@ -180,7 +181,7 @@ def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat
     except ModelError:
         raise
     except Exception as error:
-        if error.args == (attention_hook.NAME,):  # a table of implementations that does not know ours
+        if error.args == (attention_hook.NAME,):  # the architecture has a list of implementations without ours
             name = (config.architectures or [config.model_type])[0]
             raise UnsupportedModel(f"architecture {name} of transformers computes attention in its own way") from error
         raise UnsupportedModel(f"transformers cannot load {directory}: {error!r}"[:500]) from error
@@ -188,19 +189,19 @@ def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat
 
 
 def _refuse_gaps(said: dict[str, Any]) -> None:
-    """Raises an error for tensors that are missing, unknown or of another shape, because the checkpoint and its config
-    disagree.
+    """Raises ModelError for tensors that are missing, unknown or of a different shape, because the checkpoint does not
+    match its config.
     """
     for what, text in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has unexpected tensor")):
         if names := sorted(said.get(what) or ()):
             raise ModelError(f"the checkpoint {text} {names[0]} ({len(names)} in all)")
     if mismatched := sorted(said.get("mismatched_keys") or ()):
-        raise ModelError(f"tensor {mismatched[0][0]} has another shape than the config asks for")
+        raise ModelError(f"tensor {mismatched[0][0]} does not have the shape that the config requires")
 
 
 def steady_rope(model: nn.Module, max_len: int) -> None:
     """Makes long RoPE choose its table once, by the maximum sequence length, as vLLM does. transformers chooses it by
-    the longest position of a pass, so a key would depend on the other tokens in its pass.
+    the highest position in a pass, so a key would depend on the other tokens of its pass.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -208,7 +209,7 @@ def steady_rope(model: nn.Module, max_len: int) -> None:
         if getattr(module, "rope_type", None) == "longrope":
             frequencies, scaling = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=max_len)
             module.inv_freq, module.attention_scaling = frequencies.to(module.inv_freq.device), scaling  # type: ignore
-            module.rope_type = "default"  # nothing is picked any more
+            module.rope_type = "default"  # so that transformers no longer chooses a table
 
 
 def _layers_of(model: nn.Module, num_layers: int) -> str:

@@ -1,9 +1,9 @@
 """A model's matrices as tensors whose products `PackedLinear` computes, at every place where the model's code
 multiplies.
 
-Model definitions of transformers multiply in many ways: `nn.Linear`, `Conv1D`, an expert cut out of a stack of
-matrices, a router's bare parameter. torch asks a tensor subclass first (`__torch_function__`), so all of them arrive
-here, at no cost for other operations. With torch's own product, a row's bits could depend on its batch.
+Model definitions in transformers multiply in many ways: with `nn.Linear`, with `Conv1D`, with one expert from a stack
+of matrices, with a router's bare parameter. torch calls a tensor subclass first (`__torch_function__`), so all of these
+products arrive here, at no cost for other operations. With torch's own product, a row's bits could depend on its batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROPERTIES = {
 
 
 class _Matrices:
-    """The numbers behind a weight and its views. They are raw until first used, and then packed for that use."""
+    """The values of a weight and its views. They are raw until their first use, and then packed for that use."""
 
     def __init__(self, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> None:
         self.name = name
@@ -69,14 +69,14 @@ class _Matrices:
         return self.raw
 
     def settle(self) -> None:
-        """Frees raw numbers that are no longer needed. The weights must not be used in new ways after this."""
+        """Frees raw values that are no longer needed. After this, the weights must not be used in new ways."""
         if not self.is_plain:
             self.raw = None
 
 
 class PackedWeight(Tensor):
     """A parameter [out, in], [in, out] or a stack of these, whose products a `PackedLinear` computes. Other operations
-    (a bias in two dimensions, a table) use the plain numbers.
+    (adding a two-dimensional bias, looking up a table) use the plain values.
     """
 
     matrices: _Matrices
@@ -96,7 +96,7 @@ class PackedWeight(Tensor):
 
     @classmethod
     def of(cls, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> Self:
-        """Wraps `raw`, whose memory the weight takes over."""
+        """Wraps `raw` and takes ownership of its memory."""
         return cls(_Matrices(raw, name, deterministic, bits), raw.shape, raw.dtype, raw.device)
 
     def _like(self, shape: Sequence[int], **changes: Any) -> PackedWeight:
@@ -104,7 +104,7 @@ class PackedWeight(Tensor):
         return PackedWeight(self.matrices, shape, found["dtype"], self.device, found["index"], found["outputs_first"])
 
     def times(self, x: Tensor, outputs_first: bool) -> Tensor:
-        """Maps x [..., in] to [..., out]. With `outputs_first` the operation takes a weight [out, in]."""
+        """Maps x [..., in] to [..., out]. With `outputs_first`, the weight is [out, in], otherwise [in, out]."""
         index = self.index or 0
         return self.matrices.product(self.dtype, outputs_first == self.outputs_first, index)(x)
 
@@ -177,7 +177,7 @@ def _cast(
 
 
 def _plain(value: Any) -> Any:
-    """Returns the plain numbers."""
+    """Replaces packed weights in a value by plain tensors."""
     if isinstance(value, PackedWeight):
         raw = value.matrices.plain()
         raw = raw if value.index is None else raw[value.index]
@@ -188,7 +188,8 @@ def _plain(value: Any) -> Any:
 
 
 def pack(model: nn.Module, deterministic: bool, bits: Bits | None = None) -> list[_Matrices]:
-    """Replaces the matrices of every module except embeddings. Returns what to `settle` once every use was seen."""
+    """Replaces the matrices of every module except embeddings. Returns them; call `settle` once every use has
+    occurred."""
     found = []
     for prefix, module, name, parameter in _matrices_of(model):
         weight = PackedWeight.of(parameter.detach(), f"{prefix}.{name}", deterministic, bits)

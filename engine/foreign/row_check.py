@@ -1,6 +1,7 @@
 """Checks at start, bit by bit, whether a row of a model's results depends on the other rows of its batch.
 
-The check finds models that break the promise. It proves nothing about those that pass (docs/design.md, Numbers).
+The check finds models whose rows depend on each other. It does not prove that the rows of other models are independent
+(docs/design.md, Numbers).
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ def check_rows(runner: ModelRunner) -> None:
         return
     if not (found := variation(runner)):
         return
-    what = f"a row of this model depends on what is computed beside it (logits by up to {found:.2g})"
+    what = f"a row of this model depends on the other rows of its batch (logits differ by up to {found:.2g})"
     if not settings.allow_variant_numerics:
-        raise UnsupportedModel(f"{what}: tokens may differ by load; --allow-variant-numerics serves it all the same")
-    logger.warning("%s: tokens may differ by load", what)
+        raise UnsupportedModel(
+            f"{what}: tokens may depend on the load; --allow-variant-numerics serves the model anyway"
+        )
+    logger.warning("%s: tokens may depend on the load", what)
     model.is_variant = True
 
 
 def variation(runner: ModelRunner) -> float:
-    """Returns the largest difference of a logit between tokens computed one by one, in chunks of CHUNK, and as BATCH
-    sequences at once. 0 means that the bits are the same.
+    """Returns the largest difference between the logits of tokens that are computed one by one, in chunks of CHUNK, and
+    as BATCH sequences at once. 0 means that the bits are the same.
     """
     layout = runner.layout
     blocks = -(-NUM_TOKENS // layout.block_size)
@@ -63,7 +66,8 @@ def _rows(runner: ModelRunner, steps: Iterator[StepInput]) -> torch.Tensor:
 
 
 def _steps(tokens: npt.NDArray[np.int64], chunk: int, num_seqs: int, layout: KvLayout) -> Iterator[StepInput]:
-    """Runs the same tokens for every sequence, `chunk` at a time. Each has blocks of its own in every KV group."""
+    """Runs the same tokens for every sequence, `chunk` at a time. Each sequence has its own blocks in every KV
+    group."""
     size, num_groups = layout.block_size, len(layout.groups)
     blocks = -(-len(tokens) // size)
     tables = np.arange(num_groups * num_seqs * blocks, dtype=np.int32).reshape(num_groups, num_seqs, blocks)

@@ -1,7 +1,8 @@
-"""Answers the functions with which transformers' recurrent layers mix positions, and records the size of their states.
+"""Replaces the functions in which transformers' recurrent layers combine positions, and records the size of their
+states.
 
-These layers call functions of their own module: a causal convolution, and one of three recurrences. `install` replaces
-these functions in the modules that a model's layers come from. Outside a pass of ours, they still do what they did.
+These layers call functions of their own Python module: a causal convolution, and one of three recurrences. `install`
+replaces these functions in the modules of a model's layers. Outside our own forward passes, the original functions run.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _STATE_ARGUMENTS = ("output_final_state", "return_final_states", "return_last_st
 
 
 def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """Returns the modules with a causal convolution, which have a recurrent state, by the index of their layer."""
+    """Returns the modules with a recurrent state (those with a causal convolution), by the index of their layer."""
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         if convolution_of(module) is not None:
             layer = getattr(module, "layer_idx", None)
             if not isinstance(layer, int) or layer in found:
-                raise UnsupportedModel(f"{type(module).__name__} does not belong to one layer alone")
+                raise UnsupportedModel(f"{type(module).__name__} does not belong to exactly one layer")
             found[layer] = module
     return found
 
@@ -43,8 +44,8 @@ def convolution_of(module: nn.Module) -> nn.Conv1d | None:
 
 
 def facts_of(mixer: nn.Module) -> StateFacts:
-    """Returns the size of a recurrent layer's state, from the sizes that transformers' modules of all families name
-    alike.
+    """Returns the size of a recurrent layer's state, from attributes that have the same names in all families of
+    transformers.
     """
     convolution = convolution_of(mixer)
     assert convolution is not None
@@ -60,7 +61,7 @@ def facts_of(mixer: nn.Module) -> StateFacts:
 
 
 def install(model: nn.Module) -> None:
-    """Replaces the functions that the model's recurrent layers call. May be repeated."""
+    """Replaces the functions that the model's recurrent layers call. Idempotent."""
     for layer, mixer in mixers_of(model).items():
         mixer.register_forward_pre_hook(functools.partial(_enter, layer))
         module = sys.modules[type(mixer).__module__]
@@ -80,7 +81,7 @@ def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Calla
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if running() is None:
             return original(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # modes cost microseconds a call; the answers are steady by themselves
+        with torch._C.DisableTorchFunction():  # a mode costs microseconds per call
             return answer(*args, **kwargs)
 
     replaced.looseleaf = True  # type: ignore[attr-defined]
@@ -97,7 +98,7 @@ def _refuse_unknown(function: str, asked: dict[str, Any]) -> None:
 
 
 def _recur(inputs: Recurrence) -> Tensor:
-    """Returns the answers fp32 [T, H, P] of the layer that is running."""
+    """Returns the outputs fp32 [T, H, P] of the layer that is running."""
     call = running()
     assert call is not None
     return call.recur(call.layer, inputs)
@@ -167,7 +168,7 @@ def _gated_delta(
 
 
 def _normalized(x: Tensor) -> Tensor:
-    """Returns vectors of length 1, as transformers' `l2norm`."""
+    """Normalizes vectors to length 1, like transformers' `l2norm`."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 

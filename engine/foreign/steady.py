@@ -1,8 +1,8 @@
 """Elementwise functions on a CPU whose results depend only on the element.
 
-torch computes `exp` and similar functions in vectors. It computes the elements left over at the end of a thread's share
-one by one, with another library. A row's last bits would therefore depend on the number of rows before it and on the
-number of threads. Here such functions get pieces that consist of whole vectors and that one thread computes.
+torch computes `exp` and similar functions in SIMD vectors. It computes the remaining elements at the end of a thread's
+share one by one, with a different library. The last bits of a row would therefore depend on the number of rows before
+it and on the number of threads. This module pads the input to whole vectors and computes it on one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Steady(TorchFunctionMode):
-    """A mode in which the ELEMENTWISE functions of CPU tensors are computed steadily, by the calling thread."""
+    """A torch mode in which ELEMENTWISE functions of CPU tensors run reproducibly, on the calling thread."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -45,12 +45,12 @@ class Steady(TorchFunctionMode):
 
 
 def steady(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies `function` to every element of `x`, steadily if it is on a CPU. Returns a new tensor."""
+    """Applies `function` to every element of `x`, reproducibly if `x` is on a CPU. Returns a new tensor."""
     return steadily(function, x) if x.device.type == "cpu" else function(x)
 
 
 def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies `function` to every element of `x`, of any shape. Returns a new tensor."""
+    """Applies `function` to every element of `x` (of any shape) reproducibly. Returns a new tensor."""
     flat = x.reshape(-1)
     if len(flat) <= PIECE and len(flat) % VECTORS == 0 and flat.is_contiguous():
         return function(flat).view(x.shape)

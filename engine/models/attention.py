@@ -1,4 +1,5 @@
-"""The attention part of a layer over blocks: rotate, write K and V to their slots, attend. All models share it."""
+"""The attention part of a layer: rotates q and k, writes K and V to their slots, and computes attention over the
+blocks. All models share it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kernels.write_blocks import write_blocks
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """Where the layers of one KV group write and read in a step."""
+    """The slots that the layers of one KV group write in a step, and the blocks that they read."""
 
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
     batch: AttentionBatch
@@ -68,7 +69,8 @@ class Attention:
         layer: int,
         cos_sin: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Writes the step's K and V, and attends to everything written so far: [T, H * D]. q is rotated in place."""
+        """Writes the step's K and V, and returns attention over all K and V so far: [T, H * D]. q is rotated in
+        place."""
         q, k, v = qkv
         provider, group = step.of_layer(layer)
         write_blocks(q, k, v, step.positions, group.slot_mapping, cache.keys, cache.values, cos_sin)

@@ -88,8 +88,8 @@ class Decoder:
         weights.finish(allowed=["lm_head.weight"] if tied else [])
 
     def shallow(self, num_layers: int) -> Self:
-        """Returns the same weights with only the first `num_layers` layers: its steps need the same memory but give
-        other numbers.
+        """Returns a model of the first `num_layers` layers with the same weights. Its steps need the same amount of
+        memory, but have different results.
         """
         model = copy.copy(self)
         model.layers = self.layers[:num_layers]

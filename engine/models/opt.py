@@ -67,7 +67,7 @@ class Opt:
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config
-        # Checkpoints written from OPTModel (facebook's own) lack the leading "model.".
+        # In checkpoints of OPTModel (such as Facebook's own), names lack the prefix "model.".
         at = "model.decoder." if weights.has("model.decoder.embed_tokens.weight") else "decoder."
         self._norm_before = c.norm_before
         self._vocab_size = c.vocab_size

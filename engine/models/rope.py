@@ -1,6 +1,7 @@
-"""Rotary position tables. Formulas as in transformers' `modeling_rope_utils`; computed once per model in fp32.
+"""Rotary position tables, computed once per model in fp32. The formulas are those of transformers'
+`modeling_rope_utils`.
 
-A table is a pure function of the position, so that cached KV never depends on how a prompt was cut into chunks.
+A table is a pure function of the position, so cached KV never depends on how a prompt was divided into chunks.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def _mscale(factor: float, mscale: float) -> float:
 def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
     """Returns the frequencies of dynamic NTK, [max_len, head_dim/2], whose base grows with the sequence.
 
-    Position p gets the base of a sequence of p + 1 tokens, like transformers when it decodes with a cache. If a longer
-    prompt in one pass rotated all its positions by its last one, its KV would depend on the chunking.
+    Position p gets the base of a sequence of p + 1 tokens, as in transformers when it decodes with a cache. If all
+    positions of a pass used the base of the last one, KV would depend on the division of the prompt into chunks.
     """
     length = (positions.double() + 1).clamp(min=rope.original_max_len)
     growth = rope.factor * length / rope.original_max_len - (rope.factor - 1)

@@ -1,7 +1,7 @@
 """Compiles Triton kernels for NVIDIA chips ahead of time, even on a machine without a GPU, and reports their resources.
 
 Uses only tools from triton's package (ptxas, cuobjdump). The reports come from the compiler: only a GPU can show that a
-kernel also launches and is correct. Does not depend on our kernels.
+kernel also launches and is correct. Does not depend on the kernels themselves.
 """
 
 from __future__ import annotations

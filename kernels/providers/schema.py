@@ -11,9 +11,10 @@ import torch
 class SchemaCall:
     """An operator that is called by the argument names in its schema.
 
-    An argument that is neither required nor optional gets the schema's default, or None if its type is optional, or
-    else its value in `neutral` (values that switch a feature off). An argument that this build of the operator does not
-    have is refused at construction if it is in `required`, and dropped from calls otherwise.
+    An argument that is neither required nor optional gets the schema's default. Without a default, it gets None if its
+    type is optional, and otherwise its value in `neutral` (values that switch a feature off). If this build of the
+    operator lacks an argument, the argument is refused at construction if it is in `required`, and otherwise dropped
+    from calls.
     """
 
     def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:
@@ -34,7 +35,7 @@ class SchemaCall:
             elif argument.name in neutral:
                 self._rest[argument.name] = neutral[argument.name]
             else:
-                raise ValueError(f"its operator {overload._schema.name} asks for {argument.name}, which we do not know")
+                raise ValueError(f"its operator {overload._schema.name} requires the unknown argument {argument.name}")
 
     def __call__(self, **given: Any) -> Any:
         return self._op(**{name: value for name, value in given.items() if name in self._known}, **self._rest)

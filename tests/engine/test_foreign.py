@@ -138,7 +138,7 @@ def test_what_a_chunk_leaves_to_the_next_matters(
         ("kimi-linear", "recurrent state of a kind that is not supported"),
         ("minimax", "recurrent state of a kind that is not supported"),
         ("mpt", "cannot run over blocks"),
-        ("recurrent-gemma", "does not belong to one layer alone"),
+        ("recurrent-gemma", "does not belong to exactly one layer"),
         ("rwkv", "neither attention heads nor states"),
     ],
 )
@@ -152,7 +152,7 @@ def test_products_of_torch_are_noticed_and_refused_unless_allowed(
 ) -> None:
     monkeypatch.setattr(packed_weight, "pack", lambda model, deterministic, bits: [])
     runner = runner_of(checkpoint("llama"))
-    with pytest.raises(UnsupportedModel, match="depends on what is computed beside it"):
+    with pytest.raises(UnsupportedModel, match="depends on the other rows of its batch"):
         row_check.check_rows(runner)
     allowed = runner_of(checkpoint("llama"), allow_variant_numerics=True)
     row_check.check_rows(allowed)

@@ -36,5 +36,5 @@ def test_arrays_arrive(device: torch.device) -> None:
 
 
 def test_more_than_fits_is_refused(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="128 bytes do not fit 64"):
+    with pytest.raises(ValueError, match="128 bytes do not fit into a buffer of 64"):
         StepBuffer(64, device).place(SHAPES)

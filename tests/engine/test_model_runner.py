@@ -50,7 +50,7 @@ def test_numpy_arrays_and_tensors_are_bound_without_a_copy(runner: ModelRunner) 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"dtype": "float16", "device": "cpu"}, "dtype float16 needs a GPU; on a CPU take bfloat16 or float32"),
+        ({"dtype": "float16", "device": "cpu"}, "dtype float16 needs a GPU; on a CPU use bfloat16 or float32"),
         ({"kv_cache_dtype": "fp8_e4m3", "device": "cpu"}, "attention provider cpu has no fp8 cache; --kv-cache-dtype"),
         ({"attention_backend": "fa3", "device": "cpu"}, "attention provider fa3 needs a GPU of compute capability 9.0"),
         ({"attention_backend": "triton", "device": "cpu"}, "provider triton runs on a CPU only as a rehearsal"),
@@ -68,7 +68,7 @@ def test_what_this_machine_cannot_do_is_refused_in_one_sentence(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(ModelError, match="device cuda was asked for, but torch sees no GPU"):
+    with pytest.raises(ModelError, match="device cuda was requested, but torch finds no GPU"):
         ModelRunner(RunnerSettings(tmp_path, device="cuda"))
 
 

@@ -191,7 +191,7 @@ def test_an_operator_that_asks_for_more_or_lacks_an_argument_is_refused(
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
     more = VLLM[0].replace("int sm_margin", "int sm_margin, int moon_phase")
     less = VLLM[0].replace("Tensor? page_table, ", "")
-    reasons = ((more, "asks for moon_phase, which we do not know"), (less, "has no argument page_table"))
+    reasons = ((more, "requires the unknown argument moon_phase"), (less, "has no argument page_table"))
     for number, (schema, reason) in enumerate(reasons):
         namespace = f"looseleaf_test_fa3_{number}"
         monkeypatch.setattr(fa3, "NAMESPACES", (namespace,))
