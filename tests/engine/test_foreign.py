@@ -139,7 +139,7 @@ def test_what_a_chunk_leaves_to_the_next_matters(
         ("minimax", "recurrent state of a kind that is not supported"),
         ("mpt", "cannot run over blocks"),
         ("recurrent-gemma", "does not belong to exactly one layer"),
-        ("rwkv", "neither attention heads nor states"),
+        ("rwkv", "neither attention heads nor a known kind"),
     ],
 )
 def test_what_would_give_wrong_numbers_is_refused_by_name(checkpoint: Make, name: str, why: str) -> None:
