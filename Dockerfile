@@ -1,9 +1,9 @@
 # Images of Looseleaf. Targets:
-#   gateway      front of the system; no torch
-#   block_store  owner of the arena; no torch
-#   worker       prefill and decode; torch's CPU build where PyTorch's own index can be reached (PyPI's brings CUDA)
-#   worker-gpu   the same for a GPU: both roles in one process, and the C compiler that Triton calls. The last stage,
-#                since a builder without BuildKit builds every stage above the one that is asked for
+#   gateway      the gateway; no torch
+#   block_store  the owner of the arena; no torch
+# worker prefill and decode; torch's CPU build if PyTorch's own index can be reached (PyPI's build includes CUDA)
+#   worker-gpu   the same for a GPU: both roles in one process, and the C compiler that Triton calls. This is the last
+#                stage, because a builder without BuildKit builds every stage above the requested one
 
 FROM python:3.11-slim-bookworm AS build
 RUN apt-get update \
@@ -23,14 +23,14 @@ COPY pyproject.toml /tmp/pyproject.toml
 RUN python -c "import tomllib; print(*tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
         > /tmp/requirements.txt \
     && pip install -r /tmp/requirements.txt
-# A volume mounted here takes over the owner: compose keeps the launch's secrets in one.
+# A volume that is mounted here inherits the owner; compose keeps the deployment's secrets in one.
 RUN install -d -o 10001 -g 10001 -m 0700 /run/looseleaf
 STOPSIGNAL SIGTERM
 
 FROM base AS worker
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# libgomp is torch's own; nothing else of a compiler is needed at run time.
+# torch brings its own libgomp; no other part of a compiler is needed at run time.
 RUN index=; \
     if [ -n "$TORCH_INDEX" ] \
        && python -c "import urllib.request as u; u.urlopen('$TORCH_INDEX/torch/', timeout=5)" 2>/dev/null; \
@@ -38,7 +38,7 @@ RUN index=; \
     pip install $index "$TORCH" && du -sh /opt/venv
 COPY --from=build /wheels /wheels
 RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine,transformers,gguf]" && pip check
-# The model that is served when none is given: a small one with random weights.
+# The default model: a small one with random weights.
 RUN python -c "from engine.tiny import make_checkpoint; make_checkpoint('/opt/looseleaf/tiny', 'llama', seed=0)" \
     && chmod -R a+rX /opt/looseleaf
 USER 10001:10001
@@ -63,7 +63,7 @@ CMD ["python", "-m", "block_store", "--host", "0.0.0.0", "--port", "50054", "--d
 
 FROM worker AS worker-gpu
 USER root
-# Triton compiles a launcher in C for each kernel that it meets, against the Python.h of the base image.
+# Triton compiles a launcher in C for each kernel, with the Python.h of the base image.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \

@@ -1,5 +1,5 @@
-# `make serve` and `make test` work as the first command on a bare clone: they need python3 (3.11 or later), a C++
-# compiler and make, and install the rest into .venv. Flags go in ARGS: make serve ARGS="--prefill 2 --port 8080"
+# `make serve` and `make test` work as the first command in a fresh clone. They need python3 (3.11 or later), a C++
+# compiler and make, and install everything else into .venv. ARGS takes flags: make serve ARGS="--prefill 2 --port 8080"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,11 +9,12 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# PyPI's build of torch brings gigabytes of CUDA, so a host without a GPU takes PyTorch's own CPU build where it can.
+# PyPI's build of torch includes gigabytes of CUDA libraries, so a host without a GPU uses PyTorch's own CPU build if it
+# can reach the index.
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0),,https://download.pytorch.org/whl/cpu)
 VENV ?= .venv
 PY := $(VENV)/bin/python
-# Errors are shown, warnings are not.
+# Hides pip's warnings, but not its errors.
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 ARGS ?=
 BUF_VERSION := 1.75.0
@@ -22,7 +23,7 @@ USERS ?= 32
 RUN_TIME ?= 60s
 
 PROTOS := $(wildcard protos/v1/*.proto)
-# Tests that do not mind what runs beside them: two at a time, the others one by one.
+# Tests that can run beside other tests. They run two at a time, and the other tests run one at a time.
 TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
@@ -41,10 +42,10 @@ test: dev ## run the tests that need no container engine (ARGS="tests/gateway -k
 	$(PY) -m pytest -m "not compose and not families and not third_party" $(addprefix --ignore=,$(TOGETHER)) || status=$$?
 	exit $$status
 
-families: dev ## every family of the backend over transformers through real services
+families: dev ## run every model family that transformers defines through real services
 	@exec $(PY) -m pytest -m families tests/equality
 
-test-third-party: dev ## third-party clients, which it installs outside of here, against a real server; writes docs/clients.md
+test-third-party: dev ## test third-party clients against a real server; installs them outside the repository, writes docs/clients.md
 	@exec nice -n 10 $(PY) -m pytest -m third_party tests/third_party $(ARGS)
 
 wheel: $(VENV)/.created ## build dist/looseleaf-*.whl: kernels for every instruction set, the built-in model
@@ -52,7 +53,7 @@ wheel: $(VENV)/.created ## build dist/looseleaf-*.whl: kernels for every instruc
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	ls -sh dist
 
-check: dev lint types imports proto-check buf-lint ## linter, types, import rules, protos
+check: dev lint types imports proto-check buf-lint ## check style, types, import rules and protos
 
 lint: dev
 	@$(PY) -m ruff check .
@@ -88,32 +89,32 @@ buf-lint:
 	"$(BUF)" lint --path protos
 	echo "buf: protos are clean"
 
-bench: install ## kernels, decode steps, start-up, served workloads, memory; kept in docs/benchmarks/cpu (ARGS=--quick)
+bench: install ## measure kernels, decode steps, start-up, workloads and memory; stored in docs/benchmarks/cpu (ARGS=--quick)
 	@exec $(PY) -m bench.served.cpu $(ARGS)
 
-bench-peers: install ## beside vLLM, llama.cpp, OpenVINO, transformers (PEERS=<their harness> ROOT=<its environments>)
+bench-peers: install ## compare with vLLM, llama.cpp, OpenVINO, transformers (PEERS=<their harness> ROOT=<its environments>)
 	@test -n "$(PEERS)" -a -n "$(ROOT)" || { echo "PEERS= names the peers' harness, ROOT= what its README sets up" >&2; exit 2; }
 	exec $(PY) -m bench.served.peers --peers "$(PEERS)" --root "$(ROOT)" $(ARGS)
 
-bench-sharing: install ## blocks that samples and beams share, beside the PagedAttention paper's numbers
+bench-sharing: install ## count the blocks that samples and beams share, and compare with the PagedAttention paper
 	@exec $(PY) -m bench.served.sharing $(ARGS)
 
-bench-waste: install ## KV memory that holds nothing, under a mixed load
+bench-waste: install ## measure unused KV memory under a mixed load
 	@exec $(PY) -m bench.served.waste $(ARGS)
 
-bench-frontend: install ## CPU time of gateway and decode front end for each streamed token
+bench-frontend: install ## measure the CPU time of the gateway and of decode's RPC for each streamed token
 	@exec $(PY) -m bench.served.frontend $(ARGS)
 
-bench-preemption: install ## swapping and giving back against an arena with room, by block size
+bench-preemption: install ## compare swapping and giving back with an arena that has enough blocks, by block size
 	@exec $(PY) -m bench.served.preemption $(ARGS)
 
-bench-recovery: install ## kill -9 of the only decode worker in mid-stream: longest gap with a spare worker and without
+bench-recovery: install ## kill -9 the only decode worker during a stream: longest gap with and without a spare worker
 	@exec $(PY) -m bench.served.recovery $(ARGS)
 
-bench-hostile: install ## what hostile HTTP bodies cost other streams, and the gateway's memory
+bench-hostile: install ## measure the effect of hostile HTTP bodies on other streams and on the gateway's memory
 	@exec $(PY) -m bench.served.hostile $(ARGS)
 
-model-check: dev ## the models of the ledger and of both workers' blocks, at length (small tiers are part of the tests)
+model-check: dev ## run the models of the ledger and of both workers' blocks at full length (`make test` runs short versions)
 	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99 MODEL_CHECK_WORLDS=100
 	ledger="$$(printf 'block_store/test_machine.py::test_random_operations_keep_the_invariants[%s]\n' 0 1 2 3 4 5 6 7)"
 	workers="$$(printf 'equality/test_machine.py::test_no_order_of_events_costs_a_block_or_a_token[%s]\n' 0 1 2 3 4 5 6 7)"
@@ -121,40 +122,40 @@ model-check: dev ## the models of the ledger and of both workers' blocks, at len
 		block_store/test_small_world.py "$$workers" 'equality/test_machine.py -k phase' |
 		xargs -P 2 -I{} sh -c '$(PY) -m pytest --timeout 7200 -q tests/{}'
 
-chaos: dev ## services killed, frozen and robbed of Redis, answers compared (ARGS="--trials 5 --scenario decode-kill")
+chaos: dev ## kill and freeze services, stop Redis, and compare all answers (ARGS="--trials 5 --scenario decode-kill")
 	@exec $(PY) -m testing.chaos $(or $(ARGS),--scenario all)
 
-fuzz: dev ## a million inputs that nobody should send, to every port (ARGS="--inputs 20000 --seed 2")
+fuzz: dev ## send a million invalid inputs to every port (ARGS="--inputs 20000 --seed 2")
 	@exec $(PY) -m testing.fuzz $(ARGS)
 
-mutants: dev ## small bugs put in one at a time: which of them no test notices (ARGS="--only decode_svc --count 20")
+mutants: dev ## mutation testing: list the small bugs that no test detects (ARGS="--only decode_svc --count 20")
 	@exec nice -n 19 $(PY) -m tools.mutants $(ARGS)
 
-load: dev ## locust against a running server, else one it starts (USERS=32 RUN_TIME=60s)
+load: dev ## run locust against a running server, or start one (USERS=32 RUN_TIME=60s)
 	@exec $(PY) -m loadtest --users $(USERS) --run-time $(RUN_TIME) $(ARGS)
 
-test-compose: dev ## bring docker-compose.yml up for real and test it (needs a container engine)
+test-compose: dev ## start docker-compose.yml and test it (needs a container engine)
 	@exec $(PY) -m pytest -m compose tests/compose $(ARGS)
 
-# --- on a GPU host: gpu-carry here, the others there (they install nothing; see tools/gpu/host.sh) ---
+# --- GPU host: run gpu-carry here and the others on the host (they install nothing; see tools/gpu/host.sh) ---
 
-gpu-carry: dev ## collect in .carry what a GPU host without a network lacks
+gpu-carry: dev ## collect in .carry the packages that a GPU host without a network lacks
 	@exec $(PY) tools/gpu/carry.py $(ARGS)
 
-gpu-check: ## every kernel, provider and test of token equality on this GPU
+gpu-check: ## test every kernel, every provider and token equality on this GPU
 	@. tools/gpu/host.sh
 	exec python3 tools/gpu/check.py $(ARGS)
 
-gpu-bench: ## kernels, decode steps and served runs on this GPU, transformers beside them
+gpu-bench: ## measure kernels, decode steps and served runs on this GPU, and transformers for comparison
 	@. tools/gpu/host.sh
 	exec bash tools/gpu/bench.sh $(ARGS)
 
-clean: ## remove .venv and what was built
+clean: ## remove .venv and all build outputs
 	@rm -rf $(VENV) build *.egg-info kernels/*.so block_store/arena/*.so
 
-# --- installation: stamps, so that a warm start costs nothing and a changed kernel is rebuilt ---
+# --- installation: stamp files, so that a warm start does no work and a changed kernel is rebuilt ---
 
-install: # what serving and measuring need: packages, and beside pip the compiler
+install: # installs packages and, at the same time, compiles the kernels, for serving and measuring
 	@$(MAKE) --silent --jobs=2 $(VENV)/.installed $(VENV)/.compiled
 
 dev: install $(VENV)/.developing

@@ -18,13 +18,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-# Bits must not depend on the optimiser: no -ffast-math, and multiply-adds fuse only where the source says fma.
+# Bits must not depend on the optimiser: -ffast-math is off, and a multiply-add is fused only where the source says fma.
 CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread"]
 ISA_FLAGS = {
     "avx512": [
         "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
         "-mprefer-vector-width=512", "-DLL_AVX512",
-        "-Wno-maybe-uninitialized",  # gcc 12 warns of its own header, thousands of lines
+        "-Wno-maybe-uninitialized",  # gcc 12 prints thousands of lines of warnings about its own header
     ],
     "avx2": ["-mavx2", "-mfma", "-mf16c", "-DLL_AVX2"],
     "portable": ["-DLL_PORTABLE", "-Wno-psabi"],

@@ -17,13 +17,14 @@ PAGE = ROOT / "docs" / "clients.md"
 _HEAD = """\
 # Clients
 
-Third-party clients, unmodified, against a running server with the built-in model. `make test-third-party` installs
-each client in a directory of its own below `~/.cache/looseleaf-clients` (or `$LOOSELEAF_CLIENTS`), runs the scripts of
-`tests/third_party/clients` and writes this page, so do not edit it. Tools are tried on the same weights with a chat
-template of the Hermes family, because the built-in model's own template knows no tools ([chat.md](chat.md)).
+This page shows which third-party clients work with Looseleaf. `make test-third-party` installs each client, unmodified,
+in a separate directory below `~/.cache/looseleaf-clients` (or `$LOOSELEAF_CLIENTS`). It runs the scripts in
+`tests/third_party/clients` against a server with the built-in model, and writes this page, so do not edit it. The tests
+of tools use the same weights with a chat template of the Hermes family, because the built-in model's own template does
+not support tools ([chat.md](chat.md)).
 
-"works" lists what was tried and did what its users expect. "limits" lists what the server refuses, which is checked
-too, and remarks about the client.
+The column "works" lists the features that behaved as users expect. The column "limits" lists the features that the
+server refuses (the scripts check this too) and remarks about the client.
 
 """
 
@@ -65,7 +66,7 @@ def write(rows: Sequence[Row]) -> None:
     """Writes the page."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     now = datetime.now(UTC).strftime("%Y-%m-%d")
-    lines = ["| client | version | as expected | works | limits |", "|---|---|---|---|---|"]
+    lines = ["| client | version | passed | works | limits |", "|---|---|---|---|---|"]
     lines += [
         "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row.cells()) + " |" for row in rows
     ]

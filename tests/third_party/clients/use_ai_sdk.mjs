@@ -34,7 +34,7 @@ await works('@ai-sdk/openai: chat, completion', async () => {
   await sameStreamed(openai.completion(MODEL))
 })
 
-await works('tools: a call that is enforced, run, and its result sent back', async () => {
+await works('tools: an enforced call, which is run and whose result is sent back', async () => {
   const seen = []
   const inputSchema = z.object({ city: z.enum(['Paris', 'Rome']) })
   const weather = tool({ inputSchema, execute: async ({ city }) => { seen.push(city); return 'sun' } })
@@ -53,7 +53,7 @@ await works('streamed call', async () => {
   assert.ok(['Paris', 'Rome'].includes(call.input.city))
 })
 
-await works('Output.object, whole and streamed', async () => {
+await works('Output.object, complete and streamed', async () => {
   const options = { ...ask, model: provider(MODEL), maxOutputTokens: 100, output: Output.object({ schema: hero }) }
   const reply = await generateText(options)
   assert.ok(['fox', 'wolf'].includes(reply.output.kind))

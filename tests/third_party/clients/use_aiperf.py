@@ -16,8 +16,8 @@ REQUESTS = 16
 
 
 @works(
-    f"profile: {REQUESTS} streamed chats, four at once; it reads /metrics too",
-    "a local tokenizer must be named by a relative path, without HF_HUB_OFFLINE",
+    f"profile: {REQUESTS} streamed chats, four at once; also reads /metrics",
+    "the path of a local tokenizer must be relative, and HF_HUB_OFFLINE must not be set",
 )
 def profile() -> None:
     shutil.copytree(os.environ["LOOSELEAF_MODEL_DIRECTORY"], SCRATCH / "tokenizer" / MODEL, dirs_exist_ok=True)

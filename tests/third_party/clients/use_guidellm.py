@@ -15,7 +15,7 @@ TOKENIZER = os.environ["LOOSELEAF_MODEL_DIRECTORY"]
 REQUESTS = 16
 
 
-@works(f"benchmark: {REQUESTS} chats of synthetic text, two streams, none fails")
+@works(f"benchmark: {REQUESTS} chats of synthetic text, two streams, without errors")
 def benchmark() -> None:
     command = [
         str(Path(sys.executable).parent / "guidellm"), "run",

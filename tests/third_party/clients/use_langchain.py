@@ -66,7 +66,7 @@ def completions() -> None:
     assert all(model.batch(["Once upon a time", "The wolf"]))
 
 
-@works("bind_tools: a call that is enforced, run, and its result sent back")
+@works("bind_tools: an enforced call, which is run and whose result is sent back")
 def tools() -> None:
     message = agent.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False, strict=True).invoke(ASK)
     [call] = message.tool_calls
@@ -84,7 +84,7 @@ def streamed_call() -> None:
 
 
 @works(
-    "with_structured_output: json_schema, function_calling", "json_mode asks for any object: the fields are the model's"
+    "with_structured_output: json_schema, function_calling", "json_mode allows any object: the model chooses the fields"
 )
 def structured() -> None:
     for method in ("json_schema", "function_calling"):

@@ -68,8 +68,8 @@ def asynchronous() -> None:
 
 
 @works(
-    "a call that is enforced, streamed too, and its result sent back",
-    "tools need the package mcp beside it; hosted_vllm drops additionalProperties from schemas",
+    "an enforced call (also streamed), whose result is sent back",
+    "tools also need the package mcp; hosted_vllm drops additionalProperties from schemas",
 )
 def tools() -> None:
     asked: Any = {"base": TOOLS_URL, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}

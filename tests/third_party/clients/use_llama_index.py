@@ -53,7 +53,7 @@ def asynchronous() -> None:
     assert whole.message.content == "".join(part.delta or "" for part in parts)
 
 
-@works("chat_with_tools: a call that is enforced, and its result sent back")
+@works("chat_with_tools: an enforced call, whose result is sent back")
 def tools() -> None:
     tool = FunctionTool.from_defaults(get_weather)
     reply = agent.chat_with_tools([tool], chat_history=ASK, tool_required=True)

@@ -42,7 +42,7 @@ metric_list:
 
 @works(
     "local-completions: log-likelihoods of a multiple-choice task",
-    "give add_bos_token=True: without it, it sends prompts without BOS, and the scores are others",
+    "set add_bos_token=True; otherwise lm-eval sends prompts without BOS, and the scores differ",
 )
 def loglikelihood() -> None:
     tasks = SCRATCH / "tasks"

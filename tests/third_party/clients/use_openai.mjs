@@ -54,7 +54,7 @@ await works('a stream that is aborted', async () => {
   assert.ok(await client.chat.completions.create(asked))
 })
 
-await works('runTools(): a call that is enforced, and its result sent back', async () => {
+await works('runTools(): an enforced call, whose result is sent back', async () => {
   const seen = []
   const weather = { name: 'get_weather', parameters, parse: JSON.parse, function: ({ city }) => seen.push(city) && 'sun' }
   const runner = agent.chat.completions.runTools({
@@ -81,7 +81,7 @@ await works('parse() with zod, strict JSON schema', async () => {
   assert.ok(['fox', 'wolf'].includes(reply.choices[0].message.parsed.kind))
 })
 
-await works('responses, whole and streamed', async () => {
+await works('responses, complete and streamed', async () => {
   const input = { model: MODEL, input: 'Tell me a story.', max_output_tokens: 16, temperature: 0 }
   const whole = await client.responses.create(input)
   let text = ''

@@ -135,7 +135,7 @@ def many_at_once() -> None:
     assert all(reply.choices[0].message.content for reply in asyncio.run(ask()))
 
 
-@works("a call that is enforced, and its result sent back")
+@works("an enforced call, whose result is sent back")
 def tools() -> None:
     message = call().choices[0].message
     [made] = message.tool_calls
@@ -167,7 +167,7 @@ def structured() -> None:
     assert reply.choices[0].message.content in ("fox", "wolf")
 
 
-@works("responses, whole and streamed")
+@works("responses, complete and streamed")
 def responses() -> None:
     asked: Any = {"model": MODEL, "input": "Tell me a story.", "max_output_tokens": 16, "temperature": 0}
     whole = client.responses.create(**asked)
@@ -211,7 +211,7 @@ def images() -> None:
     chat(messages=[{"role": "user", "content": [part]}])
 
 
-@refused("tools with the built-in model, whose template has none", "tools")
+@refused("tools with the built-in model, whose template does not support them", "tools")
 def no_tools() -> None:
     chat(tools=[WEATHER])
 

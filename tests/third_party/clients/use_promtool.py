@@ -8,7 +8,7 @@ import urllib.request
 from tried import URL, run, works
 
 
-@works("check metrics", 'it objects to the colon in "vllm:...", names that vLLM chose')
+@works("check metrics", 'it rejects the colon in "vllm:...", the names that vLLM uses')
 def check_metrics() -> None:
     with urllib.request.urlopen(f"{URL}/metrics", timeout=30) as reply:
         page = reply.read()
