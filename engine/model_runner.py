@@ -168,9 +168,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> torch.Tensor:
-        """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the requested rows.
-        They are valid until the next step. On a GPU they stay on the device, and the call returns after the step's
-        completion event.
+        """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the requested rows,
+        valid until the next step. On a GPU they stay on the device; the call returns after the step's completion event.
         """
         self.device.enter()
         bound = self.binding

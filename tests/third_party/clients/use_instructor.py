@@ -47,7 +47,10 @@ def strict() -> None:
     hero(instructor.Mode.TOOLS_STRICT, TOOLS_URL)
 
 
-@works("mode JSON with an explicit schema (extra_body)", "mode JSON alone allows any object: the model must know the fields")
+@works(
+    "mode JSON with an explicit schema (extra_body)",
+    "mode JSON alone allows any object: the model must know the fields",
+)
 def with_schema() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "hero", "schema": Hero.model_json_schema()}}
     hero(instructor.Mode.JSON, extra_body={"response_format": schema})
