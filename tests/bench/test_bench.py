@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic on made-up tables, and one real run of a watched server."""
+"""The arithmetic of the benchmarks on example tables, and one real run of a watched server."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_watched_server_says_what_samples_share(tmp_path: Path) -> None:
     assert len(done.samples) == 4
     assert all(record.held_blocks == record.own_blocks for record in steps)
     largest = max(steps, key=lambda record: record.table_blocks)
-    # 32 prompt tokens are two blocks for all; 23 more positions of each are two blocks of its own
+    # 32 prompt tokens are two shared blocks; the next 23 positions of each sample are two private blocks
     assert (largest.table_blocks, largest.own_blocks, largest.num_running) == (16, 10, 4)
     assert (steps[-1].num_tickets, steps[-1].ticket_blocks, steps[-1].copied_blocks) == (1, 2, 0)
     assert steps[-1].held_blocks == 0

@@ -1,4 +1,4 @@
-"""`make bench`: what is kept, and the page made of it."""
+"""`make bench`: the stored results, and the page that is made from them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_unknown_part_is_refused() -> None:
 
 def test_size_of_the_benchmarks_model() -> None:
     config = json.loads((REPOSITORY / "models/configs/llama-125m/config.json").read_text())
-    assert llama_bytes(config) == 2 * 124_668_672  # its parameters, as counted by transformers
+    assert llama_bytes(config) == 2 * 124_668_672  # the number of parameters, as transformers counts them
 
 
 def test_memory_is_told_by_mapping() -> None:

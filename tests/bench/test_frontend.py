@@ -1,4 +1,4 @@
-"""The front ends' benchmark: its arithmetic, and one short run of everything it measures."""
+"""The benchmark of the front ends: its arithmetic, and one short run of all its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_medians_go_into_nested_numbers() -> None:
 
 
 def test_a_short_run_measures_both_front_ends_beside_the_floors() -> None:
-    # So many messages that what else a process does in half a second is little beside them.
+    # There are so many messages that the process's other work in half a second is negligible.
     settings = FrontendSettings(streams=8, rate=50.0, seconds=0.5, rounds=1, full_rate=0.0)
     found = measure(settings)
     show(found)

@@ -1,4 +1,4 @@
-"""The comparison with peers: its arithmetic, and its machinery on real processes with a stand-in for the harness."""
+"""The comparison with peers: its arithmetic, and runs with real processes and a stand-in for the harness."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_repetitions_beside_others_are_counted() -> None:
 def test_a_gap_counts_if_the_prompt_was_there_in_it() -> None:
     stamps = [[0.0, 1.0, 2.0, 5.0, 5.1], [0.0, 0.5, 2.5, 2.6, 9.0]]
     found = peers_gap.summarise(stamps, sent=2.0, first=2.4)
-    # 2.6 -> 9.0 begins within a moment of the first token; 5.0 -> 5.1 long after
+    # 2.6 -> 9.0 begins shortly after the first token; 5.0 -> 5.1 begins long after it
     assert (found.worst_ms, found.usual_ms, found.ttft_ms) == (6400.0, 1000.0, 400.0)
     assert peers_gap.summarise(stamps, sent=2.0, first=2.2).worst_ms == 3000.0
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
-    """Scripts with the harness' interface: a client that says what it was asked, and servers."""
+    """Scripts with the harness' interface: servers, and a client that prints its arguments."""
     scripts, root = tmp_path / "scripts", tmp_path / "root"
     for folder in (scripts, root / "base" / "bin", root / "models" / "M-bfloat16"):
         folder.mkdir(parents=True)
@@ -103,7 +103,7 @@ def state(pid: int) -> str:
 
 
 def await_stop(pid: int) -> None:
-    """SIGSTOP takes effect when the process is next scheduled."""
+    """Waits until the process is stopped. SIGSTOP takes effect when the process is next scheduled."""
     wait_for(lambda: state(pid), lambda now: now == "T", 5.0, "not stopped")
 
 
@@ -140,7 +140,7 @@ def test_rounds_take_turns_and_drop_what_fails(harness: Harness) -> None:
     first, second = [(peer, test) for peer, test, _ in told[:4]], [(peer, test) for peer, test, _ in told[4:]]
     assert first == [(p, t) for p in ("llamacpp", "transformers") for t in ("prefill1", "prefill8")]
     assert second == [(p, t) for p in ("transformers", "llamacpp") for t in ("prefill1", "prefill8")]
-    assert {seed for *_, seed in told[:4]} != {seed for *_, seed in told[4:]}  # prompts of its own each round
+    assert {seed for *_, seed in told[:4]} != {seed for *_, seed in told[4:]}  # each round has different prompts
     assert rounds.failures == {"vllm M prefill1,prefill8": "no such thing"}
 
 

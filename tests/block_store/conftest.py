@@ -1,4 +1,4 @@
-"""A private Redis for the whole run, a fresh store for each test, and the stand-in for the CUDA driver."""
+"""Fixtures: a private Redis for the whole run, a fresh store for each test, and the stand-in for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testing.ledger.store import TestStore
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A short directory on shared memory."""
+    """A directory in shared memory with a short path."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="ll-test-"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
@@ -29,7 +29,7 @@ def shm() -> Iterator[Path]:
 def redis_handle() -> Iterator[RedisHandle]:
     directory = tempfile.mkdtemp(prefix="ll-redis-")
     handle = redis_server.connect(None, directory, confined=False)
-    # A machine that is busy elsewhere may let Redis wait for seconds; no answer would count as a refusal here.
+    # On a busy machine, Redis may not run for seconds. Without this, a missing answer would count as a refusal.
     handle.client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
     yield handle
     handle.close()
@@ -45,7 +45,7 @@ def store(redis_handle: RedisHandle, shm: Path) -> Iterator[TestStore]:
 
 @pytest.fixture(scope="session")
 def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The stand-in for libcuda.so.1, built."""
+    """The path of the compiled stand-in for libcuda.so.1."""
     library = tmp_path_factory.mktemp("cuda") / "libcuda.so"
     source = Path(__file__).parent / "stand_in_cuda.c"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-lpthread", "-lrt"], check=True)
@@ -54,7 +54,7 @@ def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def gpus(cuda_library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    """The driver of a machine with one empty GPU of 64 MiB, which other processes of this test see too."""
+    """The driver of a machine with one empty GPU of 64 MiB. Other processes of this test see the same GPU."""
     prefix = f"ll-cuda-{secrets.token_hex(4)}"
     monkeypatch.setenv("STAND_IN_CUDA", prefix)
     yield Cuda(cuda_library)

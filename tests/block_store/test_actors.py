@@ -1,4 +1,5 @@
-"""Workers stopped anywhere and woken later: the rules hold; with one of them broken the search finds wrong bytes."""
+"""Workers that are stopped at any point and woken later: with the rules, no wrong bytes are read. If a rule is broken,
+the search finds wrong bytes."""
 
 from __future__ import annotations
 

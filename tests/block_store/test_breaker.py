@@ -1,4 +1,4 @@
-"""A worker whose Redis is silent: it lives from its reserve, shares nothing, and makes up for everything later."""
+"""A worker whose Redis is silent: it uses its reserve, shares no blocks, and later makes up for the missed calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass
 class Silenceable:
-    """A store in a Redis of its own that can fall silent."""
+    """A store in a private Redis that can be made silent."""
 
     handle: RedisHandle
     store: TestStore
@@ -79,7 +79,7 @@ def silenceable(shm: Path) -> Iterator[Silenceable]:
 
 
 def items(held: HeldBlocks, refs: list[BlockRef], name: str) -> list[SealItem]:
-    """`refs` written, and what to seal them as."""
+    """Writes `refs`. Returns the items with which to seal them."""
     hashes = chain(name, len(refs))
     for ref, prefix_hash in zip(refs, hashes, strict=True):
         held.arena.data[ref.block] = content(prefix_hash)
@@ -137,7 +137,7 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
 
 
 def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silenceable) -> None:
-    """The header knows of the seals; the ledger that is built from it gets the rest."""
+    """The header records the seals. The ledger that is rebuilt from it receives the remaining calls."""
     held, store = silenceable.worker(reserve=6), silenceable.store
     kept = held.seal(items(held, held.alloc(2), "kept"))
     gone = held.seal(items(held, held.alloc(2), "gone"))
@@ -162,7 +162,7 @@ def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silencea
 
 @contextmanager
 def unheard(*names: str) -> Iterator[None]:
-    """The ledger does what it is asked; answers to these operations get lost."""
+    """The ledger executes these operations, but their answers are lost."""
     execute = LedgerScripts._execute
 
     def lose(self: LedgerScripts, name: str, *args: bytes | str | int) -> object:
@@ -198,8 +198,8 @@ def test_a_hand_over_whose_answer_is_lost_is_one_hand_over(silenceable: Silencea
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_the_answer_to_a_hand_over_is_for_nobody_else(silenceable: Silenceable, settled: bool) -> None:
-    """Its caller gave up; the same prompt comes again, in the very same blocks. It gets a ticket of its own, and what
-    the first one had got is let go."""
+    """The first caller gives up. Then the same prompt comes again, in the same blocks. It gets a new ticket, and the
+    references of the first ticket are released."""
     held, store = silenceable.worker(), silenceable.store
     refs = held.seal(items(held, held.alloc(3), "a"))
     attempt = Attempt()
@@ -207,7 +207,7 @@ def test_the_answer_to_a_hand_over_is_for_nobody_else(silenceable: Silenceable, 
         held.hand_over(tables_of(refs), attempt)
     held.holder.lease.probe()
     [old] = tickets(store)
-    if settled:  # by a call that came before the caller gave up
+    if settled:  # by a call that was made before the caller gave up
         held.alloc(0)
         held.holder.holdings()
     held.forget(attempt)
@@ -221,7 +221,7 @@ def test_the_answer_to_a_hand_over_is_for_nobody_else(silenceable: Silenceable, 
 
 @pytest.mark.parametrize("answer", ["hand_over", "claim"])
 def test_tables_of_more_blocks_than_a_call_takes(redis_handle: RedisHandle, shm: Path, answer: str) -> None:
-    """Handed over and claimed in pieces, of which each answer gets lost once."""
+    """The tables are handed over and claimed in parts, and the answer to each call is lost once."""
     store = TestStore(redis_handle.client, shm / "big", num_blocks=2 * CHUNK + 200)
     held, decode = store.held(), store.held()
     for worker in (held, decode):

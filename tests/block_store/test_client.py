@@ -82,14 +82,14 @@ WRITER = """if True:
 
 
 def test_what_a_killed_writer_wrote_waits_for_its_slot(store: TestStore, redis_handle: RedisHandle) -> None:
-    """A stopped process keeps its unsealed blocks from everybody; its death frees them. What it sealed is served on."""
+    """The unsealed blocks of a stopped process stay in quarantine until it dies. Its sealed blocks stay available."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(store.arena.directory), redis_handle.url], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     slot, epoch = (int(word) for word in process.stdout.readline().split())
     process.send_signal(signal.SIGSTOP)
-    sweep(store.ledger, store.arena, ())  # the writer took its time to start: after a gap nobody is reaped
+    sweep(store.ledger, store.arena, ())  # after a gap between sweeps, no holder is reaped
     store.expire(CallId(epoch, 0).epoch)  # type: ignore[arg-type]
     report = sweep(store.ledger, store.arena, ())
     assert report.reaped == (epoch,) and report.waiting_slots == (slot,)
@@ -119,7 +119,8 @@ def test_a_dead_writers_blocks_are_free_after_one_sweep(store: TestStore) -> Non
 
 
 class Forgetful(LedgerScripts):
-    """The real ledger, whose answers get lost as often as told: the operation happens, the caller does not hear."""
+    """The real ledger, but a given number of answers is lost: the operation takes effect, and the caller gets no
+    answer."""
 
     lose = 0
 
@@ -154,7 +155,7 @@ def test_readings_between_beats_do_not_look_like_an_older_ledger(store: TestStor
 
 
 def test_a_call_given_up_is_settled_before_the_next(store: TestStore) -> None:
-    """Its caller has gone; what it got in the ledger is not leaked."""
+    """The caller of the lost call is gone. The references that the call got must not leak."""
     ledger = forgetful(store)
     held = store.held()
     held.holder.lane.budget_s = -1.0

@@ -1,4 +1,4 @@
-"""What goes to the ledger's scripts, byte for byte, and what comes back."""
+"""The arguments and replies of the ledger's scripts, byte for byte."""
 
 from __future__ import annotations
 

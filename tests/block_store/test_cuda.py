@@ -1,4 +1,4 @@
-"""The calls to the driver, through the real ctypes code, against `stand_in_cuda.c`."""
+"""The driver calls, made by the real ctypes code to `stand_in_cuda.c`."""
 
 from __future__ import annotations
 

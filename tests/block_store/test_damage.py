@@ -1,6 +1,6 @@
-"""Values in Redis that no script of ours has written: nothing of them is believed, and the ledger is built anew.
+"""Values in Redis that our scripts did not write: they are detected, and the ledger is rebuilt.
 
-`python -m testing.chaos --scenario redis-garbled` changes thousands at random under load.
+`python -m testing.chaos --scenario redis-garbled` changes thousands of values at random under load.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def key(store: TestStore, name: str) -> str:
 
 
 def is_void(store: TestStore) -> bool:
-    """Whether somebody has asked for a rebuild."""
+    """Whether a rebuild has been requested."""
     try:
         store.ledger.lookup([chain("z", 1)])
     except StaleDataset:
@@ -99,7 +99,7 @@ def test_a_block_that_somebody_writes_does_not_come_out_of_quarantine(store: Tes
     writer = store.caller()
     [mine] = store.ledger.alloc(writer.lane(), 1)
     store.client.zadd(key(store, "quarantine"), {str(mine.block): 7})
-    store.client.lpop(key(store, "free"))  # so that the sums are right
+    store.client.lpop(key(store, "free"))  # so that the counts add up
     with pytest.raises(LedgerDamaged, match="listed as what it is not"):
         store.ledger.reap([7], gap_s=600)
 
@@ -196,7 +196,7 @@ REPLIES: dict[str, tuple[bytes, Callable[[HeldBlocks], object]]] = {
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_stored_reply_that_fits_no_call_is_not_taken_for_one(store: TestStore, name: str) -> None:
-    """The lane's number was changed too, so that the next call looks like a repetition of the last."""
+    """The lane's number is changed too, so that the next call looks like a repetition of the last one."""
     held = store.held()
     held.alloc(1)
     reply, call = REPLIES[name]

@@ -1,4 +1,5 @@
-"""Arenas whose blocks are in device memory: this process is the store, others are workers, or the other way round."""
+"""Arenas whose blocks are in device memory. This process is the store and other processes are workers, or vice
+versa."""
 
 from __future__ import annotations
 

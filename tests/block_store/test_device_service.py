@@ -1,4 +1,4 @@
-"""The store as a process whose arena is on a GPU, and workers attached to it: sizes, kills, restarts, no IPC."""
+"""The store as a process with an arena on a GPU, and attached workers: sizes, kills, restarts, missing IPC."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_workers_share_an_arena_sized_by_what_the_gpu_has_left(shm: Path, gpus: 
         roles = [needs(cuda_library, "p", weights_bytes=8 * MIB), needs(cuda_library, "d", "cuda")]
         prefill, decode = attach(store.address, roles)
         assert prefill.arena is decode.arena and prefill.held.epoch != decode.held.epoch
-        # 0.75 x 64 MiB - weights 8 - activations 2 - others 4 = 34, less 4 for alignment and 53 bytes a block
+        # 0.75 x 64 MiB - weights 8 - activations 2 - others 4 = 34, minus 4 for alignment and 53 bytes per block
         assert 27 * MIB < prefill.arena.num_blocks * LAYOUT.block_bytes <= 30 * MIB
         refs = fill(prefill, "a", 2)
         prefill.held.share(refs)
@@ -136,7 +136,7 @@ def test_a_restarted_store_makes_a_new_arena_and_workers_end_themselves(
                 attached.renew()
             assert again.inspect().arena_id == ""
             member.withdraw()
-            attached.arena.data.close()  # as the end of the process does
+            attached.arena.data.close()  # like the end of the process
             [successor] = attach(again.address, [needs(cuda_library)])
             assert successor.arena.arena_id != attached.arena.arena_id
             assert successor.held.acquire([chain("a", 2)]) == [[]]

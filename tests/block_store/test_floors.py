@@ -1,4 +1,4 @@
-"""Floors: what the store grants, what a worker registers with, and what the registry says of it."""
+"""Floors: the floor that the store grants, the one that a worker registers with, and the one in the registry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_BLOCKS = 64
 
 
 class TinyModel:
-    """As far as the registry's record speaks of a model."""
+    """The fields of a model that the registry's record needs."""
 
     layout = LAYOUT
     weights_bytes = 0
@@ -90,7 +90,8 @@ def test_workers_register_with_what_they_are_granted_and_say_so(
 
 
 def test_one_worker_more_than_the_store_was_told_of(running: StoreProcess, caplog: pytest.LogCaptureFixture) -> None:
-    """It gets what it asked for, and no more when it comes back while others are away: they could not rejoin."""
+    """The worker gets the floor that it asked for. If it returns while others are away, it gets no more, because
+    otherwise they could not rejoin."""
     told_of = attach(running.address, [needs("d0", "decode", 12), needs("d1", "decode", 12)])
     granted = 12 + (NUM_BLOCKS - 2 * 12) // 4
     assert floors(running) == {"d0": granted, "d1": granted}
@@ -117,5 +118,5 @@ def test_a_found_arena_grants_by_its_own_size(shm: Path) -> None:
 
 
 def floors(store: StoreProcess) -> dict[str, int]:
-    """As the ledger has them."""
+    """Returns the floors in the ledger."""
     return {holder.name: holder.floor_blocks for holder in store.inspect().holders}

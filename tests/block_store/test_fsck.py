@@ -1,4 +1,4 @@
-"""Every kind of difference is made by hand, found, and repaired by a rebuild; a store at work has none."""
+"""Every kind of difference is created by hand, found by fsck, and repaired by a rebuild. A running store has none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def filled(held: HeldBlocks, name: str, n: int) -> list[BlockRef]:
 
 
 def look(store: TestStore, *workers: HeldBlocks) -> Findings:
-    """fsck while the workers beat, without waiting for their threads."""
+    """Runs fsck with the workers' heartbeats made here, without waiting for their threads."""
     stop = threading.Event()
 
     def beat() -> None:

@@ -1,6 +1,6 @@
-"""An arena in the memory of a real GPU, through the real driver, as torch sees it. Skipped where there is no GPU.
+"""An arena in the memory of a real GPU, accessed through the real driver and through torch. Skipped without a GPU.
 
-Written without one: the first run is the first time that any of this meets a driver.
+These tests have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_the_driver_and_torch_agree_on_the_device() -> None:
 
 
 def test_what_becomes_of_a_mapping_whose_owner_was_killed(shm: Path) -> None:
-    """NVIDIA leaves it undefined; whatever it is, a worker ends itself and a new process can use the GPU."""
+    """NVIDIA leaves the behaviour undefined. In any case, the worker ends itself, and a new process can use the GPU."""
     torch.zeros(1, device="cuda")
     store = python(STORE, str(shm), Cuda().uuid(0).hex())
     assert line(store) == "ready"

@@ -68,7 +68,7 @@ def test_blocks_are_ready_to_write(store: TestStore) -> None:
 
 
 def test_nothing_comes_between_the_two_halves_of_a_rejoining(store: TestStore) -> None:
-    """While the beat thread is at it, whatever counts blocks waits."""
+    """While the beat thread rejoins, all operations that count blocks wait."""
     held, attempt = store.held(reserve=2), Attempt()
     [ref], ticket = filled(held, "a", 1), ticket_of(held, filled(held, "b", 1))
     calls: list[Callable[[], object]] = [
@@ -113,7 +113,8 @@ def test_a_header_ahead_of_the_ledger_stops_the_writer(store: TestStore) -> None
 
 @pytest.mark.parametrize("call", ["alloc", "acquire"])
 def test_a_late_holder_does_not_take_its_lateness_for_an_older_ledger(store: TestStore, call: str) -> None:
-    """It was stopped between the ledger's answer and its look at the header; by then others have its blocks."""
+    """The holder was stopped between the ledger's answer and its check of the header. Others have its blocks by
+    then."""
     held, name = store.held(), call
     filled(held, "a", 2)
     answer = getattr(held.holder, name)
@@ -148,7 +149,7 @@ def test_seal_of_a_known_prefix_moves_the_count(store: TestStore) -> None:
 
 
 def test_seal_keeps_its_own_block_where_the_indexed_one_lives_another_life(store: TestStore) -> None:
-    """Else the same prompt would get that block again and again, and be sent back by every reader."""
+    """Otherwise the same prompt would get the stale block again and again, and every reader would reject it."""
     one, two = store.held(), store.held()
     first = filled(one, "a", 2)
     store.arena.generations[first[1].block] += 1
@@ -282,7 +283,7 @@ def test_a_census_is_reported_to_once_it_is_heard_of(store: TestStore) -> None:
     held.holder.lease.beat()
     held.rejoining.settle_up()
     assert store.ledger.reports("c") == {held.epoch: ([], [])}
-    held._counts.pop(refs[2])  # what the ledger has and the holder knows nothing of
+    held._counts.pop(refs[2])  # now only the ledger has this reference
     held.rejoining.settle_up()
     other.holder.lease.beat()
     other.rejoining.settle_up()

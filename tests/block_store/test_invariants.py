@@ -1,4 +1,4 @@
-"""The scanner finds what is broken: the ledger's keys are damaged by hand, one invariant at a time."""
+"""The scanner finds damage: the ledger's keys are damaged by hand, one invariant at a time."""
 
 from __future__ import annotations
 

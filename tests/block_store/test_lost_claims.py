@@ -1,4 +1,4 @@
-"""A claim that got no answer, whether it was made or not: whatever comes next, each block is held once or by nobody."""
+"""A claim without an answer, which may or may not have taken effect: afterwards, each block is held at most once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HAPPENED = pytest.mark.parametrize("lost", [0, 1], ids=["not made", "made, unhea
 
 
 class Unheard:
-    """Prefill has handed `refs` over; decode's claim of them got no answer."""
+    """Prefill has handed `refs` over, and decode's claim of them got no answer."""
 
     def __init__(self, store: TestStore, num_blocks: int, lost: int) -> None:
         self.store, self.prefill, self.line = store, store.held("prefill"), LossyRedis(store.client)
@@ -106,7 +106,7 @@ def test_it_is_declined(unheard: Make, lost: int, silent: bool) -> None:
 
 @HAPPENED
 def test_it_is_declined_and_the_same_blocks_come_with_another_ticket(unheard: Make, lost: int) -> None:
-    """What was got by the claim that nobody wants is let go; not what a sequence has by now."""
+    """The references from the abandoned claim are released, but not those that a sequence now uses."""
     scene = unheard(lost)
     scene.decode.decline(scene.ticket, scene.attempt)
     assert scene.prefill.acquire([chain("a", 3)]) == [scene.refs]
@@ -124,7 +124,7 @@ def test_the_ticket_ends_meanwhile(unheard: Make, lost: int) -> None:
     scene = unheard(lost)
     scene.expire_ticket()
     scene.heal()
-    if lost:  # it was claimed in time
+    if lost:  # the claim took effect in time
         scene.decode.claim(scene.ticket, scene.attempt)
         scene.decode.release(scene.refs)
     else:

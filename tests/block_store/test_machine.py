@@ -1,4 +1,5 @@
-"""The ledger under random operations of several holders: all invariants after every step, and seeded bugs are found."""
+"""The ledger under random operations of several holders: all invariants hold after every step, and seeded bugs are
+found."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedS
         def teardown(self) -> None:
             try:
                 self.walk.finish()
-            finally:  # a walk that fails leaves nothing behind either
+            finally:  # cleans up even if the walk fails
                 self.store.close()
                 shutil.rmtree(self.store.arena.directory)
 
@@ -246,7 +247,7 @@ MUTANTS = {**NAMED, **MORE}
 
 
 def found_after(redis: RedisHandle, directory: Path, mutant: list[Edit], walks: int) -> int | None:
-    """Number of the walk that stumbled, or None. Each walk has a store of its own."""
+    """Returns the number of the first walk that failed, or None. Each walk has its own store."""
     for seed in range(walks):
         store = TestStore(redis.client, directory / str(seed))
         sources = {operation: library() + lua(operation) for operation, _, _ in mutant}

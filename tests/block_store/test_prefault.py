@@ -1,4 +1,5 @@
-"""Memory that is taken before the arena's size is known: less, as much, more than it needs, and none left behind."""
+"""Memory that is allocated before the arena's size is known: too little, exactly enough, or too much. None is
+leaked."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_an_arena_that_exists_or_does_not_fit_is_refused(shm: Path) -> None:
 
 def test_less_memory_than_hoped_for_is_no_error_yet(shm: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # as a full file system: EFBIG instead of ENOSPC
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # like a full file system, but EFBIG instead of ENOSPC
     try:
         ahead = Prefault(shm, 8 << 20)
         ahead.stop()

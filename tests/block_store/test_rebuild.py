@@ -1,4 +1,5 @@
-"""Redis lost and back, with a real sweep and real beats beside: the ledger is built anew, and what was held goes on."""
+"""Redis is lost and comes back while a real sweep and real heartbeats run: the ledger is rebuilt, and held blocks stay
+held."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ NUM_BLOCKS = 24
 
 @dataclass
 class Running:
-    """A store's parts as `owner` puts them together."""
+    """The parts of a store, connected as in the block store's service."""
 
     handle: RedisHandle
     arena: Arena
@@ -160,7 +161,7 @@ def snapshot(client: redis.Redis) -> dict[bytes, bytes]:
 
 
 def test_an_older_snapshot_is_refused(running: Running) -> None:
-    """The same Redis, the same dataset, but of yesterday: blocks would be handed out twice."""
+    """The same Redis and dataset, but an older state. With it, blocks would be allocated twice."""
     held, other = running.worker(reserve=1), running.worker()
     refs = filled(held, "a", 2)
     old = snapshot(running.handle.client)
@@ -183,7 +184,8 @@ def test_an_older_snapshot_is_refused(running: Running) -> None:
 
 
 def test_a_worker_that_meets_an_older_ledger_first_asks_for_a_rebuild(running: Running) -> None:
-    """Before any sweep: by the header it sees that a block it was given lives on, and writes nothing."""
+    """This happens before any sweep. The header shows that an allocated block is still in use, so the worker writes
+    nothing."""
     held = running.worker(reserve=0)
     running.arena.generations[: NUM_BLOCKS - 1] = 9 << 32
     before = running.arena.data.copy()
@@ -211,7 +213,7 @@ def test_an_index_entry_that_the_header_contradicts(running: Running) -> None:
 
 
 def test_restarted_with_everything(shm: Path) -> None:
-    """Append-only file: all is there, but nobody can know that, so it is built anew all the same."""
+    """With an append-only file, all data is present. This cannot be verified, so the ledger is rebuilt anyway."""
     directory = Path(tempfile.mkdtemp(prefix="ll-redis-"))
     binary, _ = private_redis.find_server()
     socket = directory / "own.sock"
@@ -243,11 +245,11 @@ def test_restarted_with_everything(shm: Path) -> None:
     shutil.rmtree(directory)
 
 
-# --- by hand, step by step, in the shared Redis
+# --- step by step, in the shared Redis
 
 
 class Interrupted(LedgerScripts):
-    """The real ledger; `then` runs between the answer to `alloc` and its arrival."""
+    """The real ledger, but `then` runs before the answer to `alloc` arrives."""
 
     then: Callable[[], object] = staticmethod(lambda: None)
 
@@ -290,8 +292,8 @@ def test_blocks_of_an_answer_that_a_rebuild_overtook_are_not_written(store: Test
 def test_a_writer_seen_by_the_rebuild_keeps_its_blocks_from_others(
     store: TestStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It entered the header, then the ledger was built, then it looks: nothing is written, but nobody gets the blocks
-    until it has said so."""
+    """The writer enters the header, the ledger is rebuilt, and then the writer checks. It writes nothing, and no other
+    holder gets the blocks until it has declared this."""
     late = store.held()
     raise_generations = store.arena.raise_generations
 
@@ -311,7 +313,7 @@ def test_a_writer_seen_by_the_rebuild_keeps_its_blocks_from_others(
 
 
 def test_who_does_not_assert_is_waited_for(store: TestStore) -> None:
-    """Written by a process that hangs: not before its lock is free. Held by it: for one lease."""
+    """Blocks that a hung process was writing wait until its lock is free. Blocks that it held wait for one lease."""
     hung, held = store.held(), store.held()
     sealed, unsealed = filled(hung, "a", 8), hung.alloc(2)
     store.ledger = store.ledger.under(rebuild(store.client, store.arena, grace_s=60))
@@ -347,7 +349,7 @@ def test_a_writer_dead_at_the_rebuild_leaves_nothing_behind(store: TestStore) ->
 
 
 def test_half_a_rejoining_is_made_again(store: TestStore) -> None:
-    """The answer to the assertion is lost, once; then the whole holder's lease is over; still nothing is lost."""
+    """The answer to the assertion is lost once, and then the holder's lease expires. No block is lost."""
     held = store.held(reserve=2)
     refs = [*filled(held, "a", 2), *held.alloc(1)]
     reserve = set(held._reserve)

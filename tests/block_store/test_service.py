@@ -1,4 +1,4 @@
-"""The store as a process, over real gRPC."""
+"""The block store as a process, over real gRPC."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def running(shm: Path) -> Iterator[StoreProcess]:
 
 
 def attach_both(store: StoreProcess) -> tuple[pb.AttachResponse, float]:
-    """Prefill waits for decode; returns the reply and how long the first one waited."""
+    """Attaches prefill, which waits, and then decode. Returns the reply, and how long prefill waited."""
     replies: list[tuple[pb.AttachResponse, float]] = []
 
     def first() -> None:

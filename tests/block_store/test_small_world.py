@@ -1,4 +1,5 @@
-"""Two holders, two blocks, two hashes: everything that can happen within so many moves (`make model-check`: all)."""
+"""Two holders, two blocks, two hashes: everything that can happen within a number of moves (`make model-check`:
+all)."""
 
 from __future__ import annotations
 

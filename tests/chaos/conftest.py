@@ -1,4 +1,4 @@
-"""A small book, and one stack for the tests that leave it whole."""
+"""Fixtures: a small book, and one stack for the tests that do not damage it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testing.chaos.stack import Stack
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One trial of whatever it is given to."""
+    """A run with one trial."""
     model = make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
     return Run(model, make_book(model, 12, seed=5, output_lengths=(16, 96)), trials=1, seed=5)
 

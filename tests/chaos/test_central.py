@@ -1,4 +1,4 @@
-"""A block store and a gateway that are killed under load, at the smallest."""
+"""The scenarios that kill the block store and the gateway under load, at the smallest size."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def test_a_killed_store_costs_no_request_and_the_next_decode_worker_finds_its_su
 def test_a_killed_gateway_comes_back_to_warm_blocks_and_leaves_none_held(
     run: Run, all_restarted: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(central, "BACK_MOST_S", 60.0)  # how fast is the benchmark's question
+    monkeypatch.setattr(central, "BACK_MOST_S", 60.0)  # the benchmark measures the time, not this test
     report = central.gateway_kill_on(run, all_restarted)
     assert report.good, report.text()

@@ -1,4 +1,5 @@
-"""Counting what a holder asks after its lease: all of it, refused or not, and a hole in the fence shows."""
+"""Counts of the calls that a holder makes after its lease: all are counted, refused or not, and a gap in the fence
+shows."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def store() -> Iterator[TestStore]:
 
 
 def count(ledger: LedgerScripts, right: str = "", wrong: str = "") -> None:
-    """The scripts of `ledger` count from here on; in that of `release`, `right` becomes `wrong`."""
+    """Makes the scripts of `ledger` count. In the script of `release`, replaces `right` by `wrong`."""
     for name in ledger._scripts:
         script = source(name).replace(right, wrong) if name == "release" and right else source(name)
         ledger._scripts[name] = ledger.client.register_script(library() + counted(name, script))
@@ -67,7 +68,7 @@ def test_a_hole_in_the_fence_shows(store: TestStore) -> None:
         "if early == '-FENCED' then return '+0' end\nif early then",
         "if early ~= '-FENCED' and early then",
     )
-    store.client.zrem(store.ledger.tag + "leases", str(caller.epoch))  # fenced, and not let go of yet
+    store.client.zrem(store.ledger.tag + "leases", str(caller.epoch))  # fenced, but its blocks are not released yet
     with suppress(Fenced):
         store.ledger.release(caller.lane(), refs)
     assert late_calls(store.ledger) == {(caller.epoch, "release", EFFECTIVE): 1}

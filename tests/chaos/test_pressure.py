@@ -1,4 +1,4 @@
-"""What the pressure scenario takes for a refusal, and what it takes for a right answer of several samples."""
+"""The pressure scenario's checks of refusals, and of answers with several samples."""
 
 from __future__ import annotations
 

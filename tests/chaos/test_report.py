@@ -1,4 +1,4 @@
-"""Tables: what is good, what is bad, and what a zero in so many trials says."""
+"""The tables of the chaos suite: good and bad rows, and the bound for a zero in a number of trials."""
 
 from __future__ import annotations
 

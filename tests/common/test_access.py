@@ -110,7 +110,8 @@ async def test_with_the_secret_it_is(served: tuple[RpcServer, Store, Door]) -> N
 
 
 async def test_a_large_message_is_refused_unread(served: tuple[RpcServer, Store, Door]) -> None:
-    """Its sender is known to be nobody before its first byte is taken: 65 MB would be RESOURCE_EXHAUSTED."""
+    """The sender is rejected before the first byte is read. If the 65 MB were read, the status would be
+    RESOURCE_EXHAUSTED."""
     code = await code_of(served[0].port, "/looseleaf.v1.BlockStoreService/Inspect", bytes(65 << 20), None)
     assert code is grpc.StatusCode.UNAUTHENTICATED
 

@@ -1,4 +1,4 @@
-"""TLS on real sockets: who is let in, who is not, and what happens when certificates are replaced."""
+"""TLS on real sockets: accepted and rejected clients, and the replacement of certificates."""
 
 from __future__ import annotations
 
@@ -78,14 +78,15 @@ async def test_inside_both_sides_show_a_certificate_of_one_ca(certs: Path, tmp_p
 
 
 async def test_a_certificate_for_the_front_is_no_services_certificate(certs: Path, serve: Callable) -> None:
-    """Of the same CA, but without the name: who holds it cannot stand where a worker should."""
+    """The certificate is from the same CA, but lacks the services' name, so its owner cannot pretend to be a worker."""
     server = serve(CertificateFiles(certs / "front.pem", certs / "front.key", certs / "ca.pem"))
     await server.start()
     assert not await answers(open_channel(f"127.0.0.1:{server.port}", trust_in(certs)))
 
 
 async def test_new_connections_see_new_certificates(certs: Path, tmp_path: Path, serve: Callable) -> None:
-    """Another CA altogether, while the server runs; what is half replaced changes nothing."""
+    """The certificates of a running server are replaced by those of a different CA. A pair that is only half replaced
+    has no effect."""
     old = trust_in(certs)
     assert old.certificates is not None
     server = serve(old.certificates)
@@ -107,7 +108,7 @@ async def test_new_connections_see_new_certificates(certs: Path, tmp_path: Path,
     for name in ("inside.pem", "ca.pem"):
         (certs / name).write_bytes((other / name).read_bytes())
     assert await answers(open_channel(address, trust_in(other)))
-    await health.Check(health_pb2.HealthCheckRequest(), timeout=3)  # connections that are open stay
+    await health.Check(health_pb2.HealthCheckRequest(), timeout=3)  # open connections stay open
     await kept.close()
 
 

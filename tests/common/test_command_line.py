@@ -1,4 +1,4 @@
-"""What others see of a process's command line."""
+"""The part of a process's command line that other users can see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A container's quota counts where it is less than the cores that it may run on."""
+"""The number of usable cores: a container's CPU quota counts if it is less than the number of its cores."""
 
 from __future__ import annotations
 

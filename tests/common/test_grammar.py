@@ -1,4 +1,4 @@
-"""Grammars of every kind: what they match, what is refused, and that no message has more than one line."""
+"""Grammars of every kind: matching outputs, refused grammars, and error messages of one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def matches(tokenizer: LLTokenizer, wanted: StructuredOutput, text: str) -> bool:
-    """Whether `text` is an output that may end here."""
+    """Returns whether `text` is a complete output."""
     matcher = compile_grammar(tokenizer, wanted)
     ids = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

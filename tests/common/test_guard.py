@@ -1,4 +1,4 @@
-"""What stands before every method: the check comes before parsing, and bytes that are no message have a status."""
+"""The guard before every RPC method: it checks credentials before parsing, and invalid bytes get a status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def check(method: str, context: Context) -> None:
-    """Lets in who says so."""
+    """Accepts callers that send the right metadata."""
     if ("let-me", "in") not in tuple(context.invocation_metadata() or ()):
         raise Unauthenticated(f"{method} is not for you")
 
@@ -60,7 +60,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def status(channel: grpc.aio.Channel, method: str, messages: list[bytes], *, let_in: bool = True) -> Any:
-    """(code, details, number of answers) of a call that sends these bytes, one after each answer."""
+    """Returns (code, details, number of answers) of a call that sends these messages, one after each answer."""
     call = channel.stream_stream(method)(metadata=(("let-me", "in" if let_in else "out"),), timeout=10)
     num_answers = 0
     try:

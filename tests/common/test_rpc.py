@@ -23,7 +23,7 @@ from protos.v1 import inference_pb2_grpc
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Raises what it was given."""
+    """Raises a given error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -106,7 +106,7 @@ def test_every_error_names_a_grpc_code() -> None:
 
 
 async def test_who_was_away_for_long_is_found_again_soon() -> None:
-    """gRPC alone pauses for up to 1, 1.6, 2.6, 4.1 ... s between two tries."""
+    """By default, gRPC pauses for up to 1, 1.6, 2.6, 4.1, ... seconds between two attempts to connect."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     async with open_channel(f"127.0.0.1:{port}") as channel:

@@ -1,4 +1,4 @@
-"""Settings: flags and variables from one definition, mistakes refused."""
+"""Settings: flags and variables come from one definition, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docker-compose.yml brought up for real: requests through the published ports, two workers of each, and down again.
+"""docker-compose.yml in a real container engine: start, requests through the published ports, two workers per role,
+stop.
 
 Run by `make test-compose`; needs a container engine. Ports are not the defaults, so a running system is left alone;
 the project name is this test's own.
@@ -46,7 +47,7 @@ class Compose:
         }
 
     def __call__(self, *words: str, check: bool = True) -> str:
-        """Run one command; its stdout. A failure shows what it printed."""
+        """Runs one command and returns its stdout. An error shows the output."""
         done = subprocess.run(
             [*self._command, *words], cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False
         )
@@ -76,7 +77,7 @@ def healthy(container: str) -> bool:
 
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
-    """Everything up and healthy; down with its volumes at the end, whatever happened."""
+    """All services, running and healthy. At the end, they and their volumes are always removed."""
     run = Compose()
     run("down", "--volumes", "--remove-orphans", check=False)
     try:
@@ -164,7 +165,7 @@ for address, method in calls:
 
 
 def test_a_container_without_the_secrets_gets_nothing(compose: Compose) -> None:
-    """Another image's process on the same network: Redis asks for a password, every service for the secret."""
+    """A container of a different image on the same network: Redis requires a password, and every service the secret."""
     command = [
         "docker",
         "run",
@@ -212,7 +213,7 @@ def test_two_of_each_serve_and_back_to_one(compose: Compose, client: Client) -> 
             180,
             lambda service=service: compose("logs", "--tail", "30", service),  # type: ignore[misc]
         )
-    # Through each worker of a role alone: the other one is stopped.
+    # Tests each worker of a role alone, while the other one is stopped.
     for role in ("prefill", "decode"):
         first, second = compose.containers(role)
         for stopped in (first, second):
@@ -223,7 +224,7 @@ def test_two_of_each_serve_and_back_to_one(compose: Compose, client: Client) -> 
 
 
 def answers(client: Client, expected: tuple[int, ...]) -> bool:
-    """Whether the system answers, and then with these tokens."""
+    """Returns whether the system answers. If it does, checks the tokens."""
     try:
         tokens = greedy(client, "Once upon a time").token_ids
     except LooseleafError:
@@ -233,7 +234,7 @@ def answers(client: Client, expected: tuple[int, ...]) -> bool:
 
 
 def test_the_tls_profile_serves_over_tls_and_nothing_without(compose: Compose) -> None:
-    """After the others: it takes their place, with certificates made at its first start."""
+    """This profile replaces the others, with certificates that are created at its first start."""
     compose("down", "--volumes", "--remove-orphans")
     names = {"redis", "block_store-tls", "prefill-tls", "decode-tls", "gateway-tls"}
     compose("--profile", "tls", "up", "--detach", "--no-build")
@@ -259,7 +260,7 @@ def test_the_tls_profile_serves_over_tls_and_nothing_without(compose: Compose) -
 
 
 def test_the_gpu_profile_is_valid_and_its_processes_can_share_device_memory() -> None:
-    """As far as it can be told without a GPU: one GPU, one PID and one IPC namespace for both."""
+    """This is checked as far as possible without a GPU: both share one GPU, one PID namespace and one IPC namespace."""
     services = yaml.safe_load(Compose()("--profile", "gpu", "config"))["services"]
     store, worker = services["block_store-gpu"], services["worker"]
     assert store["profiles"] == worker["profiles"] == ["gpu"]
@@ -268,5 +269,5 @@ def test_the_gpu_profile_is_valid_and_its_processes_can_share_device_memory() ->
     assert (device["driver"], device["device_ids"]) == ("nvidia", ["0"])
     assert worker["pid"] == worker["ipc"] == "service:block_store-gpu"
     for service, settings in ((store, BlockStoreSettings), (worker, BothSettings)):
-        settings.load(list(map(str, service["command"][3:])))  # exits where a flag is not one of the service's
+        settings.load(list(map(str, service["command"][3:])))  # exits if the service does not have a flag
         assert service["read_only"] is True and service["user"] == "10001:10001"

@@ -1,4 +1,4 @@
-"""A tiny model of 3 layers in two block sizes, a private Redis for the module, a fresh worker for each test."""
+"""Fixtures: a tiny model of 3 layers in two block sizes, a private Redis per module, a fresh worker for each test."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small_runner(model: Path) -> ModelRunner:
-    """Blocks of 4."""
+    """A runner with blocks of 4 tokens."""
     return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=256, device="cpu", block_size=4))
 
 
 @pytest.fixture(scope="module")
 def ordinary_runner(model: Path) -> ModelRunner:
-    """Blocks of 16."""
+    """A runner with blocks of 16 tokens."""
     return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=256, device="cpu"))
 
 

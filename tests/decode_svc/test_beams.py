@@ -1,4 +1,4 @@
-"""Beam search on decode: beams fork and drop within a step, share blocks, and find what the oracle finds."""
+"""Beam search on decode: beams fork and end within a step, share blocks, and are equal to the oracle's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_search_speaks_once_and_lets_go(small: DecodeBench) -> None:
     assert len(group.live) == 4 and len({s.output_ids[0] for s in group.live}) == 4
     for _ in range(5):
         small.worker.step()
-    small.worker.cancel(small.inbox.session, 1, 0)  # beams have no life of their own
+    small.worker.cancel(small.inbox.session, 1, 0)  # a single beam cannot be cancelled
     assert not small.inbox.answers[1] and small.worker.load.num_running == 4
     assert small.held.num_held < 4 * len(group.live[0].table)
     small.run()

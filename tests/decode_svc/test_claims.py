@@ -1,4 +1,4 @@
-"""A group whose ticket cannot be claimed yet: what is cancelled meanwhile never runs, and nothing of it stays held."""
+"""A group whose ticket cannot be claimed yet: if it is cancelled while it waits, it never runs, and holds no blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAVES: dict[str, Leave] = {
 
 
 def waiting(bench: DecodeBench) -> Group:
-    """Submitted while the ledger is silent."""
+    """A group that was submitted while the ledger is silent."""
     bench.held.holder.breaker.open("a test")
     group = bench.submit(1, PROMPT, SAMPLED, STOPPING)
     assert not group.live and bench.worker.step() is not None, "it waits, and is asked for again"
@@ -104,7 +104,7 @@ def test_a_second_submission_while_the_first_claim_waits_comes_after_it(small: D
 
 
 def test_blocks_that_decode_fills_are_found_under_the_salt_that_came_with_the_ticket(small: DecodeBench) -> None:
-    """The tenant's: prefill made the head with the same one."""
+    """The salt is the tenant's. Prefill hashed the head of the prompt with the same salt."""
     made = small.prefilled(1, PROMPT, replace(SAMPLED, num_sequences=1), STOPPING)
     small.worker.submit(small.inbox.session, made.group, made.ticket, b"tenant", made.candidates)
     [sequence] = made.group.live
@@ -120,7 +120,7 @@ def test_blocks_that_decode_fills_are_found_under_the_salt_that_came_with_the_ti
 def test_many_short_groups_start_beside_a_long_one(
     small_runner: ModelRunner, redis_client: Any, tmp_path: Path
 ) -> None:
-    """What one step has spoken for is not spoken for in the next one."""
+    """Blocks that are reserved for one step are not reserved in the next one."""
     bench = DecodeBench(small_runner, tmp_path, redis_client, num_blocks=48)
     long = bench.submit(0, PROMPT[:4], replace(SAMPLED, num_sequences=1), StoppingParams(100, 100))
     bench.worker.step()

@@ -115,7 +115,7 @@ def test_a_group_whose_grammar_was_refused_leaves_nothing(ordinary: DecodeBench)
 
 
 async def test_what_a_gateway_should_not_send_reaches_the_worker_which_rejects_it(grammars: Grammars) -> None:
-    """A group without sequences, and two groups with one handle."""
+    """The invalid submits are a group without sequences, and two groups with the same handle."""
     compiling, heard = Compiling(grammars), list[str]()
     compiling.run(Group(1, 0, []), lambda: heard.append("empty"), lambda: heard.append("refused"))
     for name in ("first", "second"):

@@ -1,4 +1,4 @@
-"""Samples of one request on decode: they share blocks, copy on write, and answer as if each were alone."""
+"""Samples of one request on decode: they share blocks, copy on write, and each has the output that it has alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_sample_is_what_it_is_alone(ordinary: DecodeBench, length: int) ->
     asked = [replace(params, num_sequences=n) for params in (GREEDY, SAMPLED) for n in (1, 2, 4, 8)]
     for handle, sampling in enumerate(asked):
         ordinary.submit(handle, PROMPTS[length], sampling, STOPPING)
-    assert ordinary.run() == STOPPING.max_tokens - 1  # all in every step
+    assert ordinary.run() == STOPPING.max_tokens - 1  # every sample takes part in every step
     alone = oracle(ordinary, PROMPTS[length], replace(SAMPLED, num_sequences=8), STOPPING)
     [greedy] = oracle(ordinary, PROMPTS[length], GREEDY, STOPPING).values()
     for handle, sampling in enumerate(asked):
@@ -70,9 +70,9 @@ def test_the_prompt_is_there_once_and_its_partial_block_until_all_have_copied(sm
 
 
 def test_equal_samples_share_their_full_blocks(small: DecodeBench) -> None:
-    """Greedy ones fill equal blocks in one step: of equal hashes in one seal the first stays."""
+    """Greedy samples fill equal blocks in the same step. Of several equal hashes in one seal, the first block stays."""
     group = small.submit(1, PROMPTS[16], replace(GREEDY, num_sequences=4), STOPPING)
-    for _ in range(9):  # 16 + 9 positions: two blocks filled, one begun by each
+    for _ in range(9):  # 16 + 9 positions: each sample fills two blocks and begins a third
         small.worker.step()
     assert [len(s.table) for s in group.live] == [7] * 4
     assert small.held_by(group.live) == {ref.block for ref in group.live[0].table[:6]} | {
@@ -84,7 +84,7 @@ def test_equal_samples_share_their_full_blocks(small: DecodeBench) -> None:
 
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_a_skipped_copy_shows(small: DecodeBench, monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
-    """The test of the tests above."""
+    """Shows that the tests above can fail."""
     copy = small.runner.copy_blocks
 
     def skip_one(sources: list[int], targets: list[int]) -> None:
@@ -111,7 +111,7 @@ def test_a_cancelled_sample_gives_its_blocks_up_and_the_others_go_on(small: Deco
     held = small.held.num_held
     own = len(small.held_by(group.live)) - len(small.held_by([s for s in group.live if s.sample_index != 2]))
     small.worker.cancel(small.inbox.session, 1, 2)
-    small.worker.cancel(small.inbox.session, 1, 7)  # never was
+    small.worker.cancel(small.inbox.session, 1, 7)  # this sample does not exist
     small.worker.cancel(small.inbox.session, 9, 0)
     assert small.held.num_held == held - own and own == 2
     small.run()
@@ -129,7 +129,7 @@ def test_the_last_sample_cancelled_ends_the_group(small: DecodeBench) -> None:
 
 
 def test_branches_come_back_with_what_they_have(small: DecodeBench) -> None:
-    """Different lengths, one ended meanwhile, two equal still."""
+    """The branches have different lengths. One has ended, and two are still equal."""
     sampling, stopping = replace(SAMPLED, num_sequences=5), StoppingParams(max_tokens=24, stop_token_ids=(499,))
     expected = oracle(small, PROMPTS[15], sampling, stopping)
     lengths = {0: 3, 1: 0, 3: 9, 4: 0}
@@ -140,7 +140,8 @@ def test_branches_come_back_with_what_they_have(small: DecodeBench) -> None:
 
 
 def test_only_what_can_finish_is_taken(small: DecodeBench) -> None:
-    """16 + 24 positions are 10 blocks of 4, of which 4 are shared; each sequence may copy one more: 4 + 3 * 7."""
+    """16 + 24 positions are 10 blocks of 4, of which 4 are shared. Each of three sequences may copy one more: 4 + 3 *
+    7."""
     sampling = replace(SAMPLED, num_sequences=3)
     small.attached.floor_blocks = 24
     small.submit(1, PROMPTS[16], sampling, STOPPING)
@@ -161,13 +162,13 @@ def test_the_load_counts_sequences_and_blocks(small: DecodeBench) -> None:
     load = small.inbox.loads[-1]
     assert (load.num_running, load.num_waiting, load.total_blocks) == (3, 3, 256)
     small.held.holder.lease.beat()
-    small.worker.step()  # takes no block
+    small.worker.step()  # allocates no block
     assert small.inbox.loads[-1].free_blocks == 256 - small.held.num_held
     small.run()
 
 
 def test_a_ticket_that_was_issued_to_somebody_else_is_lost_here_and_good_there(small: DecodeBench) -> None:
-    """A session that guesses the epoch, which is the next number, learns nothing; who was meant goes on."""
+    """A session that guesses the epoch, a sequential number, gets nothing. The intended session continues."""
     made = small.prefilled(1, PROMPTS[17], GREEDY, STOPPING)
     guessed = replace(made.ticket, id=TicketId(made.ticket.id.epoch, bytes(16)))
     thief = small.prefilled(2, PROMPTS[17], GREEDY, STOPPING)

@@ -1,4 +1,4 @@
-"""What sessions hear, and when."""
+"""The messages that sessions receive, and their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Groups whose blocks others need: swapped out midway and back, they answer as if nothing had been; or given back."""
+"""Preempted groups: they are swapped out and back, and have the same outputs as without preemption, or they are given
+back."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ BEAMS = SamplingParams(temperature=0.0, num_sequences=2, beam_width=4)
 
 
 class Tight:
-    """A worker whose arena holds a part of what is asked of it, with a host tier."""
+    """A worker with a host tier, whose arena is too small for its load."""
 
     def __init__(self, bench: DecodeBench) -> None:
         self.bench = bench
@@ -94,14 +95,14 @@ def test_swapped_groups_answer_as_the_oracle(tight: Tight, sampling: SamplingPar
 
 
 def test_a_flipped_byte_in_the_host_tier_would_be_seen(tight: Tight, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tests above: they do fail where a swapped block is not what it was."""
+    """Shows that the tests above fail if a swapped block changes."""
     copy, flipped = tight.swap._copy, list[int]()
 
     def flip(src: Any, dst: Any, src_ids: list[int], dst_ids: list[int]) -> None:
         copy(src, dst, src_ids, dst_ids)
         if src is not tight.bench.runner.bound_arena and not flipped:
             flipped.append(dst_ids[-1])
-            dst[dst_ids[-1], 3] ^= 0x40  # in the exponent of the first value: a key of layer 0
+            dst[dst_ids[-1], 3] ^= 0x40  # in the exponent of the first value, which is a key of layer 0
 
     monkeypatch.setattr(tight.swap, "_copy", flip)
     stopping = StoppingParams(max_tokens=40)
@@ -115,7 +116,7 @@ def test_what_is_not_to_be_swapped_is_given_back(tight: Tight) -> None:
     tight.submit_all(replace(SAMPLED, num_sequences=4))
     tight.bench.run()
     rejections, counts = tight.bench.inbox.rejections, tight.preemption.counts
-    assert set(rejections.values()) == {Rejection.GIVEN_BACK} and 0 not in rejections  # never the oldest
+    assert set(rejections.values()) == {Rejection.GIVEN_BACK} and 0 not in rejections  # never the oldest group
     assert counts.given_back_groups == len(rejections) and counts.swapped_groups == 0
 
 
@@ -132,7 +133,7 @@ def test_where_the_host_tier_is_full_the_rest_is_given_back(tight: Tight) -> Non
 
 
 def swap_one(tight: Tight, sampling: SamplingParams = SAMPLED) -> Group:
-    """Two groups run; the second is swapped out after three steps."""
+    """Runs two groups, and swaps the second out after three steps."""
     groups = [tight.bench.submit(i, PROMPTS[i], sampling, STOPPING) for i in range(2)]
     for _ in range(3):
         tight.bench.worker.step()
@@ -160,7 +161,7 @@ def test_a_swapped_group_that_ends_leaves_nothing(tight: Tight, how: str) -> Non
         case "rejected":
             bench.worker.reject_all(Rejection.DRAINING)
         case "fenced":
-            bench.held.release_many([s.table for s in bench.scheduler.running[0].live])  # as renewing would
+            bench.held.release_many([s.table for s in bench.scheduler.running[0].live])  # like a renewal
             bench.attached.is_fenced, bench.attached.renew = True, lambda: None
             bench.worker.step()
             bench.attached.is_fenced = False
@@ -193,7 +194,7 @@ def test_blocks_that_live_another_life_lose_their_group_only(tight: Tight) -> No
 
 
 def test_an_urgent_request_takes_the_blocks_of_running_ones(tight: Tight) -> None:
-    """Though it came last, though no block is left."""
+    """The urgent request arrives last, when no block is free."""
     sampling, bench = replace(SAMPLED, num_sequences=4), tight.bench
     groups = [bench.submit(handle, PROMPTS[handle], sampling, STOPPING) for handle in range(2)]
     for _ in range(3):
@@ -212,7 +213,7 @@ def test_where_nothing_runs_a_waiting_group_makes_way_for_one_that_is_swapped(ti
     bench = tight.bench
     first, second = swap_one(tight), bench.submit(2, PROMPTS[2], SAMPLED, STOPPING)
     bench.worker.cancel(bench.inbox.session, 0)
-    others = bench.prefill.alloc(NUM_BLOCKS - bench.held.num_held - 2)  # too few, but for those of `second`
+    others = bench.prefill.alloc(NUM_BLOCKS - bench.held.num_held - 2)  # too few without those of `second`
     bench.worker.step()
     assert bench.scheduler.running == [first] and second in tight.preemption
     bench.prefill.release(others)
@@ -222,7 +223,7 @@ def test_where_nothing_runs_a_waiting_group_makes_way_for_one_that_is_swapped(ti
 
 
 def test_without_the_ledger_nobody_makes_way(tight: Tight, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No blocks are available, but none would come of it."""
+    """No blocks are available, but preemption would not make any available either."""
     bench = tight.bench
     first, second = swap_one(tight), bench.submit(2, PROMPTS[2], SAMPLED, STOPPING)
     bench.worker.cancel(bench.inbox.session, 0)
@@ -242,7 +243,7 @@ def test_without_the_ledger_nobody_makes_way(tight: Tight, monkeypatch: pytest.M
 
 def test_costs_choose() -> None:
     costs = Costs()
-    assert costs.swap_pays(1 << 30, 16)  # nothing is known of steps
+    assert costs.swap_pays(1 << 30, 16)  # no step has been measured yet
     for num_tokens in (8, 32, 8, 32, 16):
         costs.note_step(num_tokens, 0.020 + 0.001 * num_tokens)
     assert costs.token_s() == pytest.approx(0.001)
@@ -276,7 +277,7 @@ def test_auto_goes_by_the_costs(tight: Tight) -> None:
     group = swap_one(tight)
     assert group in tight.preemption
     tight.bench.run()
-    for _ in range(3000):  # so many that earlier ones are forgotten
+    for _ in range(3000):  # enough to replace all earlier measurements
         tight.preemption.costs.note_step(4, 1e-12)
     group = tight.bench.submit(3, PROMPTS[3], SAMPLED, STOPPING)
     assert tight.preemption.preempt(group) is Rejection.GIVEN_BACK

@@ -1,4 +1,4 @@
-"""Blocks that must be there before a group starts, and those that are kept in case Redis falls silent."""
+"""Blocks that must be free before a group starts, and blocks that are kept for an outage of Redis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_reserve_covers_what_runs_and_no_more_than_an_eighth(
     small_runner: ModelRunner, redis_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = DecodeBench(small_runner, tmp_path, redis_client, num_blocks=800, reserve=2)
-    monkeypatch.setattr(Costs, "step_s", 0.075)  # 80 tokens, 20 blocks, in 6 s
+    monkeypatch.setattr(Costs, "step_s", 0.075)  # in 6 s, 80 tokens and so 20 blocks
     for handle, reserve in ((0, 21), (1, 42), (2, 63), (3, 84), (4, 100)):
         bench.submit(handle, PROMPT, SAMPLED, LONG)
         bench.worker.step()

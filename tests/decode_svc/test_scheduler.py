@@ -1,4 +1,4 @@
-"""Decode scheduling: continuous batching, admission, victims, who is resumed when."""
+"""Decode scheduling: continuous batching, admission, victims of preemption, order of resumption."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ def test_preempted_groups_are_resumed_in_order_and_as_a_whole() -> None:
     target.preempt(wide)
     other = group(4, priority=-1, samples=2)
     target.add(other)
-    assert target.resumable() is None  # the urgent one first
+    assert target.resumable() is None  # the urgent group is first
     target.admit(lambda _: True)
     assert target.running == [other, first]
-    assert target.resumable() is None  # `wide` has no room, and `narrow` does not overtake it
+    assert target.resumable() is None  # `wide` does not fit, and `narrow` does not overtake it
     target.remove(first)
     assert target.resumable() is wide
 
@@ -149,7 +149,7 @@ def test_lower_priorities_make_way_in_a_step_if_that_is_enough() -> None:
     assert target.in_the_way() is low
     target.preempt(low)
     assert target.in_the_way() is None
-    target.admit(lambda _: False)  # something runs, and it fits not: there is nobody of a lower priority any more
+    target.admit(lambda _: False)  # the head does not fit, and no group has a lower priority
     assert target.running == [kept]
     target.admit(lambda _: True)
     assert target.running == [kept, urgent]

@@ -1,6 +1,7 @@
-"""Scheduler and preemption in a simulated worker: an arena with a floor, others who take the rest, a host tier.
+"""Scheduler and preemption in a simulated worker: an arena with a floor, other workers that take the rest, a host tier.
 
-The loop is the worker's; blocks are only counted. Whatever arrives, the oldest group goes on and everything ends.
+The loop is that of the worker, but blocks are only counted. For any load, the oldest group continues and all groups
+end.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Use:
 
 
 class Tier:
-    """What `SwapSpace` is to `Preemption`."""
+    """A host tier with the interface that `Preemption` needs of `SwapSpace`."""
 
     block_size, block_bytes, num_groups = BLOCK, 1024, 1
 
@@ -106,18 +107,18 @@ class World:
 
     @property
     def room(self) -> int:
-        """What the worker can have now."""
+        """The number of blocks that the worker can get now."""
         return self.num_blocks - self.used - self.others
 
     @property
     def room_of_others(self) -> int:
-        """They leave the worker's floor alone."""
+        """The number of blocks that other workers can get. They cannot take the worker's floor."""
         return self.num_blocks - max(self.floor, self.used) - self.others
 
-    # --- what comes
+    # --- arrivals
 
     def arrive(self, step: int) -> None:
-        """Prefill takes the blocks, the worker claims them; those given back first."""
+        """Prefills groups, those that were given back first. Prefill takes the blocks, and the worker claims them."""
         while self.returning:
             request, group = self.returning[0]
             fresh = Group(group.handle, group.attempt + 1, list(group.live), request.priority, live=list(group.live))
@@ -148,7 +149,7 @@ class World:
     # --- the worker's loop
 
     def step(self) -> list[Group]:
-        """Returns who went on."""
+        """Runs one step. Returns the groups that advanced."""
         self.now += STEP_S
         oldest = min(self.scheduler.groups(), key=lambda g: g.rank, default=None)
         ran_before = set(self.scheduler.running)
@@ -240,9 +241,9 @@ def test_the_oldest_goes_on_and_everything_ends(data: st.DataObject) -> None:
 
 
 def run(world: World, pressure: list[int]) -> None:
-    """To the end of all requests; others take what they may of `pressure`, by step."""
+    """Runs all requests to their end. In each step, other workers take up to `pressure` blocks."""
     requests, num_swap = list(world.coming), world.tier.num_blocks
-    limit = 50 + sum(max(r.lengths) for r in requests)  # one group at a time, with waits for others
+    limit = 50 + sum(max(r.lengths) for r in requests)  # enough for one group at a time, including waits for others
     for step in range(limit):
         if len(world.done) == len(requests):
             break
@@ -257,7 +258,8 @@ def run(world: World, pressure: list[int]) -> None:
 
 
 def test_who_came_first_runs_first_though_only_the_later_was_preempted() -> None:
-    """Else the later one waits for blocks of the earlier one, which waits to start after it."""
+    """Otherwise the later group waits for blocks of the earlier one, and the earlier one waits for the later one to
+    start."""
     requests = [
         *(Request(0, 1, (1,), 1, 0) for _ in range(6)), Request(4, 1, (4,), 4, 0),
         *(Request(5, 9, (1,), 1, 1) for _ in range(2)), Request(5, 5, (1, 1), 1, 0),
@@ -278,7 +280,7 @@ def test_waiting_groups_make_way_where_nothing_runs() -> None:
 
 
 def test_the_simulation_swaps_resumes_and_gives_back() -> None:
-    """Of the test above: what it is about does happen in it."""
+    """Shows that swaps, resumptions and give-backs occur in the test above."""
     requests = [Request(i, 8, (20, 20), 20, 0) for i in range(8)]
     for num_swap, swaps in ((40, True), (0, False)):
         world = World(40, 16, num_swap, requests)

@@ -1,4 +1,4 @@
-"""What a session hears: every field of an output, and the steps that a slow gateway missed as one message."""
+"""The messages of a session: every field of an output, and one message for all steps that a slow gateway missed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOAD = WorkerLoad(1, 2, 3, 4, 5, 6)
 
 
 def heard(*steps: Step) -> pb.SessionResponse:
-    """The message of a session whose gateway was away for these steps."""
+    """Returns the message to a gateway that did not read during these steps."""
     return pb.SessionResponse.FromString(_response(list(steps)).SerializeToString())
 
 

@@ -1,4 +1,4 @@
-"""What no gateway of ours would send is refused with one sentence, before it can cost a step."""
+"""Submits that our gateway never sends are refused with one sentence, before they affect a step."""
 
 from __future__ import annotations
 

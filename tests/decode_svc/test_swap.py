@@ -1,4 +1,4 @@
-"""The host tier: what goes out comes back byte for byte, shared as before, and nothing is left anywhere."""
+"""The host tier: swapped blocks come back byte for byte, shared as before, and no memory stays in use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Place:
         return SwapSpace(self.runner, self.attached, num_blocks * self.arena.block_bytes)
 
     def sequence(self, num_computed: int, tail_sealed: bool = False) -> Sequence:
-        """With random KV; its full blocks are published."""
+        """Returns a sequence with random KV, whose full blocks are published."""
         tokens = self.random.integers(0, 500, num_computed).tolist()
         made = Sequence(tokens, [7], SamplingParams(), StoppingParams())
         made.num_computed, made.num_sealed = num_computed, num_computed // BLOCK
@@ -75,7 +75,7 @@ class Place:
         return [self.arena.read(ref.block) for ref in sequence.table]
 
     def churn(self) -> None:
-        """Others take every block, so that nothing stays cached, and write into it."""
+        """Allocates every block for another holder, which writes into it, so that nothing stays cached."""
         refs = self.held.alloc(NUM_BLOCKS - self.held.num_held)
         self.write(refs)
         self.held.release(refs)
@@ -131,13 +131,13 @@ def test_what_is_still_cached_is_not_copied(place: Place) -> None:
     space, sequence = place.space(), place.sequence(10)
     before, refs, group = place.content(sequence), list(sequence.table), group_of(sequence)
     space.swap_out(group)
-    assert space.swap_in(group, 0) == 1  # the partial one only
+    assert space.swap_in(group, 0) == 1  # only the partial block
     assert sequence.table[:2] == refs[:2] and place.content(sequence) == before
     place.held.release(list(sequence.table))
 
 
 def test_blocks_published_by_others_meanwhile_take_the_place_of_ours(place: Place) -> None:
-    """The head is gone and the tail is cached: the tail is copied back, then found to be indexed."""
+    """The head is evicted and the tail is cached. The tail is copied back, and is then found in the index."""
     space, sequence = place.space(), place.sequence(12)
     group, hashes = group_of(sequence), sequence.hashes[1:]
     space.swap_out(group)
@@ -154,7 +154,7 @@ def test_blocks_published_by_others_meanwhile_take_the_place_of_ours(place: Plac
 def test_what_was_shared_is_shared_again(place: Place, num_prompt: int, cached: bool) -> None:
     space, first = place.space(), place.sequence(num_prompt, tail_sealed=num_prompt % BLOCK != 0)
     live = [first, *(place.fork(first, i) for i in range(1, 4))]
-    for sequence in live[2:]:  # two write blocks of their own
+    for sequence in live[2:]:  # two sequences write private blocks
         if sequence.tail_sealed:
             place.held.release([sequence.table[-1]])
             sequence.table[-1], sequence.tail_sealed = place.held.alloc(1)[0], False
@@ -189,7 +189,7 @@ def test_branches_with_sealed_blocks_of_their_own(place: Place) -> None:
         place.held.seal([SealItem(fresh, sequence.block_hash(2))])
         sequence.table.append(fresh)
     before, group = [place.content(s) for s in (first, second)], group_of(first, second)
-    for expected in (0, 4):  # first all of them are cached
+    for expected in (0, 4):  # in the first pass, all of them are cached
         space.swap_out(group)
         if expected:
             place.churn()
@@ -242,7 +242,7 @@ def test_cached_blocks_are_let_go_where_the_rest_cannot_be_had(place: Place) -> 
     space, sequence = place.space(), place.sequence(10)
     group = group_of(sequence)
     space.swap_out(group)
-    others = place.held.alloc(NUM_BLOCKS - 2)  # the two cached ones are left
+    others = place.held.alloc(NUM_BLOCKS - 2)  # only the two cached blocks remain
     assert space.swap_in(group, 0) is None and place.held.num_held == NUM_BLOCKS - 2
     place.held.release(others)
     assert space.swap_in(group, 0) is not None

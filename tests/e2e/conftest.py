@@ -1,4 +1,4 @@
-"""One real stack (Redis, block store, workers, gateway as processes) per module that asks for it."""
+"""Fixtures: one real stack (Redis, block store, workers and gateway as processes) for each module that needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from looseleaf import LLM
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama in bf16; drawn wide, so that a wrong KV block changes tokens."""
+    """A tiny random Llama in bf16. Its weights have a large deviation, so a wrong KV block changes tokens."""
     directory = tmp_path_factory.mktemp("models") / "tiny-llama"
     make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, max_position_embeddings=8192)
     return directory
@@ -22,13 +22,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
-    """One prefill and one decode worker."""
+    """A system with one prefill and one decode worker."""
     with LLM(str(checkpoint), num_blocks=4096, max_model_len=8192, roles="split") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def two_by_two(checkpoint: Path) -> Iterator[LLM]:
-    """Two prefill and two decode workers."""
+    """A system with two prefill and two decode workers."""
     with LLM(str(checkpoint), num_blocks=4096, max_model_len=2048, roles="split", prefill=2, decode=2) as running:
         yield running

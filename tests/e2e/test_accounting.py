@@ -1,4 +1,4 @@
-"""After any mix of finished, cancelled and failed requests nothing is held."""
+"""After any mix of finished, cancelled and failed requests, no block is held."""
 
 from __future__ import annotations
 

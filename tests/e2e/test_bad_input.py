@@ -1,4 +1,4 @@
-"""Bad input over HTTP and gRPC: the status, one sentence that names field and limit, and nothing held."""
+"""Bad input over HTTP and gRPC: the status, a message that names field and limit, and no held blocks."""
 
 from __future__ import annotations
 

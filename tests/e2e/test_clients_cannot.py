@@ -1,4 +1,4 @@
-"""What a client must not be able to do to the server that serves it: S6, S7, S8, S16 of docs/security.md."""
+"""Attacks by clients on their server: S6, S7, S8 and S16 of docs/security.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
 class Canary:
-    """A listener that counts who comes."""
+    """A listener that counts connections."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -33,7 +33,7 @@ class Canary:
                 connection = self._socket.accept()[0]
             except OSError:
                 return
-            self.hits += 1  # before the client can know
+            self.hits += 1  # before the client sees the connection
             connection.close()
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ def test_urls_are_never_fetched(llm: LLM, canary: Canary) -> None:
         assert post(llm, "chat/completions", body).status_code in (200, 400, 404)
     assert post(llm, "completions", {"prompt": canary.url, "max_tokens": 2}).status_code == 200
     assert canary.hits == 0
-    with pytest.raises(httpx.HTTPError):  # it would have been counted
+    with pytest.raises(httpx.HTTPError):  # shows that a request is counted
         httpx.get(canary.url, timeout=5)
     assert canary.hits == 1
 
@@ -72,7 +72,7 @@ def test_urls_are_never_fetched(llm: LLM, canary: Canary) -> None:
     "field", ["chat_template", "chat_template_kwargs", "mm_processor_kwargs", "documents", "tools"]
 )
 def test_a_template_and_what_goes_into_it_are_the_servers(llm: LLM, field: str) -> None:
-    """Refused, or put aside; never put into the prompt."""
+    """The field is refused or ignored, but never becomes part of the prompt."""
     plain = post(llm, "chat/completions", CHAT).json()["usage"]["prompt_tokens"]
     value = (
         {"x": "y"} if field.endswith("kwargs") else "{{ 7 * 7 }}" if field == "chat_template" else [{"x": "{{ 7 }}"}]
@@ -98,7 +98,7 @@ def test_a_tenant_in_a_header_is_nothing(llm: LLM) -> None:
 
 
 def test_no_answer_tells_of_files_or_exceptions(llm: LLM) -> None:
-    """Whatever is asked: one sentence, without a path, a class or a line of ours."""
+    """Every error is one sentence, without a path, a class name or a line of our code."""
     strange = [
         "\x00",
         "../../etc/passwd",

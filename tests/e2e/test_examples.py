@@ -1,4 +1,4 @@
-"""Every script of `examples/` runs as its first line says."""
+"""Every script in `examples/` runs as its first line describes."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def test_the_offline_example_starts_what_it_needs() -> None:
 
 def test_every_example_is_run_here_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {*TALKERS, "offline", "tools"}  # tests/e2e/test_tools.py runs the last
+    assert names == {*TALKERS, "offline", "tools"}  # tests/e2e/test_tools.py runs "tools"
     assert set(re.findall(r"\]\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())) == names

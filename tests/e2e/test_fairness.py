@@ -1,4 +1,4 @@
-"""A tenant that floods the service beside one that sends now and then."""
+"""A tenant that floods the service, and another one that sends only a few requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STREAMS, TOKENS = 30, 1000
 async def test_a_newcomer_is_answered_while_a_flood_at_its_best_priority_runs_and_nobodys_tokens_change(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Four sequences run at a time, so the newcomer's preempts one of the flood's, for each of its requests."""
+    """Four sequences run at a time, so each request of the newcomer preempts a sequence of the flood."""
     keys = tmp_path / "keys"
     keys.write_text("flood flood-key best_priority=-9\nother other-key\n")
     kinds = prompts(STREAMS, seed=41, lengths=(5, 40))

@@ -1,4 +1,4 @@
-"""Every service's health answers while prompts are being computed."""
+"""Every service answers health checks while prompts are computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testing.system import prompts
 
 
 async def test_health_answers_while_long_prompts_are_prefilled(llm: LLM) -> None:
-    """The bound says that no check waits for a prompt; `python -m loadtest.latency` measures how soon they come."""
+    """The bound shows that no check waits for a prompt. `python -m loadtest.latency` measures the latency."""
     waits: dict[str, list[float]] = {name: [] for name in llm.addresses.services}
     busy = True
 

@@ -1,4 +1,4 @@
-"""Hostile bodies sent to a served model: refused, while other streams go on and the gateway's memory stays."""
+"""Hostile bodies are refused, while other streams continue and the gateway's memory does not grow."""
 
 from __future__ import annotations
 

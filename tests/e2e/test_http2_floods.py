@@ -1,4 +1,4 @@
-"""HTTP/2 as no gRPC client speaks it: streams opened and reset at once, pings without end (S15 of docs/security.md)."""
+"""HTTP/2 floods: streams that are opened and immediately reset, and endless pings (S15 of docs/security.md)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def hpack(fields: dict[str, str]) -> bytes:
-    """Literal fields with literal names, neither indexed nor compressed (RFC 7541, 6.2.2)."""
+    """Encodes literal fields with literal names, neither indexed nor compressed (RFC 7541, 6.2.2)."""
     texts = (text.encode() for pair in fields.items() for text in pair)
     parts = [bytes([len(text)]) + text for text in texts]
     return b"".join(b"\0" + name + value for name, value in zip(parts[::2], parts[1::2], strict=True))
@@ -51,7 +51,8 @@ def pinged(number: int) -> bytes:
 
 
 def flood(address: str, attack: Callable[[int], bytes]) -> int:
-    """Sends FLOOD attacks, over a new connection whenever the server has ended one. How many connections it took."""
+    """Sends FLOOD attacks, and opens a new connection whenever the server closes one. Returns the number of
+    connections."""
     host, port = address.rsplit(":", 1)
     sent = connections = 0
     while sent < FLOOD:
@@ -62,7 +63,7 @@ def flood(address: str, attack: Callable[[int], bytes]) -> int:
             for number in range(FLOOD - sent):
                 raw.sendall(attack(number))
                 sent += 1
-            time.sleep(0.5)  # what was sent is read before the connection ends
+            time.sleep(0.5)  # the server reads all data before the connection ends
     return connections
 
 
@@ -83,7 +84,7 @@ def resident(pid: int) -> int:
 
 
 def test_a_stream_that_is_not_reset_is_answered(llm: LLM) -> None:
-    """The frames below are understood: a flood of others would prove nothing."""
+    """Shows that the server accepts the frames of this file. Otherwise the floods would prove nothing."""
     host, port = llm.addresses.grpc.rsplit(":", 1)
     empty_message = frame(DATA, END_STREAM, 1, bytes(5))
     with socket.create_connection((host, int(port)), timeout=30) as raw:

@@ -1,4 +1,4 @@
-"""The inside of a running launch: closed to strangers on the same machine, open to who operates it."""
+"""The internal services of a running deployment: closed to other users of the machine, open to the operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real launch seen from outside: leaving politely, and one request's id in the logs of all who had it."""
+"""A real deployment seen from outside: an orderly shutdown, and a request's id in the logs of all services."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_gateway_that_ends_is_unhealthy_while_it_still_serves(checkpoint
                 await asyncio.sleep(0.02)
             assert (await http.get("/ping")).status_code == 503
             assert (await health.Check(whole)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            async with httpx.AsyncClient(base_url=http.base_url, timeout=30) as late:  # a connection of its own
+            async with httpx.AsyncClient(base_url=http.base_url, timeout=30) as late:  # a new connection
                 reply = await late.post("/v1/completions", json={"prompt": [11, 12], "max_tokens": 3})
             assert reply.status_code == 200 and time.monotonic() - began < DELAY_S
             assert len((await running).token_ids) == 400

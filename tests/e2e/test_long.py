@@ -1,4 +1,4 @@
-"""Long sequences: as many blocks in one ledger call as a prompt has."""
+"""Long sequences, whose prompts have more blocks than one ledger call handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bytes that are no message, sent to every method of every service: INVALID_ARGUMENT, never UNKNOWN or INTERNAL."""
+"""Bytes that are not a valid message, sent to every method of every service: INVALID_ARGUMENT, never UNKNOWN or
+INTERNAL."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_anything_at_all(llm: LLM, service: str) -> None:
     with grpc.insecure_channel(llm.addresses.services[service]) as channel:
         for method in methods(service):
             if method.endswith("Watch"):
-                continue  # answers until its caller has enough
+                continue  # this method answers until the caller stops
             for _ in range(ROUNDS):
                 messages = [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 4))]
                 assert outcome(channel, method, messages, shown).name in allowed, (method, messages)

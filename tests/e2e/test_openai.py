@@ -1,4 +1,4 @@
-"""curl and the openai client, streaming and not, completions and chat."""
+"""curl and the openai client: completions and chats, streamed and not streamed."""
 
 from __future__ import annotations
 

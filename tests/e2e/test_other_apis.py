@@ -1,4 +1,4 @@
-"""OpenAI's Responses API and Anthropic's Messages, over real workers and with the vendors' own clients."""
+"""OpenAI's Responses API and Anthropic's Messages API, with real workers and the vendors' own clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def client(llm: LLM) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def chat_text(client: openai.OpenAI) -> str:
-    """What a chat says to "hi": all three APIs must."""
+    """Returns the chat's answer to "hi". All three APIs must give the same answer."""
     messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     model = client.models.list().data[0].id
     reply = client.chat.completions.create(model=model, messages=messages, max_tokens=16, **SAMPLING)
@@ -56,7 +56,7 @@ def test_messages_say_the_same(llm: LLM, chat_text: str) -> None:
 
 
 def test_special_tokens_show_where_they_are_drawn(llm: LLM) -> None:
-    """A bias makes the model draw its end token; with ignore_eos it goes on."""
+    """A bias makes the model produce its end token. With ignore_eos, it continues."""
     options: Any = {"max_tokens": 4, "ignore_eos": True, "logit_bias": {2: 100.0}, "temperature": 0.0}
     hidden = llm.client.generate([11, 12, 13], **options)
     shown = llm.client.generate([11, 12, 13], **options, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""More requests than fit: all answered where the queue admits them, refused at once where not."""
+"""More requests than the workers can run at once: admitted ones are answered, and all others are refused at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
 
 def resident_bytes(llm: LLM) -> dict[str, int]:
-    """Peak resident size of every service."""
+    """Returns the peak resident size of every service."""
     sizes = {}
     for name, pid in llm.pids.items():
         [line] = [x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM")]
@@ -38,9 +38,9 @@ async def test_1000_at_once_are_all_answered_with_the_tokens_they_have_alone(che
 
 
 async def test_beyond_the_limit_refusals_come_at_once_with_a_time_to_retry(llm: LLM) -> None:
-    """The default limit of 256 is full of long requests; one more comes every 20 ms.
+    """The queue is full with 256 long requests, the default limit. A further request arrives every 20 ms.
 
-    The bound says that none waits for the work to be done; `python -m loadtest.latency` measures how soon they come.
+    The bound shows that no refusal waits for running work. `python -m loadtest.latency` measures the latency.
     """
     waits: list[float] = []
     async with AsyncClient(llm.addresses.grpc) as client:

@@ -1,4 +1,4 @@
-"""Cached prefixes: what was served before is not computed again, by any worker."""
+"""Cached prefixes: no worker recomputes a prefix that was served before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_second_turn_of_a_chat_hits_what_decode_published(llm: LLM) -> None:
     first = llm.client.generate(prompt, max_tokens=60, temperature=0.0, ignore_eos=True)
     turn = [*prompt, *first.token_ids, *prompts(1, seed=9, lengths=(20, 20))[0]]
     second = llm.client.generate(turn, max_tokens=4, temperature=0.0).usage
-    # The newest token of the first turn was never computed, so 109 of its 110 positions have their KV.
+    # The newest token of the first turn was not computed, so 109 of its 110 positions have KV.
     assert second.cached_tokens == 109 // BLOCK * BLOCK
     assert second.computed_tokens == len(turn) - second.cached_tokens
 

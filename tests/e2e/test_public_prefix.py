@@ -1,4 +1,4 @@
-"""Two tenants of one service: what they share is what the operator has declared public, and no more."""
+"""Two tenants of one service: they share only the prefixes that the operator has declared public."""
 
 from __future__ import annotations
 

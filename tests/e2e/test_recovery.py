@@ -1,4 +1,4 @@
-"""Workers killed with -9 in mid-stream: a pause, never another token, and nothing left held."""
+"""Workers that are killed with -9 during streams: there is a pause, but no token changes and no block stays held."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = prompts(12, seed=21, lengths=(5, 120))
 
 
 async def run(llm: LLM, *, salt: str, disturb: Callable[[], None] = lambda: None) -> list[tuple[int, ...]]:
-    """All prompts at once; `disturb` is called once every stream has had a few tokens."""
+    """Runs all prompts at once. Calls `disturb` when every stream has received a few tokens."""
     started = [asyncio.Event() for _ in PROMPTS]
 
     async def one(client: AsyncClient, index: int) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ async def run(llm: LLM, *, salt: str, disturb: Callable[[], None] = lambda: None
 
     async with AsyncClient(llm.addresses.grpc) as client:
         tasks = [asyncio.create_task(one(client, index)) for index in range(len(PROMPTS))]
-        everybody = asyncio.gather(*tasks)  # raises at the first failure
+        everybody = asyncio.gather(*tasks)  # raises on the first failure
         flowing = asyncio.gather(*(event.wait() for event in started))
         await asyncio.wait([everybody, flowing], return_when=asyncio.FIRST_COMPLETED)
         if flowing.done():
@@ -49,8 +49,8 @@ async def run(llm: LLM, *, salt: str, disturb: Callable[[], None] = lambda: None
 
 @pytest.mark.parametrize("roles,workers", [("split", 1), ("split", 2), ("both", 1)])
 async def test_killed_workers_cost_no_token(checkpoint: Path, roles: str, workers: int) -> None:
-    """With one worker of each kind the streams wait for its successor; with two they go on at once. A process of both
-    roles takes tickets that nobody has claimed and the prompts behind them along.
+    """With one worker per role, the streams wait for its replacement. With two, they continue at once. If a process
+    with both roles dies, unclaimed tickets and their prompts are lost with it.
     """
     settings = {"num_blocks": 4096, "max_model_len": 1024, "roles": roles, "prefill": workers, "decode": workers}
     with LLM(str(checkpoint), **settings) as llm:
@@ -69,8 +69,8 @@ async def test_killed_workers_cost_no_token(checkpoint: Path, roles: str, worker
 async def test_a_worker_that_sleeps_past_its_lease_wakes_up_fenced_and_costs_no_token(
     checkpoint: Path, name: str
 ) -> None:
-    """Stopped for 7 s (the lease is 5 s) it is reaped; woken, it gives everything up and registers anew. "worker" hosts
-    both roles.
+    """A worker that is stopped for 7 s is reaped, because the lease is 5 s. When it wakes, it gives up all blocks and
+    registers again. "worker" hosts both roles.
     """
     roles = "both" if name == "worker" else "split"
     with LLM(str(checkpoint), num_blocks=4096, max_model_len=1024, roles=roles) as llm:

@@ -1,5 +1,5 @@
-"""Steps that fail in the middle, of both kinds of worker over a real arena and ledger: what was launched has ended when
-blocks are released, and a device that is of no more use ends the step thread with its blocks kept."""
+"""Steps that fail midway, in both kinds of worker with a real arena and ledger. All launched work has ended before
+blocks are released. If the device is unusable, the step thread ends and keeps its blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CUDA_ERROR = torch.AcceleratorError("an illegal memory access was encountered")
 
 @dataclass
 class Pair:
-    """A prefill and a decode worker on one arena, and in which order the device was waited for and blocks released."""
+    """A prefill and a decode worker on one arena, with a record of the order of device waits and block releases."""
 
     runner: ModelRunner
     arena: Arena
@@ -53,7 +53,7 @@ class Pair:
         return events
 
     def hand_over(self) -> tuple[Ticket, list[AnyOutput]]:
-        """A group that decode has claimed; its first step will copy the partial block."""
+        """Hands over a group, which decode claims. Its first step will copy the partial block."""
         events = self.submit()
         self.prefill.step()
         done = events[-1]
@@ -65,7 +65,7 @@ class Pair:
         return done.ticket, outputs
 
     def fail_with(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Attention of the next step raises, after earlier kernels of the layer were launched."""
+        """Makes the attention of the next step raise after earlier kernels of the layer were launched."""
 
         def fail(*_: Any) -> None:
             raise error
@@ -82,7 +82,7 @@ class Pair:
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     directory = tmp_path_factory.mktemp("model")
     make_checkpoint(directory, "llama")
-    # Call by call, so that it can fail between two.
+    # Runs kernel by kernel, so that it can fail between two of them.
     return ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=64, device="cpu", enforce_eager=True))
 
 
@@ -141,7 +141,7 @@ def test_a_cuda_error_ends_the_thread_and_keeps_the_blocks(pair: Pair, monkeypat
 
 
 def test_a_device_that_cannot_be_waited_for_ends_the_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step's own error may say nothing of it, as Triton's launcher does."""
+    """The error of the step need not mention the device; for example, Triton's launcher does not."""
     _, outputs = pair.hand_over()
     pair.fail_with(RuntimeError("Triton Error [CUDA]: unspecified launch failure"), monkeypatch)
 
@@ -159,6 +159,6 @@ def test_a_stale_block_is_noticed_before_a_copy_is_launched(pair: Pair, monkeypa
     source: BlockRef = ticket.tables[0][0][-1]
     copied: list[Any] = []
     monkeypatch.setattr(pair.runner, "copy_blocks", lambda *ids: copied.append(ids))
-    pair.arena.generations[source.block] += 1  # its life is over
+    pair.arena.generations[source.block] += 1  # the block is reallocated
     pair.decode.step()
     assert [o.rejection for o in outputs] == [Rejection.LOST] and not copied

@@ -51,7 +51,7 @@ def post(llm: LLM, body: dict[str, Any]) -> httpx.Response:
 
 
 def texts(llm: LLM, **body: Any) -> list[str]:
-    """The texts of a completion whose samples all ended by themselves."""
+    """Returns the texts of a completion. Checks that every sample ended without reaching a limit."""
     reply = post(llm, {"max_tokens": 300, **body})
     assert reply.status_code == 200, reply.text
     choices = reply.json()["choices"]
@@ -101,7 +101,7 @@ def test_every_kind_over_http(llm: LLM, kind: str, how: dict[str, Any]) -> None:
 
 
 def test_any_object(llm: LLM) -> None:
-    """The built-in model would tell a story in its first string, so it is pushed to end strings and objects."""
+    """The built-in model would tell a story in its first string, so a bias makes it end strings and objects."""
     ends = {str(llm.client.tokenize(text)[-1]): bias for text, bias in (('"', 8), ("}", 12))}
     for seed in range(6):
         how = {"temperature": 1.0, "seed": seed, "logit_bias": ends}
@@ -147,7 +147,7 @@ def test_openai_client_chat_and_stream(client: openai.OpenAI) -> None:
 
 
 def test_neighbours_get_what_they_get_alone(llm: LLM) -> None:
-    """Free and constrained requests in one batch."""
+    """Free and constrained requests run in one batch."""
     bodies = [KINDS[kind][0] for kind in ("guided_json", "guided_regex", "guided_grammar")] + [{}, {"n": 3}]
     bodies = [{**body, "temperature": 0.8, "seed": 5, "max_tokens": 60, "logprobs": 2} for body in bodies]
 
@@ -169,7 +169,7 @@ def test_the_end_of_the_grammar_is_a_stop_without_a_reason(llm: LLM) -> None:
 
 
 def test_one_token(llm: LLM) -> None:
-    """The first token, which prefill draws, is constrained too, and may be the last."""
+    """The first token, which prefill samples, is also constrained. It may be the last one."""
     assert texts(llm, guided_regex="[0-9]", temperature=1.0, n=8, seed=1) != ["0"] * 8
     for text in texts(llm, guided_regex="[0-9]", temperature=1.0, n=8, seed=1):
         assert text in "0123456789"
@@ -232,7 +232,7 @@ def test_refused_over_grpc(llm: LLM) -> None:
 
 
 async def test_hostile_grammars_disturb_nobody(llm: LLM) -> None:
-    """A stream goes on without a long pause while hostile grammars get their 400 within a second each."""
+    """A stream continues without a long pause, while each hostile grammar gets a 400 within a second."""
     from tests.gateway.test_grammar_trial import HOSTILE
 
     names = {"lark": "guided_grammar", "regex": "guided_regex", "json_schema": "guided_json"}
@@ -258,7 +258,7 @@ async def test_hostile_grammars_disturb_nobody(llm: LLM) -> None:
 
 
 def test_workers_killed_midway_cost_no_token(llm: LLM) -> None:
-    """Decode dies while constrained samples run: their grammars are replayed from the tokens so far."""
+    """Decode dies while constrained samples run. The new grammar states follow the tokens so far."""
     items = {"type": "string", "minLength": 5, "maxLength": 30}
     schema = {"type": "array", "items": items, "minItems": 12, "maxItems": 14}
     wanted = StructuredOutput("json_schema", json.dumps(schema))

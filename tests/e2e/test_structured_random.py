@@ -1,6 +1,6 @@
-"""Seeded random schemas: every answer that the model ends parses and validates, or the request is refused by a 400.
+"""Seeded random schemas: every complete answer parses and validates, or the request is refused with a 400.
 
-The kinds are those of the JSON-schema test suite that bound an answer; strings and arrays are short, so that the
+The keywords are those of the JSON-schema test suite that limit an answer. Strings and arrays are short, so that the
 built-in model reaches the end.
 """
 
@@ -88,7 +88,7 @@ def schema_of(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def with_local_refs(schema: dict[str, Any]) -> dict[str, Any]:
-    """`$ref`s start at the root, so definitions move there, each under a name of its own."""
+    """Moves definitions to the root, where `$ref`s start, each under a unique name."""
     definitions: dict[str, Any] = {}
 
     def moved(node: Any) -> Any:
@@ -162,7 +162,7 @@ async def test_every_answer_validates_or_the_request_is_refused(llm: LLM) -> Non
         [choice] = reply.json()["choices"]
         outcomes[choice["finish_reason"]] += 1
         if choice["finish_reason"] == "stop":
-            checker = jsonschema.FormatChecker(("uuid", "ipv4"))  # dates have the form, but also 0000-01-30
+            checker = jsonschema.FormatChecker(("uuid", "ipv4"))  # dates have the right form, but may be 0000-01-30
             jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(choice["text"]))
 
     async with httpx.AsyncClient(timeout=120) as http:

@@ -1,4 +1,4 @@
-"""Tenants share no block, whichever worker has published it, and each finds its own."""
+"""Tenants share no blocks of any worker, and each tenant finds its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clients(served: LLM) -> dict[str, Client]:
 
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_what_decode_has_published_is_a_hit_for_its_tenant_alone(clients: dict[str, Client], num_samples: int) -> None:
-    """The second turn of a chat: most of its blocks were filled, and published, by decode."""
+    """In the second turn of a chat, decode has filled and published most of the blocks."""
     [prompt] = prompts(1, seed=20 + num_samples, lengths=(50, 50))
     acme, zoo = clients["acme"], clients["zoo"]
     asked = {"max_tokens": 60, "temperature": 1.0, "seed": 4, "ignore_eos": True}
@@ -41,7 +41,7 @@ def test_what_decode_has_published_is_a_hit_for_its_tenant_alone(clients: dict[s
     for sample in first.samples:
         turn = [*prompt, *sample.token_ids, 11, 12, 13]
         other = zoo.generate(turn, max_tokens=1)
-        shared = 0 if sample is first.samples[0] else 50 // BLOCK * BLOCK  # of its own turn before
+        shared = 0 if sample is first.samples[0] else 50 // BLOCK * BLOCK  # of its own earlier turn
         assert other.usage.cached_tokens == shared
         own = acme.generate(turn, max_tokens=1)
         assert own.usage.cached_tokens == filled
@@ -57,7 +57,8 @@ def test_a_prompt_is_a_hit_for_its_tenant_alone(clients: dict[str, Client]) -> N
 
 
 def test_a_flood_evicts_what_is_beyond_its_own_quota(served: LLM, clients: dict[str, Client]) -> None:
-    """Its prompts and outputs are more than the arena; without a quota the same flood leaves nothing to others."""
+    """The tenant's prompts and outputs exceed the arena. Without a quota, the same flood evicts all blocks of
+    others."""
     [mine] = prompts(1, seed=40, lengths=(90, 90))
     flood = prompts(60, seed=41, lengths=(100, 100))
     for tenant, left in (("bulk", 80), ("zoo", 0)):

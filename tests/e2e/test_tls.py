@@ -1,4 +1,4 @@
-"""A whole launch over TLS: mutual inside, HTTPS and gRPC in front, certificates replaced while it runs."""
+"""A whole deployment over TLS: mutual TLS inside, HTTPS and gRPC for clients, certificates replaced at run time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def llm(checkpoint: Path, certs: Path) -> Iterator[LLM]:
 
 
 def shown_certificate(address: str) -> str:
-    """What a new connection meets."""
+    """Returns the certificate that a new connection receives."""
     host, _, port = address.rpartition(":")
     return ssl.get_server_certificate((host, int(port)))
 
@@ -84,7 +84,8 @@ def test_the_operators_commands(llm: LLM, certs: Path, capsys: pytest.CaptureFix
 
 
 def test_all_certificates_are_replaced_while_it_runs(llm: LLM, certs: Path) -> None:
-    """Another pair of the same CA, everywhere: answers go on, new connections see the new ones."""
+    """All pairs are replaced by others of the same CA. Answers continue, and new connections get the new
+    certificates."""
     expected = llm.client.generate(PROMPT, max_tokens=8, temperature=0.0).token_ids
     before = shown_certificate(llm.addresses.http), shown_certificate(llm.addresses.grpc)
     make(certs, [], timedelta(days=1))

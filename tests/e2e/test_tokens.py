@@ -1,4 +1,4 @@
-"""Promise 1 through real services: the same tokens alone, together, cold, cached, on any worker."""
+"""Promise 1 through real services: the same tokens alone, together, with and without cached prefix, on any worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEEDED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, list[tuple[int, ...]]]:
-    """What one process with a batch of one and no cache says."""
+    """The outputs of one process with a batch of one and no cache."""
     settings = RunnerSettings(model=str(checkpoint), max_model_len=8192, num_threads=1, deterministic=True)
     oracle = Oracle(ModelRunner(settings))
     greedy = SamplingParams(temperature=0.0)

@@ -1,4 +1,5 @@
-"""Tools with real services and the `openai` client: calls that are enforced, streamed, sent back; and the example."""
+"""Tools with real services and the `openai` client: enforced calls, streams, results that are sent back, the
+example."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ ASK: Any = [{"role": "user", "content": "How is Paris?"}]
 
 @pytest.fixture(scope="module", params=list(TEMPLATES))
 def tools_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A random model with the template of a family, whose marks are special tokens."""
+    """A server with a random model and the chat template of a family, whose marks are special tokens."""
     directory = tmp_path_factory.mktemp("models") / request.param
     make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, vocab_size=520)
     (directory / "chat_template.jinja").write_text(TEMPLATES[request.param], encoding="utf-8")
@@ -78,7 +79,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def check(name: str, arguments: str) -> None:
-    """Raises if the arguments are not what the tool's schema asks for."""
+    """Raises if the arguments do not match the tool's schema."""
     given = json.loads(arguments)
     if name == "get_weather":
         assert set(given) == {"city", "sure"} and given["city"] in CITIES and isinstance(given["sure"], bool)
@@ -89,7 +90,7 @@ def check(name: str, arguments: str) -> None:
 
 
 def test_a_required_call_is_made_whatever_the_model_would_say(client: openai.OpenAI) -> None:
-    """67 chats at once, 201 over the families; some of them may call several tools."""
+    """67 chats run at once, 201 over all families. Some of them may call several tools."""
 
     def one(seed: int) -> set[str]:
         many, heat = seed % 3 == 0, 0.5 + seed % 4 / 2

@@ -1,4 +1,4 @@
-"""Workers spoken to directly: what no gateway of ours would send costs the request, never the worker."""
+"""Direct calls to workers: invalid calls, which our gateway never makes, affect only the request, never the worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prefill(llm: LLM, **changes: Any) -> prefill_pb2.PrefillDone:
 
 
 def decode(llm: LLM, submit: decode_pb2.Submit) -> Iterator[decode_pb2.SequenceOutput]:
-    """Outputs of one submitted group, to its end."""
+    """Returns all outputs of one submitted group."""
     with grpc.insecure_channel(llm.addresses.services["decode"]) as channel:
         stub = cast(Any, decode_pb2_grpc.DecodeServiceStub)(channel)
         commands: queue.SimpleQueue[decode_pb2.SessionRequest | None] = queue.SimpleQueue()
