@@ -1,4 +1,4 @@
-"""The chaos suite at its smallest, and that it sees what it is there to see. `make chaos` is all of it."""
+"""The chaos suite at its smallest size, and proof that its checks can fail. `make chaos` runs the whole suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger at some size, with a real Redis that is killed; `make chaos` has it at the size of a GPU's arena."""
+"""A large ledger in a real Redis that is killed. `make chaos` runs this at the size of a GPU's arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call what: the policy names every method there is, and every service asks for the launch's secret."""
+"""The access policy: it names every RPC method, and every service requires the deployment's secret."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def methods(file: FileDescriptor) -> Iterator[str]:
 
 
 def test_the_policy_names_every_method_of_every_service() -> None:
-    """A new RPC that nobody thought of is internal, and fails here until somebody has."""
+    """A new RPC that is missing from the policy is treated as internal, and this test fails until it is added."""
     files = sorted(path.stem for path in Path(protos.v1.__path__[0]).glob("*.proto"))
     with_services = [f for f in files if Default().FindFileByName(f"protos/v1/{f}.proto").services_by_name]
     assert with_services == sorted(module.DESCRIPTOR.name.split("/")[-1][:-6] for module in OURS)
@@ -51,7 +51,7 @@ def test_the_policy_names_every_method_of_every_service() -> None:
 
 
 class Store(block_store_pb2_grpc.BlockStoreServiceServicer):
-    """Counts what gets through."""
+    """A service that counts the accepted calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -76,7 +76,7 @@ async def code_of(port: int, method: str, message: bytes, secret: str | None) ->
 
 
 def blocking_code_of(port: int, method: str, message: bytes, secret: str | None) -> grpc.StatusCode:
-    """Not with grpc.aio, where a write that meets the end of its call now and then is INTERNAL."""
+    """Does not use grpc.aio, in which a write at the end of a call sometimes gives INTERNAL."""
     metadata = () if secret is None else ((SECRET_HEADER, secret),)
     with grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_send_message_length", -1)]) as channel:
         try:

@@ -1,4 +1,4 @@
-"""Beam search's bookkeeping: worked examples, an exhaustive second implementation, limits and log-probabilities."""
+"""The bookkeeping of beam search: worked examples, an exhaustive second implementation, limits, log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def search(width: int, max_tokens: int, stop: tuple[int, ...] = (), **sampling: 
 
 
 def ranked(logprobs: Seq[float], count: int) -> Candidates:
-    """The `count` most likely of a whole row, as the sampler gives them."""
+    """Returns the `count` most likely tokens of a whole row, in the sampler's format."""
     order = np.argsort(-np.array(logprobs, np.float32), kind="stable")[:count].tolist()
     return Candidates(order, [float(np.float32(logprobs[i])) for i in order])
 
@@ -35,7 +35,7 @@ def of_probabilities(*probabilities: float) -> Candidates:
 
 
 def test_the_two_step_search_that_keeps_abd_and_ced() -> None:
-    """Over the words A to E with width 2: A and C, then AB and CE, then ABD and CED."""
+    """With the words A to E and width 2, the beams are A and C, then AB and CE, then ABD and CED."""
     beams = search(2, 3)
     assert beams.advance([of_probabilities(0.5, 0.05, 0.4, 0.03, 0.02)]) == [0, 0]
     assert [beam.token_ids for beam in beams.running] == [[A], [C]]
@@ -60,13 +60,14 @@ def test_a_step_of_width_four_in_which_the_outer_candidates_drop_out() -> None:
     assert [beam.token_ids for beam in beams.running] == [[1, 0], [2, 0], [1, 1], [2, 1]]
 
 
-# --- a second implementation, over whole rows and arrays with place holders
+# --- a second implementation, over whole rows and arrays with placeholders
 
 NOTHING = np.float32(-1e9)
 
 
 def row_after(seed: int, token_ids: Seq[int], vocab_size: int) -> list[float]:
-    """Made-up log-probabilities after these tokens, multiples of 1/8: sums are exact, and ties are many."""
+    """Returns arbitrary log-probabilities after these tokens. They are multiples of 1/8, so sums are exact and ties
+    frequent."""
     values: list[float] = (np.random.default_rng([seed, *token_ids]).integers(-40, 1, vocab_size) / 8).tolist()
     return values
 
@@ -74,7 +75,7 @@ def row_after(seed: int, token_ids: Seq[int], vocab_size: int) -> list[float]:
 def exhaustive(
     sampling: SamplingParams, max_tokens: int, stop: tuple[int, ...], seed: int, vocab_size: int
 ) -> list[tuple[list[int], float]]:
-    """Every (beam, token) of every step is looked at; `width` slots of running and of ended beams, always full."""
+    """Considers every (beam, token) in every step. There are always `width` running and `width` ended beams."""
     width, power = sampling.width, sampling.length_penalty
     kept = max(2, 1 + len(stop)) * width
     running, sums = [list[int]()] * width, np.array([0.0] + [NOTHING] * (width - 1), np.float32)
@@ -137,7 +138,8 @@ def test_equals_an_exhaustive_search(
 
 
 def test_early_stopping_by_each_rule() -> None:
-    """One beam has ended; the one that runs has a lower score per token, but would not have at the length limit."""
+    """One beam has ended. The running beam has a lower score per token now, but would have a higher one at the length
+    limit."""
     ends: dict[EarlyStopping, bool] = {True: True, False: True, "never": False}
     for rule, ended in ends.items():
         beams = search(1, 50, stop=(A,), early_stopping=rule)

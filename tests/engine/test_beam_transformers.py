@@ -1,4 +1,5 @@
-"""Beam search against transformers: ids and scores over a real model in fp32; the oracle's, whose beams run alone."""
+"""Beam search compared with transformers: ids and scores of a real model in fp32, also for the oracle's separate
+beams."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from testing.oracle import Oracle
 VOCAB_SIZE, EOS_IDS = 64, (2, 9, 33)
 PROMPT_LENS, PROMPTS_EACH = (7, 16), 10
 NEW_TOKENS = 24
-TABLE_LEN = 3  # blocks of 16 that hold the longest prompt and its output
+TABLE_LEN = 3  # number of blocks of 16 for the longest prompt and its output
 RULES: tuple[EarlyStopping, ...] = (False, True, "never")
 PENALTIES = (0.6, 1.0, 2.0)
 
@@ -55,7 +56,7 @@ def sampling_of(width: int, penalty: float, rule: EarlyStopping) -> SamplingPara
 
 
 class Batch:
-    """The beam searches of many prompts, all beams in one step; forks copy every block to another place."""
+    """The beam searches of many prompts, with all beams in one step. A fork copies every block of the beam."""
 
     def __init__(self, runner: ModelRunner, ids: Sequence[list[int]], sampling: SamplingParams) -> None:
         self._runner, self._width = runner, sampling.width
@@ -101,7 +102,8 @@ class Batch:
 
 
 def theirs(model: Any, ids: list[list[int]], width: int, penalty: float, rule: EarlyStopping) -> list[list[Any]]:
-    """transformers' (output ids, score), best first, of each prompt; prompts of one length need no padding."""
+    """Returns (output ids, score) from transformers, best first, for each prompt. Prompts of equal length need no
+    padding."""
     found = model.generate(
         torch.tensor(ids), attention_mask=torch.ones(len(ids), len(ids[0])), do_sample=False,
         num_beams=width, num_return_sequences=width, length_penalty=penalty, early_stopping=rule,
@@ -114,7 +116,7 @@ def theirs(model: Any, ids: list[list[int]], width: int, penalty: float, rule: E
 
 
 def cut(output: list[int]) -> list[int]:
-    """Without the padding behind the first stop token."""
+    """Removes the padding after the first stop token."""
     ends = [i for i, token in enumerate(output) if token in EOS_IDS]
     return output[: ends[0] + 1] if ends else output
 
@@ -159,7 +161,7 @@ def test_the_oracle_whose_beams_run_alone_agrees(runner: ModelRunner, reference:
 
 @torch.inference_mode()
 def test_one_beam_is_greedy_decoding(runner: ModelRunner) -> None:
-    """Without stop tokens, since a beam search may go on after its best beam has ended."""
+    """There are no stop tokens, because a beam search may continue after its best beam has ended."""
     oracle, prompt = Oracle(runner), prompts(7)[1]
     stopping = StoppingParams(NEW_TOKENS)
     found = oracle.beam_search(prompt, SamplingParams(beam_width=1, logprobs=0), stopping)

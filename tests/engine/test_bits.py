@@ -1,4 +1,5 @@
-"""Promise 1 inside the engine: a token's logits are the same bits alone, batched, chunked, behind a cached prefix."""
+"""Promise 1 inside the engine: a token's logits have the same bits alone, in a batch, in chunks, after a cached
+prefix."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_alone_batched_and_chunked_are_the_same_bits(family: Family, dtype: str,
 
 
 def test_one_thread_gives_the_bits_of_two(tmp_path: Path) -> None:
-    """Of a CPU's; on a GPU threads only launch."""
+    """This test is for CPU threads. On a GPU, threads only launch kernels."""
     make_checkpoint(tmp_path, "llama", seed=11, std=0.1)
     two = ModelRunner(RunnerSettings(tmp_path, num_threads=2, device="cpu"))
     assert torch.get_num_threads() == 2
@@ -70,7 +71,7 @@ def test_one_thread_gives_the_bits_of_two(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cached_prefix_gives_the_bits_of_a_cold_one(family: Family, tmp_path: Path) -> None:
-    """A second sequence takes the first one's full blocks and computes only the rest."""
+    """A second sequence uses the full blocks of the first one and computes only the rest."""
     runner, ids = runner_of(tmp_path, family), prompt(100)
     cold = bits(Batch.of(runner, [ids], 20))[0]
     batch = Batch.of(runner, [ids, ids], 20)
@@ -98,7 +99,7 @@ def test_a_step_on_another_thread_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def next_logits(runner: ModelRunner, batch: Batch) -> torch.Tensor:
-    return runner.step(lay_out([Chunk(batch.sequences[0], 1)], 16).batch).clone()  # good until the next step
+    return runner.step(lay_out([Chunk(batch.sequences[0], 1)], 16).batch).clone()  # valid until the next step
 
 
 @pytest.mark.parametrize(("family", "window"), [*((f, None) for f in FAMILIES), ("mistral", 64)])
@@ -106,7 +107,7 @@ def test_every_visible_block_is_read_and_no_other(family: Family, window: int | 
     overrides = {"sliding_window": window} if window else {}
     runner = runner_of(tmp_path, family, "float32", **overrides)
     batch = Batch.of(runner, [prompt(299)], 1, budget=64)
-    batch.run()  # positions 0..298 computed, the token at 299 drawn
+    batch.run()  # computes positions 0..298 and samples the token at 299
     arena = runner.bound_arena
     expected = next_logits(runner, batch)
     assert torch.equal(next_logits(runner, batch), expected)
@@ -115,14 +116,14 @@ def test_every_visible_block_is_read_and_no_other(family: Family, window: int | 
         arena[block] = 0
         changed = not torch.equal(next_logits(runner, batch), expected)
         arena[block] = kept
-        # the query at 299 sees keys 236..299 through a window of 64: blocks 14 (224..239) and later
+        # with a window of 64, the query at 299 sees keys 236..299: blocks 14 (224..239) and later
         assert changed == (window is None or index >= 14), f"block {index}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_zeroing_any_cached_block_changes_the_tokens(family: Family, tmp_path: Path) -> None:
-    """The output itself, not only its logits: what every test of token equality relies on."""
-    runner = runner_of(tmp_path, family, std=0.3)  # at 0.02 the residual stream would drown what attention reads
+    """The tokens change, not only the logits. Every test of token equality relies on this."""
+    runner = runner_of(tmp_path, family, std=0.3)  # at 0.02, attention would be negligible in the residual stream
     first = Batch.of(runner, [prompt(200)], 40)
     [expected] = first.run()
     arena, [filled] = runner.bound_arena, first.sequences
@@ -142,7 +143,7 @@ def test_zeroing_any_cached_block_changes_the_tokens(family: Family, tmp_path: P
 
 
 def test_copied_blocks_give_the_same_bits(tmp_path: Path) -> None:
-    """Copy-on-write: a fork whose tail block is a copy decodes as the original."""
+    """Copy-on-write: a fork whose tail block is a copy has the same outputs as the original."""
     runner, ids = runner_of(tmp_path, "llama"), prompt(40)
     batch = Batch.of(runner, [ids, ids], 8)
     first, second = batch.sequences

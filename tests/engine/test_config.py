@@ -1,4 +1,4 @@
-"""Config: sizes, every setting that changes numbers honoured or refused by name, one-sentence errors."""
+"""ModelConfig: sizes, settings that change the results (applied, or refused by name), errors of one sentence."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_is_not_supported_is_refused_by_name(
     ("override", "words"),
     [
         ({"architectures": ["BertModel"]}, "BertModel is not a decoder-only language model"),
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not a decoder-only"),  # of model_type llama
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not a decoder-only"),  # model_type llama
         ({"quantization_config": {"quant_method": "eetq"}}, "quantization_config (eetq) is not supported"),
         ({"dtype": "float8_e4m3fn"}, "checkpoint dtype float8_e4m3fn"),
     ],

@@ -1,4 +1,5 @@
-"""Captures on a stand-in for torch's allocator, with its rules about pools; only the bookkeeping is ours to test."""
+"""Graph captures with a stand-in for torch's allocator that has the same rules for pools. Tests only the
+bookkeeping."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from engine.device import CudaDevice
 
 
 class Allocator:
-    """Memory pools of graphs as torch 2.11 and 2.13 keep them."""
+    """Graph memory pools that behave like those of torch 2.11 and 2.13."""
 
     def __init__(self) -> None:
         self.recording: set[int] = set()
@@ -29,7 +30,7 @@ class Allocator:
         if pool in self.recording:
             raise RuntimeError(f"beginAllocateToPool: already recording to mempool_id {pool}")
         self.recording.add(pool)
-        yield  # work that raises leaves the pool as it is, and so does an end of the capture that raises
+        yield  # if the work or the end of the capture raises, the pool stays as it is
         if self.refuses:
             raise torch.AcceleratorError("operation failed due to a previous error during capture")
         self.recording.remove(pool)

@@ -1,4 +1,4 @@
-"""Families that transformers defines: logits as transformers', row by row the same bits, refused by name otherwise."""
+"""Model families from transformers: equal logits, row-invariant bits, and refusals that name the reason."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def by_transformers(directory: Path, tokens: list[int], dtype: torch.dtype) -> t
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, of the standard deviation of `b`."""
+    """Returns the largest difference, relative to the standard deviation of `b`."""
     return float((a.double() - b).abs().max() / b.std())
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_logits_are_those_of_transformers(checkpoint: Make, name: str) -> None:
-    """Nearer than CLOSE to transformers in fp32, or at least as near to its float64 as its fp32 is."""
+    """The logits are within CLOSE of transformers in fp32, or at least as close to its float64 as its own fp32 is."""
     directory = checkpoint(name)
     runner = runner_of(directory)
     tokens = prompt(runner.config.vocab_size)
@@ -93,7 +93,7 @@ def test_rows_have_the_same_bits_in_chunks_of_any_size(checkpoint: Make, name: s
     [("gemma2", "softcap"), ("gemma2", "window"), ("gpt-oss", "sinks"), ("gpt-oss", "window"), ("granite", "scale")],
 )
 def test_what_is_peculiar_to_a_family_matters(checkpoint: Make, name: str, field: str) -> None:
-    """Without it the comparison above would fail."""
+    """Without this property, the comparison above would fail."""
     directory = checkpoint(name)
     runner = runner_of(directory)
     model = runner.model
@@ -222,7 +222,7 @@ def test_dummy_weights_and_a_shallow_model(checkpoint: Make) -> None:
 
 
 def test_the_page_of_models_lists_every_family() -> None:
-    """`python -m bench.families` makes the table."""
+    """`python -m bench.families` writes the table."""
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
     listed = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
     assert set(ZOO) | set(REFUSED) <= listed

@@ -1,4 +1,4 @@
-"""A pass in one C call has the bits of the pass that is to be read, call by call."""
+"""A pass in one C call has the same bits as the readable version, which calls one kernel at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIXED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 
 
 @pytest.fixture(autouse=True)
 def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linears of our own where another provider is the default."""
+    """Uses our linear layers even if a different provider is the default."""
     if forward.entry(current()) is None:
         pytest.skip("no C++ kernels are built")
     monkeypatch.setenv("KERNELS_LINEAR", "simd")
@@ -47,7 +47,7 @@ def logits_of(runner: ModelRunner, budget: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2-mixed"])
 def test_same_bits_as_call_by_call(family: str, dtype: str, threads: int, tmp_path: Path) -> None:
-    """Chunks of 16 tokens leave prompts without a wanted row; one of 300 holds all of them."""
+    """With chunks of 16 tokens, some chunks compute no logits. A chunk of 300 contains whole prompts."""
     base: Any = family.removesuffix("-mixed")
     make_checkpoint(tmp_path, base, std=0.1, **(MIXED if base != family else {}))
     call_by_call = logits_of(runner_of(tmp_path, dtype, threads, eager=True), 300)

@@ -1,4 +1,4 @@
-"""GGUF files: blocks against the gguf package, models against transformers with the same numbers, refusals."""
+"""GGUF files: blocks compared with the gguf package, models compared with transformers, refusals."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_weights_stay_in_the_file_and_name_the_model(tmp_path: Path) -> None:
 
 
 def with_factors(file: Path, twin: Path, factors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `make_gguf` of Llama, with the tensor rope_freqs.weight."""
+    """Works like `make_gguf` for Llama, and adds the tensor rope_freqs.weight."""
     write = gguf.GGUFWriter.write_header_to_file
 
     def first(self: gguf.GGUFWriter, *args: Any) -> None:

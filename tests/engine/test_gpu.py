@@ -1,4 +1,4 @@
-"""The engine on a GPU: bits in every company, CUDA graphs, every provider that is there, two streams at once."""
+"""The engine on a GPU: bits in any batch, CUDA graphs, every installed provider, two streams at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "max_model_len": 512}
 
 
 def runner_of(directory: Path, family: Family, **settings: Any) -> ModelRunner:
-    """A tiny model with heads of 64, so that every provider takes it."""
+    """Returns a runner for a tiny model with heads of 64, which every provider supports."""
     if not (directory / "config.json").exists():
         sizes = {"hidden_size": 256} if family == "opt" else {"head_dim": 64}
         make_checkpoint(directory, family, seed=11, std=0.1, **sizes)
@@ -44,7 +44,7 @@ def bits(batch: Batch) -> list[torch.Tensor]:
 
 
 def captured(runner: ModelRunner, prompts: list[list[int]], **options: Any) -> Batch:
-    """A batch whose decode steps are replayed from graphs of buckets 1, 2, 4 and 8."""
+    """Returns a batch whose decode steps are replayed from graphs for buckets 1, 2, 4 and 8."""
     batch = Batch.of(runner, prompts, NEW_TOKENS, **options)
     before = fallbacks().get("decode graph", 0)
     start_up.capture(runner, 8)
@@ -55,7 +55,7 @@ def captured(runner: ModelRunner, prompts: list[list[int]], **options: Any) -> B
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deterministic_bits_in_every_company(family: Family, dtype: str, tmp_path: Path) -> None:
-    """Alone, batched, in chunks of any size, padded in a graph: promise 1 inside the engine."""
+    """Promise 1 inside the engine: alone, in a batch, in chunks of any size, with padding in a graph."""
     runner = runner_of(tmp_path, family, dtype=dtype, deterministic=True)
     assert "deterministic=True" in runner.numerics
     alone = [bits(Batch.of(runner, [p], NEW_TOKENS, budget=4096))[0] for p in PROMPTS]
@@ -78,7 +78,7 @@ def test_fp32_tokens_are_those_of_the_cpu(family: Family, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", [name for name in get_args(ProviderName) if name != "cpu"])
 @pytest.mark.parametrize("window", [None, 64])
 def test_every_provider_that_is_here_is_near_the_cpu(name: str, window: int | None, tmp_path: Path) -> None:
-    """Prefill, and one decode step eagerly and from a graph, as far as the first token was the same."""
+    """Compares prefill, and one decode step, both eager and from a graph, if the first token was the same."""
     make_checkpoint(tmp_path, "mistral", seed=11, std=0.1, head_dim=64, sliding_window=window)
     block_size = 256 if name == "fa2" else 16
     on_cpu = runner_of(tmp_path, "mistral", device="cpu", block_size=block_size)
@@ -116,7 +116,7 @@ def test_two_runners_step_at_once_over_one_set_of_weights(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nothing_is_compiled_while_serving(deterministic: bool, tmp_path: Path) -> None:
-    """`test_variants.py` without a GPU; here with graphs, and whatever else launches."""
+    """`test_variants.py` tests this without a GPU. This test includes graphs and all other launches."""
     runner = runner_of(tmp_path, "llama", attention_backend="triton", deterministic=deterministic)
     start_up.profile(runner, 64, 8, graphs=True)
     batch = captured(runner, PROMPTS)
@@ -130,7 +130,7 @@ def test_nothing_is_compiled_while_serving(deterministic: bool, tmp_path: Path) 
 
 
 def num_variants() -> int:
-    """Compiled variants of all kernels of the package in this process."""
+    """Returns the number of compiled variants of all kernels in this process."""
     import triton
 
     modules = [module for name, module in sys.modules.items() if name.startswith("kernels.gpu.")]

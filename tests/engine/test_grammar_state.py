@@ -1,4 +1,4 @@
-"""The state of a sample in its grammar: a pure function of grammar and tokens; ends, end tokens, limits."""
+"""The grammar state of a sample: a pure function of grammar and tokens. Also ends, end tokens and limits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def allowed(state: GrammarState, output_ids: list[int]) -> list[int]:
 
 
 def walk(tokenizer: LLTokenizer, wanted: StructuredOutput, seed: int, length: int = 40) -> list[list[int]]:
-    """What is allowed at each position of a random way through a grammar, after the way itself."""
+    """Takes a random path through a grammar. Returns the path, and the allowed tokens at each of its positions."""
     rng, state, way, seen = random.Random(seed), begin(tokenizer, wanted), list[int](), list[list[int]]()
     while len(way) < length and not state.is_over(way):
         seen.append(allowed(state, way))
@@ -62,7 +62,7 @@ def walk(tokenizer: LLTokenizer, wanted: StructuredOutput, seed: int, length: in
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_state_is_a_function_of_grammar_and_tokens(tokenizer: LLTokenizer, seed: int) -> None:
-    """Step by step, all at once, and forked midway."""
+    """The tokens arrive step by step, all at once, or after a fork midway."""
     way, *seen = walk(tokenizer, JSON, seed)
     for position, expected in enumerate(seen):
         tokens = way[:position]

@@ -1,5 +1,5 @@
-"""Decode in fixed shapes: which bucket a step takes, and that rows of padding change no bit. On a CPU a bucket's replay
-is the same computation run eagerly over the same padded buffers."""
+"""Decode in fixed shapes: the choice of a bucket, and padding rows that change no bits. On a CPU, the replay of a
+bucket is the same computation, run eagerly over the same padded buffers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_bucket_sizes() -> None:
 
 
 def padded(runner: ModelRunner, max_num_seqs: int, sizes: tuple[int, ...]) -> DecodeGraphs:
-    """The runner's decode steps in buckets over its bound arena."""
+    """Captures the runner's decode steps in buckets over its bound arena."""
     graphs = start_up.new_graphs(runner, max_num_seqs)
     for size in reversed(sizes):
         assert start_up.capture_bucket(runner, graphs, size, runner.binding.caches)
@@ -54,7 +54,7 @@ def test_padding_changes_no_bit_and_writes_nothing(family: str, tmp_path: Path) 
     graphs.run = lambda batch: taken.append(len(batch.token_ids)) or run(batch)  # type: ignore[func-returns-value,method-assign,assignment]
     assert again.run() == expected
     assert all(torch.equal(torch.stack(rows), bit) for rows, bit in zip(again.logits, bits, strict=True))
-    assert taken == [5] * 11  # every step but the prefill's, in the bucket of 8
+    assert taken == [5] * 11  # every step except prefill, in the bucket of 8
 
     used = {ref.block for sequence in again.sequences for ref in sequence.table}
     unused = [block for block in range(len(runner.bound_arena)) if block not in used]
@@ -63,7 +63,7 @@ def test_padding_changes_no_bit_and_writes_nothing(family: str, tmp_path: Path) 
 
 @torch.inference_mode()
 def test_buckets_share_buffers_without_seeing_each_other(tmp_path: Path) -> None:
-    """Steps of changing size, so that every bucket finds what another one left in the buffers."""
+    """The size of the steps changes, so every bucket finds data of other buckets in the buffers."""
     make_checkpoint(tmp_path, "llama", seed=2, std=0.1)
     runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=96, deterministic=True))
     runner.bind(poisoned_arena(runner, 40))
@@ -84,7 +84,7 @@ def test_buckets_share_buffers_without_seeing_each_other(tmp_path: Path) -> None
         runner.bound_arena[others] = 0xFF
         kept = runner.bound_arena.clone()
         assert torch.equal(graphs.run(batch), expected)
-        assert torch.equal(runner.bound_arena, kept)  # rows of another step are not written again
+        assert torch.equal(runner.bound_arena, kept)  # rows of an earlier step are not written again
 
 
 @torch.inference_mode()
@@ -111,7 +111,7 @@ def test_only_whole_decode_steps_that_fit_are_taken(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_the_provider_prepares_outside_of_the_graph(tmp_path: Path) -> None:
-    """Once a step, told that shapes and addresses are fixed, with padding already in place."""
+    """`prepare` is called once per step, with fixed shapes and addresses, after the padding has been written."""
     make_checkpoint(tmp_path, "llama")
     runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=64))
     batch = Batch.of(runner, [[5, 6, 7]] * 3, 2)
@@ -120,7 +120,7 @@ def test_the_provider_prepares_outside_of_the_graph(tmp_path: Path) -> None:
     keep = runner.attention.prepare
     runner.attention.prepare = lambda b: seen.append((b, b.host.context_lens.tolist(), b.max_context_len)) or keep(b)  # type: ignore[func-returns-value,method-assign,assignment]
     graphs = padded(runner, 4, (2, 4))
-    assert [(len(lens), longest) for _, lens, longest in seen] == [(4, 1), (2, 1)]  # the largest first
+    assert [(len(lens), longest) for _, lens, longest in seen] == [(4, 1), (2, 1)]  # the largest bucket first
     graphs.run(lay_out([Chunk(sequence, 1) for sequence in batch.sequences], 16).batch)
     last, lens, longest = seen[-1]
     assert len(seen) == 3 and last.is_static and lens == [4, 4, 4, 0] and longest == 4
@@ -145,7 +145,7 @@ def test_what_cannot_be_captured_is_counted_and_computed_eagerly(
     before = fallbacks().get("decode graph", 0)
     start_up.capture(runner, 4)
     assert runner.binding.graphs is not None and runner.binding.graphs.sizes == []
-    assert fallbacks()["decode graph"] == before + 1  # buckets of 2 and 1 are not tried
+    assert fallbacks()["decode graph"] == before + 1  # the buckets of 2 and 1 are not tried
     assert start_up.graph_bytes(runner, 4) == 0
     if before == 0:
         assert "decode graph runs eagerly: operation not permitted when stream is capturing" in caplog.text

@@ -1,4 +1,4 @@
-"""A step's arrays packed into one buffer: aligned, apart from each other, on both sides the same."""
+"""The arrays of a step in one buffer: aligned, without overlap, and equal on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers are cut into groups of equal blocks; block tables drop what has slid out of a window."""
+"""The division of layers into groups of equal size, and block tables that drop blocks outside the window."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_needed_is_what_later_positions_read(window: int) -> None:
     spec, size = windowed(window), 16
     for num_computed in (*range(100), 1023, 1024, 1025, 4096, 5000):
         first = spec.first_needed(num_computed, size)
-        oldest = max(0, num_computed - window + 1)  # what the next position reads
+        oldest = max(0, num_computed - window + 1)  # the first position that the next one reads
         last = max(0, -(-num_computed // size) - 1)
         assert first == min(oldest // size, last)
         assert spec.num_needed(num_computed, size) == -(-num_computed // size) - first <= -(-(window - 1) // size) + 1

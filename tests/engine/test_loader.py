@@ -1,4 +1,4 @@
-"""Weights: sharded and single files, tied and dummy weights; errors name the file or the tensor; fingerprints."""
+"""Weights: single and sharded files, tied and dummy weights, errors that name the file or tensor, fingerprints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logits(directory: Path, **settings: object) -> torch.Tensor:
 
 
 def shard(directory: Path) -> None:
-    """Cut model.safetensors in two, with an index."""
+    """Splits model.safetensors into two files with an index."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names, weight_map = sorted(tensors), {}
@@ -124,7 +124,7 @@ def test_an_altered_file_is_not_the_one_that_was_listed(tmp_path: Path) -> None:
     ModelRunner(RunnerSettings(tmp_path, num_threads=1))
     load_assets(str(tmp_path))
     whole = bytearray((tmp_path / "model.safetensors").read_bytes())
-    whole[-1] ^= 1  # a bit of the last weight: nothing else is wrong with the file
+    whole[-1] ^= 1  # flips one bit of the last weight; the file is otherwise valid
     (tmp_path / "model.safetensors").write_bytes(whole)
     with pytest.raises(StartupError, match=r"model\.safetensors is not the file that SHA256SUMS lists"):
         ModelRunner(RunnerSettings(tmp_path, num_threads=1))
@@ -175,7 +175,7 @@ def test_125m_dummy_weights_load_in_three_seconds(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.float16, 1)])
 def test_tied_embeddings_count_twice_only_where_packing_copies(dtype: torch.dtype, copies: int) -> None:
-    """fp16 stands for a GPU: neither packs."""
+    """fp16 represents a GPU, because neither packs weights."""
     target = Target(dtype, torch.device("cpu"), deterministic=False)
     weights = Weights(DummySource(0, target), target)
     head = weights.pack(weights.tensor("embed.weight", 64, 32))

@@ -1,4 +1,4 @@
-"""Runner: settings it refuses, arenas it accepts, layouts, sharing, profile and warm-up, numerics."""
+"""ModelRunner: refused settings, accepted arenas, layouts, sharing, profiling and warm-up, numerics."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_two_runners_share_weights_and_nothing_else(runner: ModelRunner, caplog:
     assert other.numerics == runner.numerics and other.model_fingerprint == runner.model_fingerprint
     ours, theirs = Batch.of(runner, [[5, 6, 7], [8] * 20], 6), Batch.of(other, [[5, 6, 7], [8] * 20], 6, budget=9)
     assert other.attention is not runner.attention and other.bound_arena is not runner.bound_arena
-    assert theirs.run() == expected  # over its own arena: the first batch has not computed anything there
+    assert theirs.run() == expected  # in its own arena, in which the first batch has computed nothing
     assert bool((runner.bound_arena == 0xFF).all()) and ours.run() == expected
 
 
@@ -107,7 +107,7 @@ def test_layer_views_lie_as_the_layout_says(runner: ModelRunner, order: str) -> 
 
 
 def test_profile_grows_with_the_batch_and_leaves_the_arena_alone(tmp_path: Path) -> None:
-    """Against a bound from shapes: logits alone, bf16 and fp32 of every row."""
+    """The lower bound follows from the shapes: the logits of every row, in bf16 and fp32."""
     make_checkpoint(tmp_path, "llama", vocab_size=32000)
     runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu"))
     arena = poisoned_arena(runner, 2)

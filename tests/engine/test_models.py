@@ -1,4 +1,4 @@
-"""Models against transformers: every family and variant, greedy, token for token, in fp32; bf16 within a tolerance."""
+"""Models compared with transformers: every family and variant; greedy tokens in fp32, and bf16 within a tolerance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
 
 
 def reference_model(directory: Path) -> Any:
-    """transformers' model of a checkpoint in fp32, after checking that it knew every tensor."""
+    """Returns transformers' model of a checkpoint in fp32. Checks that it loaded every tensor."""
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -76,9 +76,9 @@ def one_pass(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def assert_greedy(reference: torch.Tensor, prompt_len: int, outputs: list[int]) -> None:
-    """Every output is the reference's choice after the same tokens, but where its best two are within TIE.
+    """Checks that every output is the reference's choice after the same tokens, unless its best two are within TIE.
 
-    By induction the reference decodes the same tokens by itself; after a tie it is teacher-forced.
+    By induction, the reference alone decodes the same tokens. After a tie, it is teacher-forced.
     """
     rows = reference[prompt_len - 1 : prompt_len - 1 + len(outputs)]  # [new, vocab]
     best = rows.topk(2).values
@@ -108,7 +108,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "opt"])
 @torch.inference_mode()
 def test_transformers_generate_gives_the_same_tokens(family: Family, tmp_path: Path) -> None:
-    """The literal comparison, with transformers' own loop and cache."""
+    """Compares directly with transformers' own loop and cache."""
     make_checkpoint(tmp_path, family, seed=4)
     runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, deterministic=True))
     ids = prompt(17)
@@ -122,7 +122,8 @@ def test_transformers_generate_gives_the_same_tokens(family: Family, tmp_path: P
 
 @torch.inference_mode()
 def test_dynamic_rope_gives_the_tokens_of_transformers_cached_decoding(tmp_path: Path) -> None:
-    """Prompts within the trained length, decoding past it: transformers grows the base with every token."""
+    """Prompts are within the trained length, and decoding exceeds it. transformers then increases the base with every
+    token."""
     rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
     make_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=64, rope_parameters=rope)
     runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, deterministic=True))

@@ -1,4 +1,4 @@
-"""Quantized weights: every format against transformers with the same numbers in fp32; rounding on load; refusals."""
+"""Quantized weights: every format compared with transformers in fp32, rounding at load, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ With these weights, transformers' own in fp32 are off by 2e-5 to 3e-5.
 
 
 def reference_logits(directory: Path, tokens: list[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """transformers' own."""
+    """Returns the logits of transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
@@ -63,7 +63,7 @@ def test_a_format_gives_the_logits_of_the_same_numbers(name: str, tmp_path: Path
     assert {runner.model.layers[1].qkv.how, runner.model.layers[1].down.how} == {kind}
     if kind != "simd":
         whole = sum(t.numel() * 4 for t in load_file(tmp_path / "twin" / "model.safetensors").values())
-        assert runner.weights_bytes < 0.55 * whole  # the embedding and the logits' matrix are as they were
+        assert runner.weights_bytes < 0.55 * whole  # the embedding and the output matrix are not quantized
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
@@ -88,7 +88,7 @@ def test_rounding_on_load_gives_the_logits_of_the_rounded_weights(
         if tensor.dim() == 2 and "embed" not in name:
             tensors[name] = quantize(tensor, 4 if quantization == "int4" else 8).dequantized(torch.float32)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    if family == "opt":  # its logits are drawn from the embedding, of which only this use is rounded
+    if family == "opt":  # its output matrix is the embedding, and only this use of it is rounded
         return
     assert distance(ours, reference_logits(tmp_path, tokens)) < NEAR < 1e-3 < distance(ours, unrounded)
 
@@ -110,7 +110,7 @@ def test_models_of_transformers_are_rounded_except_for_their_routers(quantizatio
     make_foreign(tmp_path, ZOO["mixtral"], seed=3)
     tokens = prompt(40)
     ours = Oracle(runner_of(tmp_path, quantization=quantization)).logits(tokens)
-    unrounded = reference_logits(tmp_path, tokens, torch.float32)  # its experts have no float64
+    unrounded = reference_logits(tmp_path, tokens, torch.float32)  # its experts do not support float64
     tensors = load_file(tmp_path / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and "embed" not in name and not name.endswith("gate.weight"):
@@ -198,7 +198,7 @@ def test_families_without_an_implementation_of_ours_are_refused(tmp_path: Path) 
 def test_layers_of_which_only_some_are_quantized_are_joined_as_floats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a checkpoint whose q_proj is in `ignore`."""
+    """For example, a checkpoint may list q_proj in `ignore`."""
     make_quantized(tmp_path / "quantized", tmp_path / "twin", FORMATS["gptq-4"], seed=9)
     file, twin = tmp_path / "quantized" / "model.safetensors", load_file(tmp_path / "twin" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj."

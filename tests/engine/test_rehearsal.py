@@ -1,7 +1,8 @@
-"""The GPU's path without a GPU: whole tiny models on the Triton kernels under triton's interpreter, in a process of its
-own (the variable that asks for it counts before triton is first imported), against the CPU's kernels.
+"""The GPU path without a GPU: whole tiny models run on the Triton kernels under triton's interpreter, and are compared
+with the CPU's kernels. They run in a separate process, because the variable that selects the interpreter must be set
+before triton is first imported.
 
-Run as a script it is that process: one JSON object of what it computed for each case.
+Run as a script, this file is that process. It prints one JSON object with the results of each case.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def run(directory: Path, **settings: Any) -> dict[str, Any]:
-    """Greedy tokens of a batch in chunks of 8; in deterministic mode again in one chunk and padded to a bucket of 4; a
-    draw with every filter and penalty; log-probabilities; a copy."""
+    """Returns greedy tokens of a batch in chunks of 8 (in deterministic mode, also in one chunk and padded to a bucket
+    of 4), a token that is sampled with every filter and penalty, log-probabilities, and the result of a copy."""
     runner = ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=32, **settings))
     batch = Batch.of(runner, PROMPTS, 4, budget=8)
     outputs = batch.run()
@@ -68,7 +69,7 @@ def run(directory: Path, **settings: Any) -> dict[str, Any]:
 
 
 def _padded(runner: ModelRunner, batch: Batch) -> bool:
-    """Whether another batch, prefilled in one chunk and decoded in a bucket of 4, has the same bits."""
+    """Returns whether another batch, prefilled in one chunk and decoded in a bucket of 4, has the same bits."""
     again = Batch.of(runner, PROMPTS, 3, budget=64)
     graphs = start_up.new_graphs(runner, 4)
     with torch.inference_mode():
@@ -89,7 +90,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rehearsed(directory: Path) -> dict[str, Any]:
-    """Every case on the Triton kernels, in one other process."""
+    """The results of every case on the Triton kernels, computed in one separate process."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
     done = subprocess.run(
@@ -123,7 +124,8 @@ def test_tokens_are_those_of_the_cpu(case: str, directory: Path, rehearsed: dict
 def test_deterministic_mode_gives_the_same_bits_in_every_company(
     case: str, directory: Path, rehearsed: dict[str, Any]
 ) -> None:
-    """Chunks of 8 or one, decode by itself or in a padded bucket. What tensor cores do only a GPU can show."""
+    """Compares chunks of 8 with one chunk, and eager decode with a padded bucket. Only a GPU can show what tensor cores
+    do."""
     expected, got = on_cpu(directory, case), rehearsed[case]
     assert got["same_bits"] and expected["same_bits"]
     assert difference(got, expected) < 0.05
@@ -132,8 +134,9 @@ def test_deterministic_mode_gives_the_same_bits_in_every_company(
 def test_an_fp8_cache_takes_half_the_bytes_and_is_read_as_what_it_holds(
     directory: Path, rehearsed: dict[str, Any]
 ) -> None:
-    """The last step again on the CPU, over the same blocks widened to bf16. The interpreter rounds to fp8 by rules of
-    its own, so what is written is not compared; the two bf16 computations alone differ by 0.04 on this model."""
+    """Repeats the last step on the CPU, over the same blocks converted to bf16. The written values are not compared,
+    because the interpreter rounds to fp8 in its own way. Even the two bf16 computations differ by 0.04 on this
+    model."""
     got = rehearsed["fp8"]
     runner = ModelRunner(RunnerSettings(directory / "llama", num_threads=1, max_model_len=32))
     assert got["block_bytes"] * 2 == runner.layout.block_bytes and "kv=float8_e4m3fn" in got["numerics"]
@@ -143,14 +146,15 @@ def test_an_fp8_cache_takes_half_the_bytes_and_is_read_as_what_it_holds(
     for sequence, tokens in zip(batch.sequences, got["tokens"], strict=True):
         sequence.output_ids, sequence.num_computed = tokens[:-1], sequence.num_tokens + len(tokens) - 2
     step = lay_out([Chunk(sequence, 1) for sequence in batch.sequences], 16).batch
-    step.slot_mappings = (np.full(2, -1, np.int64),)  # the last token's K and V are there, rounded
+    step.slot_mappings = (np.full(2, -1, np.int64),)  # the K and V of the last token are already stored, rounded
     again = runner.step(step)
     last = torch.tensor([rows[-1] for rows in got["logits"]])
     assert float((again - last).square().mean().sqrt() / last.std()) < 0.06
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Root mean square over the deviation, of the logits of the first output token, which follows the same tokens."""
+    """Returns the root mean square difference of the first output token's logits, relative to their standard
+    deviation."""
     ours, theirs = (torch.tensor([rows[0] for rows in answer["logits"]]) for answer in (got, expected))
     return float((ours - theirs).square().mean().sqrt() / theirs.std())
 

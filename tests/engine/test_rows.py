@@ -1,4 +1,4 @@
-"""Rows that are kept from step to step say what a step laid out from scratch says."""
+"""Rows that are kept from step to step are equal to those of a step that is laid out from scratch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_steps_with_comings_and_goings_are_laid_out_as_from_scratch() -> None:
             if sequence.num_computed % BLOCK_SIZE == 0:
                 sequence.table.append(new_ref(rng))
         changed = rng.choice(running)
-        changed.table[rng.randrange(len(changed.table))] = new_ref(rng)  # a copy on write, or a block sealed before
+        changed.table[rng.randrange(len(changed.table))] = new_ref(rng)  # a copy on write, or an earlier sealed block
         if rng.random() < 0.2:
             running.append(new_sequence(rng))
         if rng.random() < 0.2 and len(running) > 1:

@@ -1,5 +1,5 @@
-"""What Triton compiles: all of it while the runner warms up and profiles, nothing more while steps of every shape are
-served. On a stand-in for triton's driver, in a process of its own: launches are recorded, nothing is computed."""
+"""Triton compiles all variants while the runner warms up and profiles, and none while it serves steps of every shape.
+The tests use a stand-in for triton's driver in a separate process: it records launches and computes nothing."""
 
 from __future__ import annotations
 

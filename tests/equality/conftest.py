@@ -1,4 +1,4 @@
-"""What both suites in one process need: a Redis."""
+"""Fixtures of both suites that run in one process: a Redis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from block_store.redis import redis_server
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A short directory on shared memory."""
+    """A directory in shared memory with a short path."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="ll-test-"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)

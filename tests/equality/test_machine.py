@@ -1,7 +1,7 @@
 """Both workers' handling of blocks under random requests, cancels, lost answers, rebuilds, fences and thefts.
 
 After every move the ledger's invariants hold. In the end every request that was not cancelled has the oracle's tokens,
-nothing is held, and no block is lost. `make model-check` runs more of it.
+no block is held, and no block is lost. `make model-check` runs more examples.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FLOORS = {"hits": 20, "rebuild": 5, "LOST": 3, "prefill aborts": 3, "answers los
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "bamba"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """One KV group; four, of which one has full attention and three a window of two blocks; attention beside states."""
+    """Models with one KV group; with four (one with full attention, three with a window of two blocks); with states."""
     directory = tmp_path_factory.mktemp("model")
     if request.param == "llama":
         model = make_checkpoint(directory, "llama", dtype=torch.bfloat16)
@@ -82,7 +82,7 @@ def expected(runner: ModelRunner) -> dict[str, Answer]:
 
 
 def happen(world: RoughWorld, draw: random.Random, phase: Phase, event: str) -> None:
-    """A new request, and one event in one phase of it; the ledger answers again then, or not yet."""
+    """Starts a request and causes one event in one of its phases. Afterwards the ledger may or may not answer again."""
     world.ask(draw.choice(CASES), draw.choice((b"", b"", b"other")))
     request = world.requests[-1]
     world.bring(request, phase, draw.randrange(3))
@@ -101,12 +101,12 @@ def happen(world: RoughWorld, draw: random.Random, phase: Phase, event: str) -> 
             befall(world, draw, event, role)
     if draw.random() < 0.5:
         world.heal()
-    if draw.random() < 0.5:  # its client tries again
+    if draw.random() < 0.5:  # its client retries
         world.ask(request.case, request.salt)
 
 
 def befall(world: RoughWorld, draw: random.Random, event: str, role: Role) -> None:
-    """What is no request's own."""
+    """Causes an event that does not belong to a request."""
     match event:
         case "beat":
             world.attachments[role].beat()
@@ -128,7 +128,7 @@ def befall(world: RoughWorld, draw: random.Random, event: str, role: Role) -> No
 
 
 def steal(world: RoughWorld, draw: random.Random, role: Role) -> None:
-    """Of what a worker holds, between two steps or inside one."""
+    """Steals a block that a worker holds, between two steps or inside one."""
     refs, when = list(world.attachments[role].held._counts), draw.choice((None, *get_args(When)))
     if when is None:
         return world.steal(draw.choice(refs)) if refs else None
@@ -146,7 +146,7 @@ def steal(world: RoughWorld, draw: random.Random, role: Role) -> None:
 
 
 def finish(world: RoughWorld, expected: dict[str, Answer], seen: Counter[str]) -> None:
-    """Every request that was not cancelled has the oracle's tokens, and nothing is held."""
+    """Checks that every request that was not cancelled has the oracle's tokens, and that no block is held."""
     for request in world.finish():
         kept = [text for i, text in enumerate(expected[request.case.name]) if i not in request.dropped]
         found = [text for i, text in sorted(request.texts.items()) if i not in request.dropped]
@@ -161,7 +161,7 @@ def finish(world: RoughWorld, expected: dict[str, Answer], seen: Counter[str]) -
 def test_each_event_in_each_phase(
     runner: ModelRunner, redis_client: Any, expected: dict[str, Answer], shm: Path, phase: Phase, how: Choice
 ) -> None:
-    """Beside requests that met other events, in another order in each world."""
+    """Requests with other events run at the same time, in a different order in each world."""
     seen: Counter[str] = Counter()
     for seed in range(WORLDS):
         draw = random.Random(f"{phase} {how} {seed}")

@@ -1,5 +1,5 @@
-"""Random requests in random arenas, preempted and killed at random: the oracle's answers. Six seeds here; with
-LOOSELEAF_TEST_WORLDS=N there are N, each of which takes about a second."""
+"""Random requests in random arenas, with random preemptions and kills, get the oracle's answers. There are six seeds,
+or N with LOOSELEAF_TEST_WORLDS=N; each takes about a second."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NUM_WORLDS = int(os.environ.get("LOOSELEAF_TEST_WORLDS", "6"))
 
 @pytest.fixture(scope="module", params=["full attention", "windows", "both", "states"])
 def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[ModelRunner]:
-    """Blocks of 4, 8 and 16; all layers attend to everything, to the last positions, some to this and some to that, or
-    some have a recurrent state instead.
+    """Runners with blocks of 4, 8 and 16. The layers have full attention, windows, both kinds, or some have recurrent
+    states.
     """
     directory = tmp_path_factory.mktemp("model")
     match request.param:
@@ -75,7 +75,7 @@ def random_stopping(rng: random.Random) -> StoppingParams:
 
 
 def random_cases(rng: random.Random, block_size: int) -> list[Case]:
-    """Prompts with one of two heads, so that many share blocks."""
+    """Returns cases whose prompts have one of two prefixes, so that many share blocks."""
     heads = [tokens(rng, rng.choice((3, block_size, 2 * block_size, 40))) for _ in range(2)]
     prompts = [(*rng.choice(heads), *tokens(rng, rng.randint(0, 20))) for _ in range(rng.randint(2, 7))]
     return [Case(str(i), prompt, random_sampling(rng), random_stopping(rng)) for i, prompt in enumerate(prompts)]

@@ -1,4 +1,5 @@
-"""The built-in model through real services: whole and in chunks, cached, swapped, given back, decode killed midway."""
+"""The built-in model through real services: in one chunk and several, cached, swapped, given back, with a killed decode
+worker."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ async def answers(address: str, cases: list[Case]) -> list[Completion]:
 
 
 async def streamed(address: str, cases: list[Case], flowing: Callable[[], None]) -> list[Completion]:
-    """All at once; `flowing` is called once, when the first request has had a token of decode."""
+    """Runs all cases at once. Calls `flowing` once, when the first request has received a token from decode."""
 
     async def one(client: AsyncClient, case: Case) -> Completion:
         deltas: list[Delta] = []
@@ -89,7 +90,7 @@ async def test_served_cold_cached_and_with_decode_killed_midway(cases: list[Case
 async def answered_until(
     server: WatchedServer, cases: list[Case], expected: list[Answer], preempted: Callable[[], bool]
 ) -> None:
-    """All cases, again and again: the next time their prompts are cached, so that more of them decode at once."""
+    """Runs all cases repeatedly. In later rounds, prompts are cached, so more requests decode at once."""
     for _ in range(4):
         check(cases, expected, await answers(server.addresses.grpc, cases))
         if preempted():
@@ -120,7 +121,7 @@ async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_mid
 
 @pytest.mark.parametrize("how", ["awq", "int4", "gguf"])
 async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(how: str, tmp_path: Path) -> None:
-    """A checkpoint of 4 bits, the built-in model rounded on load, and a GGUF file of several types."""
+    """The models are a 4-bit checkpoint, the built-in model rounded at load, and a GGUF file with several types."""
     if how == "gguf":
         mixed = {"attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "blk": Type.Q4_K}
         make_gguf(tmp_path / "a.gguf", tmp_path / "twin", "llama", mixed)
@@ -138,7 +139,7 @@ async def served_swapped_and_killed(model: Path, vocab_size: int, **settings: An
     oracle, groups = Oracle(runner), len(runner.layout.groups)
     expected = [expect(oracle, case) for case in cases]
     longest = max(range(len(cases)), key=lambda i: min(len(text.token_ids) for text in expected[i]))
-    for those in (cases, expected):  # decode is killed in the middle of the first
+    for those in (cases, expected):  # decode is killed during the first one
         those.insert(0, those.pop(longest))  # type: ignore[attr-defined]
     tight = TIGHT | {"num_blocks": TIGHT["num_blocks"] * groups}
     with WatchedServer(str(model), tight | settings, {"PREEMPTION": "swap"}) as server:

@@ -1,7 +1,7 @@
-"""The second half of the reader rule: another process takes a block inside `runner.step`.
+"""The second check of the reader rule: another process takes a block inside `runner.step`.
 
-Nothing of that step may leave: prefill seals nothing and hands nothing over, decode emits no token. The requests end
-with the oracle's tokens all the same.
+No result of that step may be used: prefill seals nothing and hands nothing over, and decode sends no token. The
+requests still get the oracle's tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TWO = [case("one", 60, 61, 62), case("other", 70, 71, 72, 73, 74, 75)]
 
 
 class Scene:
-    """Workers, what they should answer, and the step in which a block is taken."""
+    """The workers, the expected answers, and the step in which a block is taken."""
 
     def __init__(self, workers: Workers, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
         self.workers, self.runner, self.patch = workers, runner, patch
@@ -60,8 +60,8 @@ class Scene:
         return [expect(self._oracle, case) for case in cases]
 
     def meddle(self, worker: Any, when: When, pick: Pick) -> tuple[Meddler, list[list[int]]]:
-        """From now on, in the steps of `worker`. Also: how many tokens of each text were out before and after the step
-        in which a block was taken."""
+        """Takes a block in a later step of `worker`. Records how many tokens of each text had been sent before and
+        after that step."""
         meddler, out = Meddler(self.runner, self.thief.take, when, pick), list[list[int]]()
         self.patch.setattr(self.runner, "step", meddler)
         step = worker.step
@@ -127,7 +127,7 @@ def test_a_block_taken_inside_a_step_of_decode(make_scene: Make, when: When, fil
 
     def pick(batch: StepInput) -> int | None:
         fits = len(batch.context_lens) == 2 and (batch.context_lens[1] % BLOCK_SIZE == 0) == fills
-        return int(batch.block_tables[0][1][2]) if fits else None  # behind the head that both share
+        return int(batch.block_tables[0][1][2]) if fits else None  # after the blocks that both share
 
     _, out = scene.meddle(scene.workers.decode, when, pick)
     assert not differences(TWO, expected, scene.answer(TWO))
@@ -137,7 +137,8 @@ def test_a_block_taken_inside_a_step_of_decode(make_scene: Make, when: When, fil
 
 @WHEN
 def test_the_source_of_a_copy_taken_inside_a_step_of_decode(make_scene: Make, when: When) -> None:
-    """Samples part: each but the last copies the partial block of the prompt. Of the first two no table names it."""
+    """When samples diverge, each except the last copies the prompt's partial block. No table of the first two names it
+    then."""
     scene = make_scene()
     cases = [case("n=3", 60, 61, num_sequences=3)]
     expected, sources, copy = scene.expect(cases), list[int](), scene.runner.copy_blocks
@@ -183,7 +184,7 @@ def test_a_step_over_states_is_not_repeated(
     hybrid: ModelRunner, redis_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     when: When, role: str, is_repeated: bool,
 ) -> None:  # fmt: skip
-    """Of two groups in a step one loses a block. The states of the other have advanced."""
+    """One of two groups in a step loses a block. The states of the other group have already advanced."""
     scene = Scene(Workers(hybrid, tmp_path, redis_client, budget=7), hybrid, monkeypatch)
     expected = scene.expect(TWO)
     if is_repeated:
@@ -191,9 +192,9 @@ def test_a_step_over_states_is_not_repeated(
 
     def pick(batch: StepInput) -> int | None:
         begins_within_a_block = (batch.context_lens[0] - batch.cu_seqlens_q[1]) % BLOCK_SIZE > 0
-        has_copied = role == "prefill" or batch.context_lens[0] > 12  # a copy is made again from its source
+        has_copied = role == "prefill" or batch.context_lens[0] > 12  # a copy can be repeated from its source
         fits = len(batch.context_lens) == 2 and begins_within_a_block and has_copied
-        return int(batch.slot_mappings[0][-1]) // BLOCK_SIZE if fits else None  # of the second group alone
+        return int(batch.slot_mappings[0][-1]) // BLOCK_SIZE if fits else None  # only in the second group
 
     meddler, _ = scene.meddle(getattr(scene.workers, role), when, pick)
     wrong = differences(TWO, expected, scene.answer(TWO))

@@ -1,4 +1,5 @@
-"""Structured output down every path: what the oracle says, whose grammar follows all tokens anew for each one.
+"""Structured output on every path is equal to the oracle's, which replays all tokens through the grammar for each
+token.
 
 Constrained and free requests run together: greedy, sampled, n = 4, with penalties and log-probabilities.
 """
@@ -52,7 +53,7 @@ TIGHT = 26
 
 
 class Subject:
-    """A tiny model and what it has to answer."""
+    """A tiny model and its expected answers."""
 
     def __init__(self, directory: Path) -> None:
         make_checkpoint(directory, "llama", seed=4, dtype=torch.bfloat16)
@@ -105,7 +106,8 @@ def make_workers(subject: Subject, redis_client: Any, tmp_path: Path) -> Iterato
 
 
 def test_the_requests_are_worth_comparing(subject: Subject) -> None:
-    """Answers match their grammars, most end by them, samples differ, and without the grammar they would differ."""
+    """The answers match their grammars, most end because of them, samples differ, and without grammars the answers
+    differ."""
     texts = [text for case, answer in zip(subject.cases, subject.expected, strict=True)
              if case.sampling.structured is not None for text in answer]  # fmt: skip
     ended = [text for text in texts if text.finish_reason is FinishReason.STOP]
@@ -153,11 +155,11 @@ def test_decode_killed_midway(subject: Subject, make_workers: Any) -> None:
 def test_a_state_that_has_forgotten_a_token_shows(
     subject: Subject, make_workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test of the tests above: a replay that leaves out the last token gives another answer, or none."""
+    """Shows that the tests above can fail: a replay without the last token gives a different answer, or none."""
     follow = GrammarState.follow
 
     def forget(state: GrammarState, output_ids: list[int]) -> None:
-        if len(output_ids) > 1 and state._followed == 0:  # a replay
+        if len(output_ids) > 1 and state._followed == 0:  # during a replay
             follow(state, output_ids[:-1])
             state._followed = len(output_ids)
         else:

@@ -1,4 +1,4 @@
-"""A sequence holds no more of a window than it reads: watched at every step, at real lengths."""
+"""A sequence holds no more blocks than its window needs, checked at every step and at realistic lengths."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_only_what_a_window_reads_is_held(
 def test_prompts_that_lack_blocks_midway_wait_or_start_over(
     redis_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """In two of three steps no block is left for prompts that need some for their next chunk."""
+    """In two of three steps, no block is free for prompts that need blocks for their next chunk."""
     make_foreign(tmp_path / "model", ZOO[kind], seed=4, dtype=torch.bfloat16)
     settings: dict[str, Any] = {"max_model_len": 256, "block_size": 16, "device": "cpu"}
     runner = ModelRunner(RunnerSettings(tmp_path / "model", **settings))

@@ -1,7 +1,9 @@
-"""Every family, every kind of request, every path: what the oracle says, in bf16. Workers in this process.
+"""Every family, every kind of request and every path gives the oracle's answers in bf16. The workers are in this
+process.
 
-The paths: whole and in chunks, from cached prefixes, swapped out and back, given back, decode killed midway. Every
-request has log-probabilities, and all run together, so that greedy, sampled, forked and beam rows share their steps.
+The paths are one chunk, several chunks, cached prefixes, swapping, give-back, and a decode worker that is killed
+midway. Every request has log-probabilities, and all run together, so that greedy, sampled, forked and beam rows share
+their steps.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ TIGHT = 26
 
 @dataclass
 class Subject:
-    """One model and what it has to answer."""
+    """A model and its expected answers."""
 
     runner: ModelRunner
     cases: list[Case]
@@ -56,7 +58,7 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subject]:
-    """Each family's, made once."""
+    """Returns the subject of a family, which is made once."""
 
     @cache
     def make(family: Any) -> Subject:
@@ -108,7 +110,7 @@ def make_workers(redis_client: Any, tmp_path: Path) -> Iterator[Make]:
 
 
 def test_the_requests_are_worth_comparing(subject: Subject) -> None:
-    """Different samples, early ends, ends at the limit, of samples and of beams."""
+    """The answers include different samples, early ends and ends at the limit, for samples and for beams."""
     by_kind = {
         kind: [e for c, e in zip(subject.cases, subject.expected, strict=True) if c.name.startswith(kind)]
         for kind in KINDS
@@ -160,7 +162,7 @@ def test_decode_killed_midway(subject: Subject, make_workers: Make) -> None:
     workers.assert_idle()
 
 
-# --- tests of the test: each path above notices what it is there to notice
+# --- tests of the tests: each path above can fail
 
 
 def test_one_flipped_byte_in_a_block_shows(llama: Subject, make_workers: Make) -> None:
@@ -192,7 +194,7 @@ def test_one_skipped_copy_shows(llama: Subject, make_workers: Make, monkeypatch:
 
 
 def drop_too_early(patch: pytest.MonkeyPatch) -> None:
-    """A block that the next position still reads is released."""
+    """Releases a block that the next position still reads."""
     first_needed = KvSpec.first_needed
 
     def one_later(spec: KvSpec, num_computed: int, block_size: int) -> int:
@@ -203,7 +205,7 @@ def drop_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_window_of_another_length(patch: pytest.MonkeyPatch) -> None:
-    """The prefix is found, but a window's blocks are those of a prefix that is one block shorter."""
+    """Finds the prefix, but takes a window's blocks from a prefix that is one block shorter."""
     take = cached_prefix._with_windows
 
     def shifted(held: Any, tables: Any, named: dict[int, list[bytes]], layout: Any) -> Any:
@@ -213,18 +215,18 @@ def take_the_window_of_another_length(patch: pytest.MonkeyPatch) -> None:
 
 
 def mix_up_the_groups(patch: pytest.MonkeyPatch) -> None:
-    """Blocks of all groups are published under one hash."""
+    """Publishes the blocks of all groups under one hash."""
     for module in (cached_prefix, sealing, swap):
         patch.setattr(module, "group_hash", lambda block_hash, group: block_hash)
 
 
 def hand_over_what_was_dropped(patch: pytest.MonkeyPatch) -> None:
-    """A ticket names all entries of a table."""
+    """Lets a ticket name all entries of a table."""
     patch.setattr(BlockTable, "live", property(lambda table: table[:]))
 
 
 def skip_the_copies_of_states(patch: pytest.MonkeyPatch) -> None:
-    """Copy-on-write copies keys and values alone."""
+    """Lets copy-on-write copy only keys and values."""
 
     def without_states(writes: CopyOnWrite, copying: Any) -> None:
         runner = writes._runner
@@ -261,7 +263,7 @@ def test_a_bug_in_the_handling_of_windows_and_states_shows(
 
 
 class Lazy(KvSpec):
-    """A toy: a window whose blocks are kept longer than they are needed."""
+    """A layout in which a window's blocks are kept longer than necessary."""
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
         return super().first_needed(num_computed, block_size) // 2 * 2

@@ -1,4 +1,4 @@
-"""The fuzzer's small tier, and bodies that hypothesis makes. `make fuzz` sends a million inputs."""
+"""A short run of the fuzzer, and bodies that Hypothesis generates. `make fuzz` sends a million inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's parts around scripted workers, on real sockets."""
+"""Fixtures: the parts of a gateway with scripted workers, on real sockets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Rig:
         )
 
     def metric(self, line_start: str) -> float:
-        """The sum of all series whose line starts so."""
+        """Returns the sum of all samples whose line starts with `line_start`."""
         lines = self.metrics.render().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
 

@@ -1,4 +1,4 @@
-"""A gateway over HTTP with chosen options, for tests of its surface."""
+"""A gateway over HTTP with given options, for tests of the API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Served:
         return await self.client.post(path, json=body)
 
     async def events(self, path: str, **body: Any) -> list[Any]:
-        """The decoded chunks of a stream, whose last line must be [DONE]."""
+        """Returns the decoded chunks of a stream. Its last line must be [DONE]."""
         lines = (await self.post(path, stream=True, **body)).text.strip().split("\n\n")
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

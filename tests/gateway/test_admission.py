@@ -1,4 +1,4 @@
-"""Who is refused: the queue by tenant, the predicted wait, quotas, priorities."""
+"""Admission: the tenants' shares of the queue, the predicted wait, quotas, priorities."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gateway.intake.resolved_request import ResolvedRequest
 
 
 def request(n: int = 1, tokens: int = 10, priority: int = 0) -> ResolvedRequest:
-    """Costs `n * tokens` and one for its prompt."""
+    """Returns a request that costs `n * tokens`, plus one token for its prompt."""
     sampling = replace(SamplingParams(), num_sequences=n)
     return ResolvedRequest("r", [1], sampling, replace(StoppingParams(), max_tokens=tokens), 1.0, priority=priority)
 
 
 class Door:
-    """An admission with a clock, and the reasons of its refusals."""
+    """An admission with a manual clock, and the reasons for its refusals."""
 
     def __init__(self, limit: int, max_wait_s: float = 10.0, **limits: TenantLimits) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ class Door:
         )
 
     def come(self, tenant: str, *requests: ResolvedRequest) -> Entry:
-        """A request that is read at once."""
+        """Admits a request whose body arrives at once."""
         entry = self.admission.enter(tenant)
         try:
             entry.take(requests or [request()])
@@ -92,7 +92,7 @@ def test_a_newcomer_is_let_in_when_another_has_filled_the_queue_and_that_one_wai
 def test_nobody_is_refused_within_an_even_share_and_the_queue_stays_bounded(
     limit: int, steps: list[tuple[str, int]]
 ) -> None:
-    """A step of 0 ends the tenant's oldest request, another one brings a request of so many sequences."""
+    """A step of 0 ends the tenant's oldest request. Any other number adds a request with this many sequences."""
     door = Door(limit)
     inside: dict[str, list[Entry]] = {tenant: [] for tenant in "abcd"}
 
@@ -123,13 +123,13 @@ def test_requests_and_tokens_a_minute_come_back_evenly_and_what_was_not_used_at_
     door.come("other", request(tokens=500)).close()
     door.admission.used("a", 12)
     first.close()
-    door.come("a", request(tokens=29)).close()  # 48 are left
+    door.come("a", request(tokens=29)).close()  # 48 tokens are left
     for _ in range(2):
         door.come("a", request(tokens=1)).close()
     error = door.is_refused(Reason.REQUESTS, lambda: door.admission.enter("a"))
     assert error.retry_after_s == pytest.approx(10.0), "one in ten seconds"
     door.now += 12.0
-    door.come("a", request(tokens=900)).close()  # more than a minute's worth: when the minute is whole
+    door.come("a", request(tokens=900)).close()  # more than a full bucket: admitted when the bucket is full
     door.now += 10.0
     door.admission.used("a", 300)
     door.is_refused(Reason.TOKENS, lambda: door.come("a", request(tokens=9)))
@@ -159,10 +159,10 @@ def test_a_priority_beyond_the_best_one_of_the_tenant_is_refused() -> None:
 
 async def test_a_wait_that_is_too_long_is_refused_and_told() -> None:
     door = Door(1000, max_wait_s=2.0)
-    waiting = [door.come("a") for _ in range(60)]  # nothing is known of the rate: the queue's bound alone
+    waiting = [door.come("a") for _ in range(60)]  # the rate is unknown, so only the queue's bound counts
     tasks = [asyncio.create_task(door.gate.enter(0, "a", 1, 11)) for _ in waiting]
     await asyncio.sleep(0)
-    for number in range(20):  # ten a second, in the order of their arrival
+    for number in range(20):  # ten per second, in order of arrival
         door.now += 0.1
         door.gate.leave(await tasks[number])
         waiting.pop().close()
@@ -180,7 +180,7 @@ async def test_a_wait_that_is_too_long_is_refused_and_told() -> None:
         await asyncio.sleep(0)
     burst = []
     with pytest.raises(ResourceExhausted, match="the limit is 2 s"):
-        while len(burst) < 50:  # in one instant: those count too which have not come to the gate
+        while len(burst) < 50:  # at the same instant: requests that are not at the gate yet also count
             burst.append(door.admission.enter("a"))
     assert 3 <= len(burst) <= 4, "16 wait already, ten a second are served"
     for task in tasks[40:]:
@@ -189,7 +189,8 @@ async def test_a_wait_that_is_too_long_is_refused_and_told() -> None:
 
 
 async def test_an_answer_that_has_left_its_place_is_no_work_before_anybody() -> None:
-    """Its client still reads: many end together, and their next requests come before the last bytes are sent."""
+    """Its client is still reading. Many requests end together, and the next ones arrive before the last bytes are
+    sent."""
     door = Door(1000, max_wait_s=0.0)
     for _ in range(5):
         entries = [door.come("a") for _ in range(4)]

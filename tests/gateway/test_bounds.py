@@ -1,4 +1,4 @@
-"""What strangers may take before anybody asks who they are: bytes, time, connections, calls, wrong keys."""
+"""Limits on clients before they are identified: bytes, time, connections, calls, wrong keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 @pytest.fixture
 async def http(make_rig: MakeRig) -> AsyncIterator[Any]:
-    """Serves within bounds; returns the port."""
+    """Starts an HTTP server with the given bounds. Returns the port."""
     servers: list[HttpServer] = []
 
     async def start(bounds: HttpBounds, script: Script | None = None, rig: Rig | None = None) -> int:
@@ -64,7 +64,7 @@ class Connection:
         await self.writer.drain()
 
     async def reply(self) -> tuple[int, dict[str, str], Any]:
-        """(status, headers, content) of one answer."""
+        """Returns (status, headers, content) of one response."""
         async with asyncio.timeout(10):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if line)}
@@ -72,7 +72,7 @@ class Connection:
         return int(head[0].split()[1]), headers, json.loads(content)
 
     async def closed_after(self) -> float:
-        """Seconds until the server closes."""
+        """Returns the seconds until the server closes the connection."""
         began = time.monotonic()
         async with asyncio.timeout(10):
             try:
@@ -89,7 +89,7 @@ class Connection:
         b"GET /health?" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
         GET + b"x: " + b"a" * 70_000 + b"\r\n\r\n",
         GET + b"x: y\r\n" * 12_000 + b"\r\n",
-        GET + b"x: " + b"a" * 1_000_000,  # without an end
+        GET + b"x: " + b"a" * 1_000_000,  # a header that does not end
         b"GET /" + b"a" * 1_000_000,
     ],
     ids=["long URL", "long header", "many headers", "endless header", "endless URL"],
@@ -162,7 +162,7 @@ async def test_an_answer_may_take_longer_than_a_head(http: Any) -> None:
     connection = await Connection.open(port)
     await connection.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
     await asyncio.sleep(0.2)
-    await connection.send(GET)  # the next head, half of it
+    await connection.send(GET)  # half of the next request's headers
     status, _, content = await connection.reply()
     assert status == 200 and content["usage"]["completion_tokens"] == 50
 
@@ -219,7 +219,7 @@ async def test_wrong_keys_are_bounded_by_address_over_both_fronts(make_rig: Make
     connection = await Connection.open(port)
 
     async def models(key: str) -> tuple[int, dict[str, str], Any]:
-        claimed = f"x-forwarded-for: 10.0.0.{len(key)}"  # is not believed
+        claimed = f"x-forwarded-for: 10.0.0.{len(key)}"  # is ignored
         await connection.send(f"GET /v1/models HTTP/1.1\r\nauthorization: Bearer {key}\r\n{claimed}\r\n\r\n".encode())
         return await connection.reply()
 
@@ -235,7 +235,7 @@ async def test_wrong_keys_are_bounded_by_address_over_both_fronts(make_rig: Make
 
 
 class grpc_front:
-    """A gRPC front within bounds."""
+    """A gRPC front with the given bounds."""
 
     def __init__(self, rig: Rig, bounds: Bounds) -> None:
         check = key_check(rig.authenticator)

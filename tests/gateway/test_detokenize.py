@@ -1,4 +1,4 @@
-"""Incremental detokenization: pieces are whole characters and together the full decode."""
+"""Incremental detokenization: parts consist of whole characters, and together they are equal to the full decode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS = st.text(alphabet=st.sampled_from("ab mill\n\té€ü漢字\U0001f600\U00
 
 
 def make_byte_fallback() -> Tokenizer:
-    """As Llama's: words with a space mark, bytes for what is not in the vocabulary."""
+    """Returns a tokenizer like Llama's: words have a space mark, and characters outside the vocabulary are bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁the", "▁mill", "a", "b", "m"]
     tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.add_special_tokens([AddedToken(p, special=True) for p in pieces[:3]])

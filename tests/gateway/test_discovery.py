@@ -1,4 +1,4 @@
-"""Workers come and go through a real Redis; the process starts, refuses to start, and drains."""
+"""Discovery of workers through a real Redis, and the start, refusal to start, and drain of the gateway process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 async def test_a_successor_is_found_beside_entries_that_cannot_be_read(redis_handle: RedisHandle, name: str) -> None:
-    """Each is skipped and counted, and gone a minute later."""
+    """Each unreadable entry is skipped and counted, and removed after a minute."""
     client, seen = redis_handle.client, list[list[WorkerRecord]]()
     discovery = Discovery(redis_handle.url, 0.02, seen.append, grace_s=0.1)
     registry = WorkerRegistry(client)

@@ -1,4 +1,5 @@
-"""The end of a gateway: what runs may finish for a while, and the rest is told so before its connection closes."""
+"""The drain of a gateway: running requests may finish for a while. Others get an error before their connection
+closes."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Gateway:
     stub: Any
 
     async def drain(self, seconds: float) -> float:
-        """How long it took."""
+        """Drains the gateway. Returns how long that took."""
         began = time.monotonic()
         self.rig.admission.draining = True
         await drain(self.rig.admission.answers, self.grpc_server, self.http_server, seconds)
@@ -77,13 +78,13 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
 
 
 async def stream(gateway: Gateway, **body: Any) -> list[str]:
-    """The data of all events; httpx raises where the last chunk does not come."""
+    """Returns the data of all events. httpx raises if the last chunk is missing."""
     async with gateway.client.stream("POST", "/v1/completions", json={**BODY, "stream": True, **body}) as reply:
         return [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
 
 
 async def generate(gateway: Gateway, max_tokens: int = 400) -> tuple[int, grpc.aio.AioRpcError | None]:
-    """Tokens that came, and the error at their end."""
+    """Returns the received tokens, and the error at the end."""
     count, stopping = 0, types_pb.StoppingParams(max_tokens=max_tokens)
     try:
         async for reply in gateway.stub.Generate(pb.GenerateRequest(text="the mill", stopping=stopping)):
@@ -146,7 +147,7 @@ async def test_before_the_ports_close_health_says_no_and_requests_are_served(ser
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await health.Check(whole)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await generate(gateway, 5) == (5, None), "new requests are served"
-        await asyncio.sleep(0.3)  # the watcher of the workers must not take it back
+        await asyncio.sleep(0.3)  # the watcher of the workers must not undo this
         assert (await health.Check(whole)).status == health_pb2.HealthCheckResponse.NOT_SERVING and not goodbye.done()
         await goodbye
     watched.cancel()

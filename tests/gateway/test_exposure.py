@@ -1,4 +1,4 @@
-"""What the gateway says where strangers could reach it."""
+"""The warnings of a gateway that other machines can reach."""
 
 from __future__ import annotations
 

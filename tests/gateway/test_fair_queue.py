@@ -1,4 +1,4 @@
-"""Deficit round robin: equal shares over any stretch of time, first come first served within a tenant, nothing lost."""
+"""Deficit round robin: equal shares over any interval, arrival order within a tenant, no lost requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drained(queue: FairQueue[Item]) -> list[Item]:
 
 
 def textbook(quantum: int, lines: dict[str, list[int]]) -> list[Item]:
-    """Deficit round robin as the paper has it: round after round, idle ones too."""
+    """Deficit round robin as in the paper, including rounds in which all queues are idle."""
     left = {t: deque((t, cost, number) for number, cost in enumerate(costs)) for t, costs in lines.items()}
     deficits = dict.fromkeys(left, 0)
     served: list[Item] = []
@@ -54,11 +54,11 @@ def test_the_order_is_the_textbooks(quantum: int, lines: dict[str, list[int]]) -
 def test_two_tenants_that_wait_share_any_stretch_of_time_equally(quantum: int, a: list[int], b: list[int]) -> None:
     served = drained(filled(quantum, flood=a * 10, other=b))
     ahead, largest = [0], max(a + b)
-    for tenant, cost, number in served:  # while both wait
+    for tenant, cost, number in served:  # while both tenants wait
         ahead.append(ahead[-1] + (cost if tenant == "flood" else -cost))
         if (tenant, number) in (("other", len(b) - 1), ("flood", len(a) * 10 - 1)):
             break
-    # over a stretch from i to j one is ahead by what changed between; half of it is the distance from an equal share
+    # The lead between i and j is the difference of the two leads; half of it is the distance from an equal share.
     most = max(high - low for low, high in zip(accumulate(ahead, min), ahead, strict=True))
     least = min(low - high for high, low in zip(accumulate(ahead, max), ahead, strict=True))
     assert max(most, -least) / 2 <= quantum / 2 + largest
@@ -112,7 +112,7 @@ def test_an_empty_queue_has_no_head_and_saves_nothing_up() -> None:
     queue.pop()
     with pytest.raises(IndexError):
         queue.head()
-    for number in range(50):  # a hundred tokens saved in each of fifty turns would let all of these pass at once
+    for number in range(50):  # if a hundred tokens were saved in each of fifty turns, all of these would pass at once
         queue.push("a", 1, ("a", 1, number))
         queue.push("b", 1, ("b", 1, number))
         assert [queue.pop()[0], queue.pop()[0]] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Fields that ask for nothing, that nobody knows, and those of vLLM that change the prompt or the answer's form."""
+"""Fields without effect, unknown fields, and vLLM's fields that change the prompt or the form of the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate: kept in order before the workers, by priority, fairly between tenants."""
+"""The gate: requests wait in order of priority, and tenants get fair shares."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_waiter_that_is_cancelled_takes_no_place() -> None:
     place = await enter(gate)
     first, second = asyncio.create_task(enter(gate)), asyncio.create_task(enter(gate))
     await asyncio.sleep(0.01)
-    gate.leave(place)  # lets `first` in at the moment in which it is cancelled
+    gate.leave(place)  # lets `first` in at the moment of its cancellation
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     gate.leave(await asyncio.wait_for(second, 1))
@@ -67,7 +67,7 @@ class Crowd:
     """Requests at a gate, by name."""
 
     def __init__(self, gate: Gate, tenant: str | None = None) -> None:
-        """`tenant`: of all requests; else a name's first letter."""
+        """`tenant` is the tenant of all requests. Without it, the first letter of a name is the request's tenant."""
         self.gate = gate
         self.tenant = tenant
         self.order: list[str] = []
@@ -76,7 +76,7 @@ class Crowd:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def come(self, *names: str, **request: Any) -> None:
-        """One request each."""
+        """Sends one request for each name."""
         for name in names:
             self.tasks[name] = asyncio.create_task(self._enter(name, {"tenant": self.tenant or name[0], **request}))
         await settled()
@@ -242,7 +242,7 @@ async def test_the_predicted_wait_is_the_work_before_over_the_rate_at_which_it_w
     gate = crowd.gate
     assert gate.wait_s("a", 0, {}) is None, "nothing has been seen yet"
     await crowd.come(*(f"a{number}" for number in range(40)), cost=100)
-    for number in range(20):  # two a second
+    for number in range(20):  # two per second
         now[0] += 0.5
         await crowd.leave(f"a{number}")
     assert gate.num_waiting == 16 and gate.wait_s("a", 0, {}) == pytest.approx(17 / 2, rel=0.05)
@@ -267,7 +267,7 @@ def test_no_place_is_lost_whatever_is_cancelled_and_everybody_gets_in(seed: int,
 
 
 async def _random_life(rng: random.Random, capacity: int) -> None:
-    """Requests come, leave, are given back and are cancelled, also in the moment in which they are let in."""
+    """Requests arrive, leave, are given back and are cancelled, also at the moment of their admission."""
     crowd, room = Crowd(Gate(lambda: capacity, quantum=40)), [True]
     gate = crowd.gate
 
@@ -347,7 +347,7 @@ def test_a_rate_follows_what_is_done_while_it_is_busy_and_nothing_else() -> None
 
 
 async def test_requests_that_end_together_all_count() -> None:
-    """With the first ones the gate is busy no more; the others' work was done just the same."""
+    """After the first requests end, the gate is no longer busy, but the work of the others still counts."""
     now = [0.0]
     gate = Gate(lambda: 10, clock=lambda: now[0])
     for _ in range(6):

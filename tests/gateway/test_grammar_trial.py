@@ -1,4 +1,5 @@
-"""Trials of grammars in a process of their own: hostile ones get a 400 within a second, and others do not wait."""
+"""Trials of grammars in a separate process: hostile grammars get a 400 within a second, and other requests do not
+wait."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ async def test_hostile_grammars_are_refused_within_a_second(trials: GrammarTrial
 
 
 async def test_others_go_on_meanwhile(trials: GrammarTrials) -> None:
-    """The event loop is free, what is known is answered at once, and a new grammar waits for a place at most."""
+    """The event loop stays free, known grammars are answered at once, and a new grammar waits only for a free trial."""
     slow = HOSTILE["takes seconds to compile"].source
     hostile = [asyncio.create_task(refusal(trials, StructuredOutput("json_schema", slow + " " * i))) for i in range(3)]
     worst = 0.0

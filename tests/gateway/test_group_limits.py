@@ -1,4 +1,4 @@
-"""How many sequences a request runs: n, best_of and beam searches, and what workers can hold of them."""
+"""The number of sequences of a request (n, best_of, beam searches), and the limits of the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gateway.intake.wanted import ChatPrompt, IdsPrompt, Wanted
 from testing.gateway.parts import make_assets, make_record
 
 MAX_LEN = 512
-PROMPT = [1] * 40  # two blocks and a half
+PROMPT = [1] * 40  # two and a half blocks
 ASSETS = make_assets(defaults=GenerationDefaults(temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1))
 LIMITS: list[GroupRoom] = []
 """What the validator is told of workers; a test fills it, the fixture empties it."""
@@ -57,7 +57,7 @@ async def refusal(validator: Validator, **wanted: Any) -> str:
     return caught.value.message
 
 
-# what was asked for, (width, returned, beams?)
+# requested fields, (width, returned sequences, whether it is a beam search)
 SHAPES: list[tuple[dict[str, Any], tuple[int, int, bool]]] = [
     ({}, (1, 1, False)),
     ({"n": 4}, (4, 4, False)),
@@ -121,7 +121,7 @@ async def test_the_models_defaults_for_drawing_do_not_reach_a_beam_search(valida
 
 
 async def test_no_group_is_wider_than_what_some_decode_worker_runs(validator: Validator) -> None:
-    await resolve(validator, n=128)  # no worker: nothing known
+    await resolve(validator, n=128)  # without a worker, no limit is known
     LIMITS[:] = [GroupRoom(4, 0, 16), GroupRoom(8, 0, 16)]
     for field in ("n", "beam_width"):
         assert (await resolve(validator, **{field: 8})).sampling.width == 8
@@ -133,7 +133,7 @@ async def test_no_group_is_wider_than_what_some_decode_worker_runs(validator: Va
 async def test_no_group_needs_more_blocks_than_some_decode_worker_grants(validator: Validator) -> None:
     small, large = GroupRoom(8, 9, 16), GroupRoom(8, 24, 16)
     LIMITS[:] = [small, large]
-    # 2 blocks shared, 4 each for 64 tokens of a prompt's tail and outputs, one each for the tail while it is copied
+    # 2 shared blocks, 4 each for 64 tokens of the prompt's tail and the output, 1 each for the tail during its copy
     assert GroupNeed(40, 56, 4).blocks(16) == 22 and GroupNeed(40, 57, 4).blocks(16) == 26
     await resolve(validator, n=4, max_tokens=56)
     told = await refusal(validator, n=4, max_tokens=57)
@@ -141,11 +141,11 @@ async def test_no_group_needs_more_blocks_than_some_decode_worker_grants(validat
         "n of 4, max_tokens 57 and a prompt of 40 tokens need 26 blocks of KV, the limit of a decode worker is 24"
     )
     assert (await refusal(validator, beam_width=4, max_tokens=57)).startswith("beam_width of 4, max_tokens 57")
-    LIMITS[:] = [small, GroupRoom(2, 100, 16)]  # the one with the blocks does not run so many
+    LIMITS[:] = [small, GroupRoom(2, 100, 16)]  # the worker with enough blocks does not run so many sequences
     assert "limit of a decode worker is 9" in await refusal(validator, n=4, max_tokens=57)
     LIMITS[:] = [small]
     assert (await refusal(validator, max_tokens=400)).startswith("max_tokens of 400 and a prompt of 40 tokens need 29")
-    LIMITS[:] = [small, GroupRoom(8, 0, 16)]  # one of them did not say
+    LIMITS[:] = [small, GroupRoom(8, 0, 16)]  # one of them does not state its limit
     await resolve(validator, n=4, max_tokens=57)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API over a real socket: shapes, streams, errors, clients that go away."""
+"""OpenAI's HTTP API over a real socket: response formats, streams, errors, clients that disconnect."""
 
 from __future__ import annotations
 

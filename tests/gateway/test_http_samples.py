@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API with several samples a prompt, and with beam searches: choices, streams, usage."""
+"""OpenAI's HTTP API with several samples per prompt and with beam searches: choices, streams, usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text_of(served: Served, prompt: str, count: int, sample: int) -> str:
 
 
 def texts_of(served: Served, count: int, samples: int) -> list[str]:
-    """What each choice is to say, in their order."""
+    """Returns the expected text of each choice, in order."""
     return [text_of(served, prompt, count, sample) for prompt in PROMPTS for sample in range(samples)]
 
 

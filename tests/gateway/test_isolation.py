@@ -1,4 +1,5 @@
-"""Deaths are counted once for each worker's life, and forgotten when the request completes."""
+"""Isolation of suspects. A death is counted once per incarnation of a worker, and forgotten when the request
+completes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_what_survives_is_forgotten_and_so_is_what_is_old() -> None:
 
 
 async def test_a_suspect_is_prefilled_alone() -> None:
-    """The second death is the guilty one's alone, a guilty one that was never struck comes after or before it."""
+    """The second death concerns only the guilty request. A guilty request that was not involved yet runs before or
+    after it."""
     isolation = Isolation()
     for name in (b"guilty", b"neighbour"):
         isolation.died(name, "w0")
@@ -63,12 +65,12 @@ async def test_a_suspect_is_prefilled_alone() -> None:
         name == b"guilty" and i > 2 for i, name in enumerate(names)
     ]
     assert set(neighbours[b"guilty"]) == {b"guilty"} and set(neighbours[b"neighbour"]) == {b"neighbour"}
-    assert {b"unstruck", b"other"} <= set(neighbours[b"unstruck"])  # those that nothing has struck share
+    assert {b"unstruck", b"other"} <= set(neighbours[b"unstruck"])  # requests that are not suspects run together
     isolation.check(b"neighbour")
 
 
 async def test_another_worker_need_not_wait() -> None:
-    """Suspects are alone with an incarnation of a worker; one that nobody waits for is forgotten."""
+    """A suspect runs alone on one incarnation of a worker. Isolation without waiting requests is forgotten."""
     isolation = Isolation()
     isolation.died(DIGEST, "w0")
     async with asyncio.timeout(1.0):

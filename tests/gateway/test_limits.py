@@ -1,4 +1,4 @@
-"""Every limit at its bounds, through the validator that gRPC and HTTP share."""
+"""Every limit at its bounds, tested with the validator that gRPC and HTTP share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def resolve(validator: Validator, **wanted: Any) -> ResolvedRequest:
     return await validator.resolve(Wanted(**{"prompt": IdsPrompt(PROMPT), **wanted}))
 
 
-# field, accepted values, refused values, what the message must name
+# field, accepted values, refused values, words that the message must contain
 TABLE: list[tuple[str, list[Any], list[Any], str]] = [
     ("temperature", [0, 0.5, 2, 2.0], [-0.001, 2.001, math.nan, math.inf, -math.inf], "at most 2"),
     ("top_k", [-1, 0, 1, VOCAB_SIZE], [-2, VOCAB_SIZE + 1], f"at most {VOCAB_SIZE}"),

@@ -1,4 +1,4 @@
-"""A worker that says nothing, or makes no step, is noticed; a pause of the gateway itself is not held against it."""
+"""A silent worker, or one without steps, is detected. A pause of the gateway itself does not count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.fleet.liveness import OWN_PAUSE_S, Liveness, LivenessLimits
 
 
 class Watch:
-    """A `Liveness` and what it has told."""
+    """A `Liveness`, with a record of its reports."""
 
     def __init__(self, silence_s: float, stall_s: float = 60.0, *, busy: bool = False) -> None:
         self.told: list[tuple[float, str]] = []
@@ -48,7 +48,7 @@ async def test_nothing_is_told_after_the_end() -> None:
 async def test_our_own_pause_is_no_silence() -> None:
     watch = Watch(0.3)
     await asyncio.sleep(0.01)
-    time.sleep(OWN_PAUSE_S + 0.4)  # the loop itself stands still
+    time.sleep(OWN_PAUSE_S + 0.4)  # blocks the event loop itself
     await asyncio.sleep(0.15)
     assert not watch.told
     await asyncio.sleep(0.5)

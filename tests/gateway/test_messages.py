@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's shapes, whole and as events, its errors, and what is refused."""
+"""POST /v1/messages: Anthropic's format, complete and as events, its errors, and refused fields."""
 
 from __future__ import annotations
 

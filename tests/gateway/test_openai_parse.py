@@ -1,4 +1,5 @@
-"""Bytes to typed bodies: what is taken, what each wrong one is told, and that hostile ones cost little."""
+"""Parsing of bytes into typed bodies: accepted bodies, the error for each wrong one, and the low cost of hostile
+ones."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def test_a_body_may_be_as_large_as_its_prompts() -> None:
 @pytest.mark.parametrize("limits", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("body", HOSTILE_BODIES, ids=lambda body: body.name)
 def test_hostile_bodies_cost_little_time_and_memory(body: HostileBody, limits: PromptLimits) -> None:
-    """With an object for each element it would be many times the bytes, and seconds."""
+    """If the parser made an object for each element, it would take many times the memory, and seconds."""
     kind = KINDS[body.path]
     raw = body.make(max_body_bytes(kind, limits))
     began = time.thread_time()

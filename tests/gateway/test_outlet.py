@@ -1,4 +1,4 @@
-"""The way out of a request's tokens: never two writes at once, in order, nothing lost, whatever the client does."""
+"""The outlet of a request: never two writes at once, in order, and no lost tokens, for any behaviour of the client."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ Item = tuple[int, tuple[int, ...]]
 
 
 class Client:
-    """Notes what it is sent. Its writes yield once, as a busy socket's; `slow` ones wait for a future, as those to a
-    socket that is full; `instant` ones wait for nothing, as uvicorn's while there is room."""
+    """A client that records what it receives. Its writes yield once, like those to a busy socket. `slow` writes wait
+    for a future, like those to a full socket. `instant` writes do not wait, like uvicorn's while its buffer has
+    room."""
 
     def __init__(self, *, slow: bool = False, instant: bool = False) -> None:
         self.slow = slow
@@ -66,7 +67,7 @@ class Client:
 
 
 def delta_of(outlet: Outlet, sample: int) -> Delta:
-    """The pending delta of a sample."""
+    """Returns the pending delta of a sample."""
     for delta in outlet.pending:
         if delta.index == sample:
             return delta
@@ -150,7 +151,7 @@ async def test_within_an_interval_tokens_wait_and_go_out_as_one_message() -> Non
         outlet.flush()
         assert client.messages == 2
         add(outlet, 1, 4)
-        outlet.flush(at_once=True)  # an end waits for no interval, and takes along what waits
+        outlet.flush(at_once=True)  # an end does not wait for the interval, and is sent with the pending delta
         assert client.got[3:] == [(0, (4,)), (1, (4,))]
         await asyncio.sleep(0.05)
         assert client.messages == 3
@@ -204,7 +205,7 @@ async def test_a_client_that_does_not_read_is_not_waited_for_longer(monkeypatch:
 
 
 class Receiver:
-    """Notes what it takes; flushes an outlet as the gateway's does."""
+    """A receiver that records outputs and flushes an outlet as the gateway's does."""
 
     def __init__(self, outlet: Outlet, error: Exception | None = None) -> None:
         self.outlet = outlet
@@ -229,7 +230,7 @@ class Receiver:
 
 
 class Session:
-    """A session that is connected to nobody: `receive` is what its reader does with a message."""
+    """A session without a connection. `receive` does the work of its reader for one message."""
 
     def __init__(self) -> None:
         self.session = DecodeSession(make_record("decode", "d0"), lambda worker, load: None, LivenessLimits())
@@ -240,7 +241,7 @@ class Session:
         return receiver.group
 
     def receive(self, *tokens: tuple[int, int, int], ends: tuple[int, int] | None = None, attempt: int = 0) -> None:
-        """(handle, sample, token) of each plain token; (handle, sample) of a last output."""
+        """Receives plain tokens (handle, sample, token) and a last output (handle, sample)."""
         message = pb.SessionResponse(load=WorkerLoad())
         plain = message.plain_tokens
         for handle, sample, token in tokens:
@@ -293,8 +294,8 @@ async def test_a_session_that_ends_fails_its_groups_once() -> None:
 
 
 async def test_an_end_that_comes_when_the_interval_is_over_ends_the_request() -> None:
-    """The timer is due in the very turn of the loop that brings the end. A version whose timer took the end along as
-    plain tokens never woke the request's task."""
+    """The timer is due in the same turn of the loop in which the end arrives. An earlier version, whose timer sent the
+    end as plain tokens, never woke the request's task."""
     session, client = Session(), Client(instant=True)
     receiver = Receiver(Outlet(client.write))
     receiver.outlet.open(lambda: 0.02, lambda delta, now: None)
@@ -313,11 +314,11 @@ async def test_an_end_that_comes_when_the_interval_is_over_ends_the_request() ->
     assert client.deltas[-1].finish_reason is FinishReason.LENGTH
 
 
-# --- with all of the gateway
+# --- with the whole gateway
 
 
 async def answer(rig: Rig, client: Client, **wanted: Any) -> list[Item]:
-    """Everything in the order in which it was written."""
+    """Returns all deltas in the order in which they were written."""
     request = await rig.validator.resolve(
         Wanted(**{"prompt": IdsPrompt(PROMPT), "max_tokens": 12, "temperature": 0.0, **wanted})
     )

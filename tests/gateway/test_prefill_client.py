@@ -1,4 +1,4 @@
-"""What a prefill worker's silence, refusal or end means for a request, and that nothing of a call stays behind."""
+"""The effect of a prefill worker's silence, refusal or end on a request. No state of the call remains."""
 
 from __future__ import annotations
 

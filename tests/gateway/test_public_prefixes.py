@@ -1,4 +1,4 @@
-"""Which part of a prompt is public, and what is wrong with a file."""
+"""The public part of a prompt, and the errors of an invalid file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a request against workers that fail by script: the tokens stay the right ones."""
+"""Requests with workers that fail according to a script: the tokens are always right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = [1, 50, 60, 70]
 
 
 async def deltas_of(rig: Rig, request: ResolvedRequest) -> list[Delta]:
-    """Everything in the order in which it left."""
+    """Returns all deltas in the order in which they were sent."""
     deltas: list[Delta] = []
     async with Outlet(deltas.extend) as outlet:
         await rig.runner.run(request, outlet)
@@ -244,7 +244,8 @@ async def test_a_reader_that_goes_away_cancels_prefill_or_decode(make_rig: MakeR
 
 
 async def test_a_ticket_that_no_decode_worker_gets_is_ended(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There was no place on a decode worker the first time; the second ticket is claimed, so it is left alone."""
+    """At the first attempt, no decode worker had a free place. The second ticket is claimed, so the gateway does not
+    end it."""
     rig = await make_rig()
     ended: list[Ticket] = []
 

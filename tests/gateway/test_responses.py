@@ -1,4 +1,4 @@
-"""POST /v1/responses: the openai client's own types, whole and as events, and what is refused."""
+"""POST /v1/responses: the types of the openai client, complete and as events, and refused fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def text_of(served: Served, prompt: str, count: int) -> str:
 
 
 async def events_of(served: Served, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each with its name checked against its data."""
+    """Returns the events of a stream. Checks each event's name against its data."""
     found = []
     for event in (await served.post("/v1/responses", stream=True, **body)).text.strip().split("\n\n"):
         name, data = event.split("\n")

@@ -1,4 +1,4 @@
-"""Who gets a request: plain policy with the time as an argument."""
+"""Routing: a pure policy that takes the time as an argument."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_worker_that_failed_is_passed_over_for_a_while_unless_it_is_the_only_o
 
 
 def test_a_group_goes_where_batch_and_floor_hold_it() -> None:
-    need = GroupNeed(prompt_len=40, max_tokens=24, width=4)  # 2 shared blocks, 2 more for each, 1 held while copied
+    need = GroupNeed(prompt_len=40, max_tokens=24, width=4)  # 2 shared blocks, 2 more per sequence, 1 during a copy
     assert GroupRoom.of(make_record("decode", "d", max_num_seqs=4, max_group_blocks=14)).holds(need)
     assert not GroupRoom.of(make_record("decode", "d", max_num_seqs=3, max_group_blocks=14)).holds(need)
     assert not GroupRoom.of(make_record("decode", "d", max_num_seqs=4, max_group_blocks=13)).holds(need)

@@ -1,4 +1,4 @@
-"""Requests of several samples and beam searches, against workers that fail by script: tokens stay the right ones."""
+"""Requests with several samples, and beam searches, with workers that fail according to a script: tokens are right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG_PROMPT = [1, *range(30, 68)]
 
 
 def split(deltas: list[Delta]) -> dict[int, list[Delta]]:
-    """Deltas by sample."""
+    """Returns the deltas of each sample."""
     found: dict[int, list[Delta]] = {}
     for delta in deltas:
         found.setdefault(delta.index, []).append(delta)
@@ -44,7 +44,7 @@ def expected(count: int, length: int = 12, prompt: list[int] = PROMPT) -> dict[i
 
 
 def nothing_is_held(rig: Rig) -> bool:
-    """No sequence is counted at a worker or at the gate."""
+    """Checks that no sequence is counted at a worker or at the gate."""
     states = rig.workers.states.values()
     return rig.gate.inside == 0 and all(s.dispatched_sequences == s.dispatched_tokens == 0 for s in states)
 
@@ -135,11 +135,11 @@ async def test_only_samples_that_have_not_ended_go_again(make_rig: MakeRig, name
     deltas = await run(rig, n=3, max_tokens=20, stop_token_ids=[stop])
     assert ids_by_sample(deltas) == {0: whole[0], 1: whole[1][:2], 2: whole[2]}
     for index, mine in split(deltas).items():
-        kept = whole[index][: 1 if index == 1 else 20]  # a stop token's text is left out
+        kept = whole[index][: 1 if index == 1 else 20]  # the text of a stop token is omitted
         assert text_of(mine) == rig.assets.tokenizer.decode(kept)
     again, summary = rig.script.prefilled[1], deltas[-1].summary
     assert summary is not None and summary.attempts == 2 and summary.completion_tokens == 42
-    # Plain tokens of several steps stand before what else these brought, so a gap among them comes before an end.
+    # Plain tokens of several steps precede the other outputs of these steps, so a gap among them comes before an end.
     end_is_known = fault.after and not (burst and fault.action == "gap")
     if end_is_known:
         assert [b.sample_index for b in again.branches] == [0, 2], "the one that ended does not go again"
@@ -150,7 +150,7 @@ async def test_only_samples_that_have_not_ended_go_again(make_rig: MakeRig, name
 
 
 async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: MakeRig) -> None:
-    """As when some of a step's outputs come and others do not."""
+    """This happens if only some of a step's outputs arrive."""
     rig = await make_rig(Script(submits=[Fault("die", 3)]))
     request = await rig.validator.resolve(wanted(n=2))
     state = RequestState.begin(
@@ -164,7 +164,7 @@ async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: M
         expected_ids(PROMPT, 5, 0),
         expected_ids(PROMPT, 3, 1),
     ]
-    # 4 + 5 + 1 and 4 + 3 + 1 tokens, nothing shared: three blocks of four each, two of these
+    # 4 + 5 + 1 and 4 + 3 + 1 tokens without shared blocks: three and two blocks of four
     assert state.blocks_to_come_back(4) == 1 + (3 - 1) + (2 - 1)
     with pytest.raises(WorkerLost):
         state.accept(pb.SequenceOutput(sample_index=2, token_ids=[5]))
@@ -282,7 +282,7 @@ async def test_groups_go_only_to_workers_that_hold_them(make_rig: MakeRig) -> No
         assert ids_by_sample(await run(rig, n=4, max_tokens=20)) == expected(4, 20)
     assert rig.metric('looseleaf_worker_requests_total{model_name="tiny",role="decode",worker="d1"}') == 3
     request = await rig.validator.resolve(wanted(n=4, max_tokens=20))
-    rig.records.pop()  # the large one goes, which validation did not know
+    rig.records.pop()  # removes the large worker, which validation still counts
     await until(lambda: "d1" not in rig.workers.states)
     with pytest.raises(Unavailable):
         await deltas_of(rig, request)

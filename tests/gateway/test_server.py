@@ -1,4 +1,4 @@
-"""Sockets of a gateway: taken by one, or shared by two that both say so. And what it tells of other processes."""
+"""The sockets of a gateway: used by one, or shared by two that both allow it. Also metrics of other processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_fallbacks_of_workers_are_metrics_while_they_are_there(make_rig: M
 
 
 def test_a_gateway_starts_without_what_only_workers_need() -> None:
-    """It is started again while its clients wait."""
+    """A restart must be fast, because clients wait for it."""
     code = "import sys, gateway.__main__; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Each kind of failure, asked for whole, as a stream and over gRPC, has the status of the table in `common.errors`."""
+"""Each kind of failure has the status of the table in `common.errors`: in a response, in a stream and over gRPC."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Change = dict[str, Any]
 
 @dataclass
 class Case:
-    """A condition, how to bring it about, and what clients are told."""
+    """A condition, how to cause it, and the expected error."""
 
     grpc_code: str
     http_status: int
@@ -91,7 +91,7 @@ CASES: dict[str, Case] = {
 
 
 class Fronts:
-    """One gateway's parts behind both protocols."""
+    """The parts of one gateway, with both protocols."""
 
     def __init__(self, rig: Rig, http: HttpServer, rpc: RpcServer, port: int) -> None:
         self._http, self._rpc = http, rpc
@@ -184,5 +184,5 @@ async def test_one_of_several_prompts_that_fails_is_the_answer(serve: Any, name:
 
 
 def test_every_error_that_clients_see_is_tried() -> None:
-    unseen = {"ABORTED", "CANCELLED"}  # inside only; a client that went away
+    unseen = {"ABORTED", "CANCELLED"}  # internal; a client that has disconnected
     assert {kind.grpc_code for kind in errors.ALL_ERRORS} - unseen == {case.grpc_code for case in CASES.values()}

@@ -1,4 +1,4 @@
-"""Stop strings: whatever the pieces, the same text, and nothing of a stop string leaks."""
+"""Stop strings: the text does not depend on its division into deltas, and no part of a stop string is sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Character by character: the first end at which a stop string is complete; the longest of those."""
+    """Finds the first position at which a stop string is complete, character by character. The longest match wins."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

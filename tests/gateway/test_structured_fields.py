@@ -19,7 +19,7 @@ OF_SCHEMA = StructuredOutput("json_schema", SCHEMA)
 
 
 def wanted(fields: str) -> tuple[str, StructuredOutput | None]:
-    """What a chat and a completion with these fields, as JSON, ask for."""
+    """Returns the grammar that a chat and a completion with these fields (JSON) ask for."""
     messages = '"messages": [{"role": "user", "content": "x"}]'
     [chat] = parse_body(ChatBody, f"{{{messages}, {fields}}}".encode(), LIMITS).all_wanted()
     [completion] = parse_body(CompletionBody, f'{{"prompt": "x", {fields}}}'.encode(), LIMITS).all_wanted()

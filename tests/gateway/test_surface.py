@@ -1,4 +1,4 @@
-"""What surrounds the API: request ids, version, health and load, pages of other origins, the description of the API."""
+"""Request ids, version, health, load, pages of other origins, and the description of the API."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_over_grpc_it_is_metadata(serve: Any) -> None:
     await server.stop(0)
 
 
-# --- what the gateway says about itself
+# --- version, health and load
 
 
 async def test_version_ping_load_and_models(serve: Any) -> None:
@@ -203,7 +203,7 @@ async def test_the_description_allows_as_many_ids_as_detokenize_takes(serve: Any
     spec = (await served.client.get("/openapi.json")).json()
     operation = spec["paths"]["/detokenize"]["post"]
     name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    body = {"tokens": [11] * 600}  # the model's longest sequence has 512
+    body = {"tokens": [11] * 600}  # the longest sequence of the model has 512 tokens
     assert (await served.post("/detokenize", **body)).status_code == 200
     jsonschema.validate(body, spec["components"]["schemas"][name])
 
@@ -274,7 +274,7 @@ async def test_reflection_is_served_under_its_final_name_too() -> None:
     await server.stop(0)
 
 
-# --- the client's own slowness
+# --- slow clients
 
 
 async def test_a_body_that_does_not_arrive_is_the_clients_fault(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

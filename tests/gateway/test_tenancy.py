@@ -1,4 +1,4 @@
-"""Tenants at both fronts: who is refused before the body is read, whose sequences go first, what counts as how much."""
+"""Tenants over HTTP and gRPC: refusals before the body is read, the order of sequences, the cost of requests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_quotas_and_priorities_have_their_statuses_and_what_was_not_used_c
     front = await serve()
     refused = await front.post("b", priority=-1)
     assert refused.status_code == 403 and "priority -1" in refused.json()["error"]["message"]
-    for _ in range(4):  # each may take 300 tokens, and ends early
+    for _ in range(4):  # each request may take 300 tokens, and ends early
         assert (await front.post("b", max_tokens=300, stop=[front.rig.assets.tokenizer.decode([9])])).status_code == 200
     assert (await front.post("b", max_tokens=1)).status_code == 200
     reply = await front.post("b", max_tokens=1)
@@ -128,7 +128,7 @@ async def test_over_grpc_too_it_is_refused_before_the_message_comes(
             call = channel.stream_stream("/looseleaf.v1.InferenceService/Generate")(
                 metadata=(("authorization", "Bearer a-key"),), timeout=5
             )
-            with pytest.raises(grpc.aio.AioRpcError) as refused:  # not one message has been sent
+            with pytest.raises(grpc.aio.AioRpcError) as refused:  # no message has been sent
                 await call.read()
         error = error_of(refused.value)
         assert isinstance(error, ResourceExhausted) and error.retry_after_s == pytest.approx(12.4)

@@ -1,4 +1,4 @@
-"""The gateway shows the launch's secret to its workers; one that refuses it is its own trouble, not the client's."""
+"""The gateway sends the deployment's secret to its workers. If a worker rejects it, the client gets no auth error."""
 
 from __future__ import annotations
 

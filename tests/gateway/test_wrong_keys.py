@@ -1,4 +1,4 @@
-"""Wrong keys by address: a bucket each, of bounded number; keys that were right go on."""
+"""Limits on wrong keys: a bucket per address, a bounded number of buckets. Keys that have worked keep working."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clock() -> Clock:
 
 
 def refused(keys: WrongKeys, address: str, key: bytes = b"k") -> float | None:
-    """The time to wait, None if the key may be looked at."""
+    """Returns the time to wait, or None if the key may be checked."""
     try:
         keys.check(address, key)
     except ResourceExhausted as error:

@@ -1,10 +1,10 @@
-"""What the kernel tests share: every build this CPU can run, and an arena with poison wherever no kernel may look."""
+"""Fixtures of the kernel tests: every build for this CPU, and an arena with poison wherever no kernel may read."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads: spinning threads starve each other in CI
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads; spinning threads would starve each other
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def _two_threads() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """Sequences whose keys and values [len, kv_heads, d] were scattered over a poisoned arena."""
+    """Sequences whose keys and values [len, kv_heads, d] are scattered over a poisoned arena."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -67,12 +67,12 @@ def _scatter(
     arena = torch.full((num_blocks, layers, 2, *inner, d), float("nan"), dtype=dtype)
     key_cache, value_cache = (a if heads_first else a.transpose(1, 2) for a in (arena[:, 1, 0], arena[:, 1, 1]))
     ids = torch.randperm(num_blocks, generator=g)
-    table = torch.full((len(lens), max([*counts, 1]) + 1), -7, dtype=torch.int32)  # ids nobody may follow
+    table = torch.full((len(lens), max([*counts, 1]) + 1), -7, dtype=torch.int32)  # ids that no kernel may use
     keys, values, used = [], [], 0
     for i, n in enumerate(lens):
         k = torch.randn(n, kv_heads, d, generator=g).to(dtype)
         v = torch.randn(n, kv_heads, d, generator=g).to(dtype)
-        first = max(0, n - window) if window else 0  # what lies before may have been freed and reused
+        first = max(0, n - window) if window else 0  # earlier blocks may have been freed and reused
         table[i, : counts[i]] = ids[used : used + counts[i]].int()
         for p in range(first, n):
             block = int(table[i, p // block_size])
@@ -87,8 +87,8 @@ def _scatter(
 
 @pytest.fixture
 def scatter() -> Callable[..., PagedCase]:
-    """scatter(lens, kv_heads, d, block_size, dtype, seed, heads_first=True, window=0): positions before the last
-    `window` (if any) are poison and their block ids invalid."""
+    """Returns scatter(lens, kv_heads, d, block_size, dtype, seed, heads_first=True, window=0). With a window, earlier
+    positions are poison, and their block ids are invalid."""
 
     def build(
         lens: list[int],
@@ -107,7 +107,8 @@ def scatter() -> Callable[..., PagedCase]:
 
 @pytest.fixture
 def attend_f64() -> Callable[..., Tensor]:
-    """attend_f64(q [n, H, d], k, v [len, KVH, d], scale, window): causal attention of the last n positions, float64."""
+    """Returns attend_f64(q [n, H, d], k, v [len, KVH, d], scale, window), causal float64 attention of the last n
+    positions."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
         group = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""Batched block copies: within one arena, between two, large enough for threads, and refusals that copy nothing."""
+"""Batched block copies: within an arena, between two, large enough for several threads, and refusals without a copy."""
 
 from __future__ import annotations
 

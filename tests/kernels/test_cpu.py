@@ -1,4 +1,4 @@
-"""Loading: our package, a build for every instruction set, forced choices, counted fallbacks."""
+"""The loader: a build for every instruction set, forced choices, counted fallbacks."""
 
 from __future__ import annotations
 

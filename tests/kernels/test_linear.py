@@ -1,4 +1,4 @@
-"""Packed linears against float64, and that a row's bits depend neither on the other rows nor on threads."""
+"""Packed linear layers compared with float64, and a row's bits, which depend neither on other rows nor on threads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_rows_of_a_strided_input() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n_in", "n_out"), [(64, 100), (1, 1), (7, 33), (97, 15), (768, 1280), (2048, 130)])
 def test_vectors_of_every_build(native_isa: cpu.Isa, dtype: torch.dtype, n_in: int, n_out: int) -> None:
-    """Odd shapes and strided rows, against float64; and the same bits alone, in company, at 1 and 2 threads."""
+    """Odd shapes and strided rows are compared with float64. The bits are the same alone, in a batch, with 1 and 2
+    threads."""
     weight, b = (torch.randn(n_out, n_in) / n_in**0.5).to(dtype), torch.randn(n_out).to(dtype)
     x = torch.randn(140, n_in + 3).to(dtype)[:, 2 : n_in + 2]  # more than one slab of the longest rows
     for bias in (None, b):
@@ -102,7 +103,7 @@ def test_vectors_of_every_build(native_isa: cpu.Isa, dtype: torch.dtype, n_in: i
 
 @pytest.fixture
 def choosing() -> Iterator[None]:
-    """Providers are chosen anew in the test, and forgotten after it."""
+    """Resets the choice of providers before and after the test."""
     linear._preferred.cache_clear()
     yield
     linear._preferred.cache_clear()
@@ -112,7 +113,7 @@ def choosing() -> Iterator[None]:
 def test_ours_is_taken_unless_onednn_is_measured_to_be_faster(
     dtype: torch.dtype, choosing: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever this CPU is: the clock decides, and says so once."""
+    """On any CPU, the measured times decide, and the choice is logged once."""
     if PackedLinear(torch.zeros(32, 32, dtype=dtype), provider="onednn").how != "onednn":
         pytest.skip(f"oneDNN has no {dtype} on this CPU")
     ours = "amx" if dtype == torch.bfloat16 and amx.available() else "simd"
@@ -131,7 +132,7 @@ def test_the_first_choice_in_a_directory_is_everybodys(
     if PackedLinear(torch.zeros(32, 32), provider="onednn").how != "onednn":
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setenv("KERNELS_CHOICES", str(tmp_path))
-    for own_s, expected in ((9.0, "onednn"), (0.1, "onednn")):  # the second one measures otherwise
+    for own_s, expected in ((9.0, "onednn"), (0.1, "onednn")):  # the second process measures something else
         monkeypatch.setattr(linear, "times_of", lambda *_, own_s=own_s: [own_s, 1.0])
         linear._preferred.cache_clear()
         assert provider_of(torch.float32) == expected
@@ -143,7 +144,7 @@ def test_the_first_choice_in_a_directory_is_everybodys(
 
 
 def test_what_takes_longer_is_measured_to_take_longer() -> None:
-    """Real products: one and thirty of them."""
+    """Measures real products: one product, and thirty of them."""
     product = PackedLinear(torch.randn(linear.TIMED_SHAPE), provider="simd")
     once, often = linear.times_of([product, lambda x: [product(x) for _ in range(30)][-1]], torch.float32)
     assert 5 * once < often
@@ -154,7 +155,7 @@ def test_what_takes_longer_is_measured_to_take_longer() -> None:
 def test_two_processes_choose_alike(
     dtype: torch.dtype, choosing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both at once, as workers start; they could not share blocks otherwise."""
+    """Both processes choose at once, like workers that start together. Otherwise they could not share blocks."""
     monkeypatch.setenv("KERNELS_CHOICES", str(tmp_path))
     program = f"import torch; from kernels.linear import provider_of; print(provider_of({dtype}))"
     both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]

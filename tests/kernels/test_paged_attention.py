@@ -1,4 +1,5 @@
-"""Decode attention against float64, over odd shapes and poisoned memory, and its bits over batch, threads, blocks."""
+"""Decode attention compared with float64, for odd shapes and poisoned memory, and its bits in any batch and block
+size."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_nan_in_a_visible_key_is_seen(native_isa: str, scatter: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_batch_threads_or_blocks(native_isa: str, scatter: Any, dtype: Any) -> None:
     case = scatter(LENS, 2, 64, 16, dtype, seed=1)
-    other = scatter(LENS, 2, 64, 32, dtype, seed=1)  # same numbers per sequence need the same draws: copy them over
+    other = scatter(LENS, 2, 64, 32, dtype, seed=1)  # copies the numbers, so that both cases have the same ones
     q = torch.randn(len(LENS), 14, 64).to(dtype)
     batch = run(case, q)
     torch.set_num_threads(1)
@@ -134,14 +135,15 @@ def test_writes_into_out_and_takes_strided_q(native_isa: str, scatter: Any) -> N
 def test_sequences_with_a_common_prefix_have_the_bits_they_have_alone(
     native_isa: str, dtype: Any, threads: int, group: int
 ) -> None:
-    """Their common blocks are read once for all; ends lie before, at and behind the piece of 256 keys."""
+    """Their common blocks are read once for all sequences. The prefix ends before, at and after the piece of 256
+    keys."""
     kv_heads, d, block_size, num_blocks, width = 2, 64, 16, 400, 50
     torch.set_num_threads(threads)
     arena = torch.randn(num_blocks, 2, kv_heads, block_size, d).to(dtype)
     lens = [255, 256, 257, 512, 513, 600, 0, 800, 800, 700, 1] * 2
     table = torch.randint(0, num_blocks, (len(lens), width)).int()
     for row, common in enumerate([0, 16, 16, 31, 32, 32, 32, 32, 50, 17, 1] * 2):
-        table[row, :common] = table[row % 3, :common]  # three families, which share little or much
+        table[row, :common] = table[row % 3, :common]  # three families with common prefixes of different lengths
     q, sizes = torch.randn(len(lens), kv_heads * group, d).to(dtype), torch.tensor(lens, dtype=torch.int32)
 
     def attend(rows: slice) -> torch.Tensor:

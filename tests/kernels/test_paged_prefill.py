@@ -1,4 +1,5 @@
-"""Prefill attention against float64, and the heart of promise 1: its bits equal decode's under any chunking."""
+"""Prefill attention compared with float64, and the core of promise 1: its bits equal those of decode in any
+chunking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits: rounding, and the product of every build against float64."""
+"""Weights of 4 and 8 bits: rounding, and the product of every build compared with float64."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_any_shape_and_form_against_float64(
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n_in", "n_out"), [(768, 3072), (2048, 770), (4096, 96)])
 def test_large_matrices_on_two_threads(native_isa: str, dtype: torch.dtype, bits: Any, n_in: int, n_out: int) -> None:
-    """Enough for several slabs of rows and groups of panels, each of which threads share."""
+    """The matrices are large enough for several slabs of rows and groups of panels, which threads share."""
     weight = random_weight(n_out, n_in, bits, 128, wide=False, offsets=True)
     linear, x = PackedLinear([weight], dtype=dtype), torch.randn(140, n_in).to(dtype)
     whole = linear(x)
@@ -79,7 +79,7 @@ def test_rounding_is_near_and_its_best_values_are_used(bits: Any, most: float) -
     rounded = quantize(weight, bits)
     assert rounded.shape == (64, 1000) and rounded.group == GROUPS[bits] and rounded.scales.dtype == torch.bfloat16
     error = (rounded.dequantized(torch.float32) - weight).square().mean().sqrt()
-    assert error < most  # of the weights' deviation, 1
+    assert error < most  # the standard deviation of the weights is 1
     limit = 127 if bits == 8 else 8
     assert int(rounded.values.abs().max()) == limit
     fewer = rounded.num_bytes / (2 * weight.numel())
@@ -98,7 +98,7 @@ def test_rounding_keeps_zeros_and_extremes(bits: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matrices_of_several_forms_are_one_below_the_other(native_isa: str, dtype: Any) -> None:
-    """Neighbours of one form become one; the outputs of others start in the middle of a panel."""
+    """Adjacent matrices of the same form become one. The outputs of others start in the middle of a panel."""
     forms: list[tuple[int, Bits, int, bool, bool]] = [
         (24, 4, 32, True, True), (9, 4, 32, True, True), (7, 8, 32, True, True), (40, 8, 16, False, False),
         (1, 4, 96, False, True), (33, 4, 96, True, True),

@@ -1,4 +1,4 @@
-"""Convolution and recurrence over blocks against float64 without blocks, in every build, cut in every way."""
+"""Convolution and recurrence over blocks, compared with float64 without blocks, in every build and for any chunking."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: tuple[Kind, ...] = ("scalar", "delta", "rates")
 
 @dataclass
 class Inputs:
-    """What one sequence feeds into a recurrence."""
+    """The inputs of one sequence for a recurrence."""
 
     values: Tensor
     keys: Tensor
@@ -56,7 +56,7 @@ def inputs(kind: Kind, width: int = 40, n_state: int = 5) -> Inputs:
 
 
 def batches(cut: Sequence[int], num_seqs: int = 1) -> list[tuple[slice, StateBatch]]:
-    """Returns the steps of `num_seqs` sequences of the same length; each has its own blocks, in another order."""
+    """Returns the steps of `num_seqs` sequences of the same length; each has its own blocks, in a different order."""
     order = torch.randperm(num_seqs * NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).int()
     table, steps = order.view(num_seqs, NUM_BLOCKS), []
     for end, count in zip(itertools.accumulate(cut), cut, strict=True):
@@ -87,7 +87,7 @@ def expected(given: Inputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def arena(width: int, num_seqs: int = 1) -> Tensor:
-    """Returns states inside wider blocks, filled with NaN, so that reading what was never written shows."""
+    """Returns states inside wider blocks, filled with NaN, so that a read of unwritten memory is detected."""
     return torch.full((num_seqs * NUM_BLOCKS, width + 3), float("nan"))[:, 1 : width + 1]
 
 

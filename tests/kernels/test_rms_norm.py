@@ -1,4 +1,4 @@
-"""RMS norm against float64 and against Hugging Face's rounding."""
+"""RMS norm compared with float64 and with Hugging Face's rounding."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_matches_float64(isa: str, dtype: torch.dtype, shape: tuple[int, ...], w
 def test_rounds_like_hugging_face(native_isa: str) -> None:
     x, weight = torch.randn(64, 768).bfloat16(), torch.randn(768).bfloat16()
     same = rms_norm(x, weight, 1e-5) == rms_norm_reference(x, weight, 1e-5)
-    assert same.float().mean() > 0.999  # the order of the sum may move a rounding, the roundings are the same ones
+    assert same.float().mean() > 0.999  # the order of the sum may change a rounding
 
 
 def test_strided_rows(native_isa: str) -> None:
     fused, weight = torch.randn(6, 100).bfloat16(), torch.randn(64).bfloat16()
     x = fused[:, 20:84]
     assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x.contiguous(), weight, 1e-6))
-    heads = fused[:, :64].unflatten(1, (4, 16))  # QK-norm: [T, heads, head_dim] out of a fused row
+    heads = fused[:, :64].unflatten(1, (4, 16))  # QK norm: [T, heads, head_dim], part of a fused row
     assert torch.equal(rms_norm(heads, weight[:16], 1e-6), rms_norm(heads.contiguous(), weight[:16], 1e-6))
 
 

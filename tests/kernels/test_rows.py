@@ -1,7 +1,7 @@
 """Row invariance (docs/design.md, Numbers), one property over every public kernel.
 
-A row has the same bits alone, in a batch, in any chunking, at 1 and 2 threads. What else a kernel's bits must not
-depend on is in its own tests.
+A row has the same bits alone, in a batch, in any chunking, with 1 and 2 threads. Further requirements on a kernel's
+bits are in its own tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kernels.sampling import log_softmax_top, sample
 from kernels.silu_mul import silu_mul
 from kernels.write_blocks import write_blocks
 
-ROWS = 48  # with the widths below enough for every kernel to wake its threads
+ROWS = 48  # with the widths below, every kernel uses several threads
 Compute = Callable[[slice], tuple[Tensor, ...]]
 """What a kernel makes of some of its rows: tensors with one entry per row."""
 
@@ -84,7 +84,7 @@ def _copy_blocks(dtype: torch.dtype, scatter: Any) -> Compute:
 
 def _sampling(dtype: torch.dtype, scatter: Any) -> Compute:
     logits, ids = 3 * torch.randn(ROWS, 2000), torch.randint(0, 2000, (ROWS,))
-    heat, top_p = torch.rand(ROWS) * (torch.arange(ROWS) % 4 > 0), torch.rand(ROWS) * 0.9 + 0.1  # every fourth greedy
+    heat, top_p = torch.rand(ROWS) * (torch.arange(ROWS) % 4 > 0), torch.rand(ROWS) * 0.9 + 0.1  # some rows greedy
     top_k, seeds = torch.randint(0, 60, (ROWS,)), torch.randint(0, 2**62, (ROWS,))
     columns = (heat, top_k, top_p, torch.rand(ROWS) * 0.1, seeds, torch.arange(ROWS) % 3, torch.arange(ROWS))
 
@@ -96,7 +96,7 @@ def _sampling(dtype: torch.dtype, scatter: Any) -> Compute:
 
 
 def _paged_attention(dtype: torch.dtype, scatter: Any) -> Compute:
-    """Rows are sequences, shorter and longer than a piece of the key axis."""
+    """Each row is a sequence. Some are shorter and some longer than a piece of the key axis."""
     case = scatter([(37 * i) % 290 for i in range(ROWS)], 2, 64, 16, dtype)
     q = torch.randn(ROWS, 6, 64).to(dtype)
 
@@ -108,7 +108,7 @@ def _paged_attention(dtype: torch.dtype, scatter: Any) -> Compute:
 
 
 def _paged_prefill(dtype: torch.dtype, scatter: Any) -> Compute:
-    """Rows are the last positions of one sequence, on both sides of a piece's end."""
+    """The rows are the last positions of one sequence, before and after the end of a piece."""
     cached = 230
     case = scatter([cached + ROWS], 2, 64, 16, dtype)
     q = torch.randn(ROWS, 8, 64).to(dtype)
@@ -128,7 +128,7 @@ KERNELS: list[Callable[[torch.dtype, Any], Compute]] = [
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))  # -0 is not 0, NaN is NaN
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))  # -0 != 0, NaN == NaN
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

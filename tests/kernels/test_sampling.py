@@ -1,4 +1,4 @@
-"""Sampling: Philox's published answers, the exact distribution, filters, and that a row depends on nothing else."""
+"""Sampling: known answers of Philox, the exact distribution, filters, independent rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NEG_INF = float("-inf")
 
 
 def draw(logits: torch.Tensor, heat: float = 1.0, k: int = 0, p: float = 1.0, floor: float = 0.0, seed: int = 0) -> torch.Tensor:  # fmt: skip  # noqa: E501
-    """Rows of `logits` with one setting; the row number is the position."""
+    """Samples all rows of `logits` with the same parameters. The row number is the position."""
     n = len(logits)
     return sample(logits, [heat] * n, [k] * n, [p] * n, [floor] * n, [seed] * n, [0] * n, list(range(n)))
 
 
 def test_philox_known_answers() -> None:
-    """From Random123's kat_vectors."""
+    """The values are from kat_vectors of Random123."""
     ones = 0xFFFFFFFF
     assert philox_4x32_10((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert philox_4x32_10((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
@@ -29,7 +29,8 @@ def test_philox_known_answers() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000])
 def test_equal_weights_show_the_uniform_number(isa: str, vocab: int) -> None:
-    """Over equal logits the token is floor(u * vocab): pins the C++ Philox, its counter and key, to the Python one."""
+    """With equal logits, the token is floor(u * vocab). This checks the C++ Philox, its counter and key against
+    Python's."""
     seeds, samples = [0, 1, 2**63 + 5, 2**64 - 1], [0, 3, 2**33, 1]
     positions = [0, 2**40, 17, 9]
     got = sample(torch.zeros(4, vocab), [1.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4, seeds, samples, positions)
@@ -45,7 +46,7 @@ def test_equal_weights_show_the_uniform_number(isa: str, vocab: int) -> None:
     ],
 )  # fmt: skip
 def test_chi_square(native_isa: str, heat: float, k: int, p: float, floor: float) -> None:
-    """100,000 draws against the exact distribution; a right sampler fails one fixed seed in ten thousand."""
+    """Compares 100,000 samples with the exact distribution. A correct sampler fails for one seed in ten thousand."""
     n, logits = 100_000, torch.tensor([0.3, 2.0, -1.0, 1.1, NEG_INF, 0.9, 1.1, -3.0, 0.0, 1.7])
     probability = torch.softmax(logits.double() / heat, -1)
     probability[probability < floor * probability.max()] = 0
@@ -129,7 +130,7 @@ def test_banned_tokens_are_never_drawn(isa: str) -> None:
 @pytest.mark.parametrize("vocab", [1, 16, 77, 5000])
 def test_log_softmax_top(isa: str, vocab: int) -> None:
     logits = 4 * torch.randn(5, vocab)
-    logits[:, vocab // 2 :] = logits[:, : vocab - vocab // 2].clone()  # every logit twice: ties
+    logits[:, vocab // 2 :] = logits[:, : vocab - vocab // 2].clone()  # every logit occurs twice, as a tie
     ids, k = torch.randint(0, vocab, (5,)), min(6, vocab)
     got = log_softmax_top(logits, ids, k)
     want = torch.log_softmax(logits.double(), -1)

@@ -1,4 +1,4 @@
-"""silu(gate) * up against float64, extremes included."""
+"""silu(gate) * up compared with float64, including extreme values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softcapped scores and attention sinks against float64, in decode and prefill, and that rows keep their bits."""
+"""Softcap and attention sinks compared with float64, in decode and prefill, and reproducible bits of rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_matches_float64(
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(
     native_isa: str, scatter: Any, dtype: torch.dtype, softcap: float | None, with_sinks: bool, window: int | None
 ) -> None:
-    case, q, sinks = case_of(scatter, dtype, with_sinks, None)  # other rows of a chunk look further back
+    case, q, sinks = case_of(scatter, dtype, with_sinks, None)  # other rows of a chunk see earlier keys
     how: dict[str, Any] = {"softmax_scale": SCALE, "window": window, "softcap": softcap, "sinks": sinks}
     together = paged_attention(q, case.key_cache, case.value_cache, case.block_table, case.context_lens, **how)
     for i, length in enumerate(LENS):

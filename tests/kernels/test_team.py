@@ -1,4 +1,4 @@
-"""The kernels' threads: many callers at once, a caller that forks, more threads than cores."""
+"""The kernels' thread team: many callers at once, a caller that forks, more threads than cores."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_callers_at_once_each_get_their_own() -> None:
 @pytest.mark.usefixtures("many_threads")
 def test_a_forked_child_computes_with_threads_of_its_own() -> None:
     x = torch.randn(ROWS, WIDTH)
-    wanted = _norm(x).numpy().tobytes()  # the parent's threads are up
+    wanted = _norm(x).numpy().tobytes()  # starts the parent's threads
     child = os.fork()
-    if child == 0:  # nothing of torch here that wakes its OpenMP threads, which do not outlive a fork
+    if child == 0:  # must not use torch's OpenMP threads, which do not survive a fork
         same = False
         try:
             same = _norm(x).numpy().tobytes() == wanted and len(os.listdir("/proc/self/task")) > 1

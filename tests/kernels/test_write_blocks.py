@@ -1,4 +1,4 @@
-"""RoPE and the write into slots: against float64, Hugging Face's own rotation, and untouched memory everywhere else."""
+"""RoPE and the write into slots: compared with float64 and Hugging Face's rotation; all other memory is untouched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(max_pos: int, rotary: int) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Hugging Face's form, x * cos + rotate_half(x) * sin, in float64."""
+    """Returns x * cos + rotate_half(x) * sin, as in Hugging Face, in float64."""
     rotary = cos_sin.shape[1]
     cos, sin = (c.double()[positions][:, None].repeat(1, 1, 2) for c in cos_sin.chunk(2, -1))
     turn, rest = x.double().split((rotary, x.shape[-1] - rotary), -1)
@@ -62,7 +62,7 @@ def test_bf16_rounds_once(native_isa: str) -> None:
     cache, positions, cos_sin = torch.zeros(4, 4, 16, 64).bfloat16(), torch.arange(50), table(50, 64)
     want = rotated(q, positions, cos_sin).float().bfloat16()
     write_blocks(q, k, v, positions, torch.arange(50), cache, cache.clone(), cos_sin)
-    assert (q == want).float().mean() > 0.999  # float64 to fp32 to bf16 rounds twice, rarely to another side
+    assert (q == want).float().mean() > 0.999  # float64 to fp32 to bf16 rounds twice, which rarely matters
 
 
 def test_without_rope_copies(isa: str) -> None:

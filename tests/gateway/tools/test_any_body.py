@@ -1,4 +1,4 @@
-"""Any JSON in the fields of a chat is a prompt and a plan, or an error that names a field. Never anything else."""
+"""Any JSON in the fields of a chat gives either a prompt and a plan, or an error that names a field."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VALUES = (
 
 
 def disturbed(rng: random.Random, value: Any, depth: int = 0) -> Any:
-    """The value with a few places replaced, removed or repeated."""
+    """Returns the value with a few parts replaced, removed or repeated."""
     if rng.random() < 0.06 * (depth > 0):
         return rng.choice(VALUES)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Tool calls in outputs of each family, in its form: read whole, cut in two anywhere, and character by character."""
+"""Tool calls in the format of each family: parsed at once, split at any point, and character by character."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HERMES: list[tuple[str, Expected]] = [
     ('<tool_call>{"name": "\\u00e9t\\u00e9", "arguments": {}}</tool_call>', ("", [("été", "{}")])),
     ('<tool_call>{"name": "add", "arguments": {}}\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>',
      ("", [("add", "{}"), ("add", '{"a": 2}')])),
-    # cut off by max_tokens, before and after the call was certain
+    # cut off by max_tokens, before and after the call was recognized
     ('<tool_call>\n{"name": "get_w', ('<tool_call>\n{"name": "get_w', [])),
     ('<tool_call>\n{"name": "add", "arguments": {"a": "b', ("", [("add", '{"a": "b')])),
     ('<tool_call>\n{"name": "add", "arguments": {"a": 1}', ("", [("add", '{"a": 1}')])),
@@ -64,7 +64,7 @@ HERMES: list[tuple[str, Expected]] = [
      ('<tool_call>{"name": "", "arguments": {}}</tool_call>', [])),
     ("<tool_call><tool_call>" + hermes("add", "{}"), ("<tool_call><tool_call>", [("add", "{}")])),
     ("<tool_call>no " + hermes("add", "{}") + " end", ("<tool_call>no  end", [("add", "{}")])),
-    # what does not fit after a call is content
+    # text after a call that is not a call is content
     ('<tool_call>{"name": "add", "arguments": {}}}</tool_call>', ("}</tool_call>", [("add", "{}")])),
 ]  # fmt: skip
 LLAMA3: list[tuple[str, Expected]] = [
@@ -162,8 +162,8 @@ def test_every_cut_gives_the_same(kind: type[CallParser], text: str, expected: E
 
 @pytest.mark.parametrize(("kind", "rows"), FAMILIES, ids=lambda value: getattr(value, "__name__", ""))
 def test_any_mixture_of_outputs_loses_nothing(kind: type[CallParser], rows: list[tuple[str, Expected]]) -> None:
-    """Fragments of the table in any order, cut anywhere: the same pieces, and every letter of the text but for names
-    and keys that calls took."""
+    """Fragments of the table in any order, split anywhere, give the same parts. No character of the text is lost,
+    except for names and keys of calls."""
     rng = random.Random(5)
     for _ in range(150):
         texts = [rng.choice(rows)[0] for _ in range(3)]

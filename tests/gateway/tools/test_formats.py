@@ -1,4 +1,4 @@
-"""Which family a template is of, reasoning in every cut, and grammars that force calls."""
+"""The family of a chat template, reasoning that is split at any point, and grammars that enforce calls."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ FORMS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral11": MI
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(llguidance's tokenizer, ours, ids of the marks): with the marks as text or as special tokens."""
+    """Returns (llguidance's tokenizer, ours, ids of the marks). The marks are text or special tokens."""
     from tokenizers import Tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
@@ -144,14 +144,14 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def accepts(tokenizer: Any, matcher: LLMatcher, text: str) -> bool:
-    """Whether the grammar accepts exactly this text."""
+    """Returns whether the grammar accepts exactly this text."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     matcher.reset()
     return all(matcher.consume_token(token) for token in ids) and bool(matcher.is_accepting())
 
 
 def spelled(form: CallFormat, calls: list[tuple[str, str]]) -> str:
-    """Calls as the family spells them."""
+    """Returns calls in the format of the family."""
     if form is MISTRAL_COMPACT:
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
     key = "parameters" if form is LLAMA3 else "arguments"

@@ -1,4 +1,4 @@
-"""Histories with tools, rendered as `apply_chat_template` of transformers renders them."""
+"""Histories with tools, rendered like `apply_chat_template` in transformers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def as_sent(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a client sends them: arguments are text."""
+    """Returns the messages as a client sends them, with arguments as text."""
     sent = copy.deepcopy(messages)
     for message in sent:
         for item in message.get("tool_calls") or ():

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP, on real sockets, with outputs that are known; and the `openai` client."""
+"""Tool calls and reasoning over HTTP on real sockets, with known outputs, and with the `openai` client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def assets(request: pytest.FixtureRequest) -> ModelAssets:
-    """A model with a Hermes template, whose marks are text or special tokens."""
+    """The assets of a model with a Hermes template, whose marks are text or special tokens."""
     tokenizer = make_tokenizer()
     if request.param == "special":
         tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
@@ -83,7 +83,7 @@ async def served(make_served: Any) -> Served:
 
 
 async def streamed(served: Served, **body: Any) -> tuple[dict[int, Any], list[Any]]:
-    """The messages that a stream's deltas add up to, by choice, and all chunks."""
+    """Returns the messages that result from a stream's deltas, by choice, and all chunks."""
     messages: dict[int, Any] = {}
     stream = await served.openai.chat.completions.create(
         model="tiny", messages=body.pop("messages", ASK), stream=True, **body

@@ -1,4 +1,4 @@
-"""Special tokens that a parser needs are part of the text; the rest of the text is as without them."""
+"""Special tokens that a parser needs are part of the text, and do not change the rest of the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def byte_level() -> Tokenizer:
 
 
 def with_space_marks() -> Tokenizer:
-    """As Llama's and Mistral's: a word's first letter brings its space."""
+    """Returns a tokenizer like Llama's and Mistral's: the first token of a word includes the space before it."""
     words = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256)), "▁the", "▁mill", "▁[", "{", "a", "▁"]
     tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
     special = [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", *MARKS)]

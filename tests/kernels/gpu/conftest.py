@@ -1,8 +1,8 @@
-"""What the tests of the Triton kernels share: where they run, and the count of what was run and compiled.
+"""Fixtures of the Triton kernel tests: the device, and counts of the kernels that were run and compiled.
 
-Without a CUDA device the kernels run under triton's interpreter. The variable that asks for it counts only before
-triton is first imported: this file is read before any test runs, and nothing else in `tests` imports triton while it is
-collected.
+Without a CUDA device the kernels run under triton's interpreter. The variable that selects it must be set before triton
+is first imported: this file is read before any test runs, and no other file in `tests` imports triton during
+collection.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """ "cuda" where there is one, else "cpu" under the interpreter."""
+    """ "cuda" if there is a GPU, else "cpu" with the interpreter."""
     if HAS_CUDA:
         return "cuda"
     if IMPORTED_TOO_EARLY:

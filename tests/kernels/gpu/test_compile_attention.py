@@ -1,5 +1,5 @@
-"""Paged attention compiled for sm_80, sm_90 and sm_100 with the tiles it is launched with: no spills, shared memory
-that fits, wide loads, tensor cores, and the same arithmetic in decode and prefill where bits must be the same.
+"""Paged attention compiled for sm_80, sm_90 and sm_100 with the tiles of real launches: no spills, enough shared
+memory, wide loads, tensor cores, and the same arithmetic in decode and prefill where bits must be equal.
 
 COMPILE_ALL=1 in the environment compiles every kernel x head dim x dtype x window x chip (some minutes). Without it:
 every head dim, dtype and option somewhere, head dim 128 in bf16 everywhere.
@@ -55,7 +55,7 @@ def _tiling(kind: str, head_dim: int, fp8: bool, cc: int, dtype: str) -> Tiling:
 def attention_case(
     kind: str, head_dim: int, dtype: str, cache: str, windowed: bool, cc: int, *, extras: bool = False
 ) -> Case:
-    """The variant that a launch of this kind takes; `extras`: with softcap and sinks."""
+    """Returns the variant for a launch of this kind. `extras`: with softcap and sinks."""
     tiling = _tiling(kind, head_dim, cache != dtype, cc, dtype)
     varlen, direct = kind.endswith(("prefill", "short")), not kind.endswith("split")
     constexprs: dict[str, Any] = {
@@ -136,18 +136,19 @@ def test_as_many_decode_programs_fit_as_splits_are_chosen_for(compiled: Compiled
     for case, used in _attention(compiled, VARLEN=False, PIECE=0, WINDOWED=False):
         fp8 = "fp8" in case.signature["key_cache"]
         expected = tiles.decode_tiling(int(case.constexprs["HEAD_DIM"] or 0), GROUP, fp8).programs_per_sm
-        by_registers = REGISTERS_PER_SM // (-(-used.registers // 8) * 8 * case.num_warps * 32)  # given in eights
+        by_registers = REGISTERS_PER_SM // (-(-used.registers // 8) * 8 * case.num_warps * 32)  # in units of eight
         assert min(by_registers, SHARED_LIMIT_BYTES[case.cc] // used.shared_bytes) >= expected, case
 
 
 def test_keys_and_values_come_in_16_byte_pieces(compiled: Compiled) -> None:
-    """Only block ids are copied in fours. (Triton lays out fp8 values for the product to come, in eights.)"""
+    """Only block ids are copied in units of 4 bytes. (Triton lays fp8 values out for the product, in units of 8
+    bytes.)"""
     for case, used in _attention(compiled, WIDE=False):
         fp8 = "fp8" in case.signature["key_cache"]
         sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global\s.*?, 0x([0-9a-f]+)", used.ptx)
         tile_bytes = int(case.constexprs["TILE"] or 0) * int(case.constexprs["WIDTH"] or 0)
         copied = sizes.count("10") * 16 * case.num_warps * 32
-        assert copied >= (tile_bytes if fp8 else 2 * 2 * tile_bytes), case  # K and V; of fp8 only K
+        assert copied >= (tile_bytes if fp8 else 2 * 2 * tile_bytes), case  # K and V; with fp8, only K
         assert set(sizes) <= ({"10", "8", "4"} if fp8 else {"10", "4"}), case
 
 
@@ -161,7 +162,7 @@ def test_each_chip_uses_its_tensor_cores(compiled: Compiled) -> None:
 
 
 def _arithmetic(used: Resources) -> list[str]:
-    """Every product and reduction with its layouts, and the layouts spelt out."""
+    """Returns every product and reduction with its layouts, with the layouts written out."""
     named = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", used.ttgir, re.M))
     found = re.findall(r"(tt\.dot .*|\"tt\.reduce\".*|\}\) : \(tensor.*)", used.ttgir)
     lines = []
@@ -172,13 +173,13 @@ def _arithmetic(used: Resources) -> list[str]:
 
 
 def test_decode_and_prefill_compute_alike_in_deterministic_mode(compiled: Compiled) -> None:
-    """Same products, same reductions, same layouts: so same order of sums."""
+    """The same products, reductions and layouts imply the same order of sums."""
     alike: dict[tuple[Any, ...], dict[bool, list[str]]] = defaultdict(dict)
     for case, used in _attention(compiled, PIECE=tiles.PIECE, WIDE=False):
         key = (case.cc, case.signature["key_cache"], case.constexprs["HEAD_DIM"], case.constexprs["WINDOWED"])
         alike[key][bool(case.constexprs["VARLEN"])] = _arithmetic(used)
     for case, used in _attention(compiled, PIECE=tiles.PIECE):
-        assert not re.search(r"\bfma\.", used.ptx), case  # a * b + c is rounded twice, everywhere
+        assert not re.search(r"\bfma\.", used.ptx), case  # a * b + c is always rounded twice
     both = {key: found for key, found in alike.items() if len(found) == 2}
     assert len(both) >= len(CHIPS)
     for key, found in both.items():
@@ -186,7 +187,7 @@ def test_decode_and_prefill_compute_alike_in_deterministic_mode(compiled: Compil
 
 
 def test_fp32_does_not_spill_and_computes_alike(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> None:
-    """On no tensor cores: for comparisons with other implementations, not for speed."""
+    """fp32 does not use tensor cores. It is for comparisons with other implementations, not for speed."""
     cases = [attention_case(kind, 128, "fp32", "fp32", False, 90) for kind in ("det_split", "det_prefill")]
     decode, prefill = compile_cases(cases)
     assert decode.spill_bytes == prefill.spill_bytes == 0

@@ -1,4 +1,5 @@
-"""The layer's kernels compiled for sm_80, sm_90, sm_100: no spills, shared memory that fits, wide loads and stores."""
+"""The kernels of a layer compiled for sm_80, sm_90 and sm_100: no spills, enough shared memory, wide loads and
+stores."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Compiled = list[tuple[Case, Resources]]
 
 
 def _case(kernel: str, types: str, constexprs: dict[str, Any], cc: int, **options: int) -> Case:
-    """`types`: one word per run-time parameter, "name=type"."""
+    """Returns a case. `types` has one word per run-time parameter, "name=type"."""
     return Case(f"kernels.gpu.{kernel}", dict(word.split("=") for word in types.split()), constexprs, cc, **options)
 
 
@@ -95,7 +96,7 @@ def _cases(cc: int) -> list[Case]:
         _linear(6144, "fp16", True, cc),
         *(_write_blocks(heads, d, rotary, "bf16", "bf16", cc) for heads, _, d, rotary in HEADS),
         _write_blocks(32, 128, 128, "fp16", "fp16", cc),
-        *([_write_blocks(32, 128, 128, "bf16", "fp8e4nv", cc)] if cc >= 90 else []),  # sm_89 is the first to have it
+        *([_write_blocks(32, 128, 128, "bf16", "fp8e4nv", cc)] if cc >= 90 else []),  # requires sm_89 or later
         *(_copy_blocks(*copy, cc) for copy in copies),
         *_sampling(cc),
     ]
@@ -103,7 +104,7 @@ def _cases(cc: int) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def compiled(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> Compiled:
-    """Every case of every chip."""
+    """All cases for all chips."""
     cases = [case for cc in CHIPS for case in _cases(cc)]
     return list(zip(cases, compile_cases(cases), strict=True))
 
@@ -118,7 +119,7 @@ def test_nothing_spills_and_everything_fits(compiled: Compiled) -> None:
     for case, used in compiled:
         assert used.spill_bytes == 0, case
         assert used.shared_bytes <= SHARED_LIMIT_BYTES[case.cc], case
-        assert used.registers * case.num_warps * 32 <= 65_536, case  # of a multiprocessor
+        assert used.registers * case.num_warps * 32 <= 65_536, case  # the registers of a multiprocessor
 
 
 def test_blocks_are_copied_in_16_byte_words(compiled: Compiled) -> None:
@@ -134,10 +135,10 @@ def test_rows_are_read_and_written_in_16_byte_words(compiled: Compiled) -> None:
     kernels = ("rms_norm_kernel", "silu_mul_kernel", "write_blocks_kernel", "weigh_kernel", "filter_kernel")
     for case, used in _of(compiled, *kernels):
         assert re.search(r"ld\.global\S*\.v4\.b32", used.ptx), case
-        if "fp8" in str(case.signature):  # eight of whose elements make 8 bytes
+        if "fp8" in str(case.signature):  # eight elements are 8 bytes
             continue
         assert re.search(r"st\.global\S*\.v4\.b32", used.ptx), case
-        if case.constexprs.get("DIM") in (64, 128, 256):  # the others' halves are not powers of two
+        if case.constexprs.get("DIM") in (64, 128, 256):  # for other dims, half of the dim is not a power of two
             assert not re.search(r"(ld|st)\.global\S*\.(v2\.b32|b16|v2\.b16|v4\.b16)", used.ptx), case
 
 
@@ -149,7 +150,7 @@ def test_linear_streams_its_tiles_into_the_tensor_cores(compiled: Compiled) -> N
 
 
 def test_sampling_fuses_only_what_is_written_so(compiled: Compiled) -> None:
-    """2^x has six fused steps, one or two tokens each; its argument stays a product, as on the CPU."""
+    """2^x has six fused steps, for one or two tokens each. Its argument is a separate product, as on the CPU."""
     for case, used in _of(compiled, "weigh_kernel", "log_softmax_top_kernel"):
         pairs = len(re.findall(r"fma\.rn\.f32x2", used.ptx))
         singles = len(re.findall(r"fma\.rn\.f32\s", used.ptx))

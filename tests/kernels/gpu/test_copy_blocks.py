@@ -45,7 +45,7 @@ def test_gather_and_scatter(device: str, block_bytes: int) -> None:
 
 @pytest.mark.parametrize(("row", "first"), [(160, 0), (136, 0), (160, 8), (160, 3)])
 def test_within_one_arena_of_strided_blocks(device: str, row: int, first: int) -> None:
-    """In 16-byte words only where every block starts on one."""
+    """Copies use 16-byte words only if every block starts at a multiple of 16 bytes."""
     whole = _arena(8, row, device)
     arena, before = whole[:, first : first + 128], whole.clone()
     copy_blocks(arena, arena, torch.tensor([0, 0, 5]), torch.tensor([1, 2, 7]))
@@ -82,7 +82,8 @@ def test_nothing_to_copy(device: str) -> None:
 
 @pytest.mark.parametrize(("block_bytes", "n"), [(64, 3), (64, 20), (32_768, 20)])
 def test_swaps_out_and_in(device: str, block_bytes: int, n: int) -> None:
-    """To pinned host memory and back, by whichever way suits the size; without a GPU both sides are the host."""
+    """Copies to pinned host memory and back, with the method that suits the size. Without a GPU, both sides are host
+    memory."""
     arena = _arena(24, block_bytes, device)
     host = torch.zeros(32, block_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
     ids, slots = _ids(24, n, 1), _ids(32, n, 2)

@@ -1,5 +1,5 @@
-"""Two threads launch a kernel for the first time at once, on a stand-in for triton's driver: two roles of one process
-share kernels. Triton makes it safe (3.6 and 3.7: every launch looks for the loaded module first), we rely on it."""
+"""Two threads launch a kernel for the first time at once, with a stand-in for triton's driver, because two roles of one
+process share kernels. We rely on Triton for safety (3.6 and 3.7: every launch first looks for the loaded module)."""
 
 from __future__ import annotations
 

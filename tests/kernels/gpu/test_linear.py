@@ -1,4 +1,5 @@
-"""The linear of fixed tiles: float64 over odd sizes, rounded once, and a row's bits alone, in a batch, in a prompt."""
+"""The linear layer with fixed tiles: compared with float64 for odd sizes, and a row's bits alone, in a batch, in a
+prompt."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ def test_matches_float64_rounded_once(
     if dtype == torch.float32:
         assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5)
     elif got.numel():
-        assert (got == rounded(want, dtype)).float().mean() > 0.98  # fp32's error moves few roundings
+        assert (got == rounded(want, dtype)).float().mean() > 0.98  # fp32's error changes only a few roundings
         assert torch.allclose(got.double(), want, rtol=1e-2, atol=1e-3)
 
 
 def test_small_numbers_survive_a_long_sum(device: str) -> None:
-    """4,096 ones after 4,096 in bf16 would be lost one by one, were the sum not fp32."""
+    """In a bf16 sum, each of the 4,096 ones that are added to 4,096 would be lost. The sum must be fp32."""
     x = torch.ones(1, 4097, device=device, dtype=torch.bfloat16)
     x[0, 0] = 4096
     assert linear(x, torch.ones(32, 4097, device=device, dtype=torch.bfloat16)).eq(8192).all()
@@ -62,7 +63,7 @@ def test_strided_rows_beside_poison(device: str) -> None:
 
 
 def test_the_tile_of_columns_fills_the_chip() -> None:
-    """4,096 columns need the narrowest tile, those of a wide MLP do not; rows never count."""
+    """4,096 columns need the narrowest tile, and the columns of a wide MLP do not. The number of rows has no effect."""
     assert [constexprs(n, False)["BLOCK_N"] for n in (4096, 6144, 14_336, 28_672, 128_256)] == [32, 32, 64, 128, 128]
 
 

@@ -20,7 +20,7 @@ MODES = [False, True]
 
 
 def where(case: Any, device: str) -> tuple[torch.Tensor, ...]:
-    """A case's caches, still views of their arena, with tables and lengths, on the device."""
+    """Moves a case to the device: its caches (still views of their arena), tables and lengths."""
     arena = case.key_cache._base.to(device)
     views = [arena.as_strided(c.shape, c.stride(), c.storage_offset()) for c in (case.key_cache, case.value_cache)]
     return *views, case.block_table.to(device), case.context_lens.to(device)
@@ -34,7 +34,7 @@ def run(case: Any, q: torch.Tensor, device: str, **options: Any) -> torch.Tensor
 
 
 def assert_rows(got: torch.Tensor, q: torch.Tensor, case: Any, attend_f64: Any, window: int | None = None) -> None:
-    """Every row against float64; rows without keys are zeros."""
+    """Compares every row with float64. Rows without keys must be zeros."""
     assert got.isfinite().all()
     for i, n in enumerate(case.context_lens.tolist()):
         want = torch.zeros(1, *q.shape[1:], dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_fp8_cache_with_scales(device: str, scatter: Any, attend_f64: Any, deter
 
 @pytest.mark.parametrize("splits", [1, 3, 9])
 def test_any_number_of_splits(device: str, scatter: Any, attend_f64: Any, splits: int) -> None:
-    """More splits than tiles leave some without work."""
+    """With more splits than tiles, some splits have no work."""
     case = scatter([0, 1, 64, 65, 300], 1, 80, 16, BF16)
     q = torch.randn(5, 4, 80).to(BF16)
     out = torch.full_like(q, float("nan")).to(device)
@@ -121,7 +121,7 @@ def test_softcap_and_sinks(
         if n:
             want = attend_f64_with(q[i], case.keys[i], case.values[i], softcap, sinks)
         assert (got[i] - want).abs().max() <= tolerance_of(q.dtype) * max(1.0, float(want.abs().max()))
-    rows = 5  # of a chunk: the last one is the decode row
+    rows = 5  # rows of a chunk; the last one is the decode row
     chunk = torch.cat((torch.randn(rows - 1, 4, 64).to(FP16), q[3:]))
     keys, values, table, context_lens = where(case, device)
     cu = torch.tensor([0, rows], dtype=torch.int32, device=device)
@@ -142,7 +142,7 @@ def test_nan_in_a_visible_key_is_seen(device: str, scatter: Any) -> None:
 
 
 def test_blocks_beyond_2_to_the_31_elements(device: str) -> None:
-    """Virtual memory only: one block at either end of an arena of 6 GiB is touched."""
+    """Most of the memory is only virtual: the test uses one block at either end of an arena of 6 GiB."""
     shape, strides = (24, 1, 16, 64), (1 << 27, 1024, 64, 1)
     arena = torch.empty(24 << 27, dtype=BF16, device=device)
     caches = [arena.as_strided(shape, strides, offset) for offset in (0, 1024)]
@@ -195,10 +195,10 @@ def test_refuses_what_does_not_fit(device: str, scatter: Any, change: dict[str, 
 
 def test_splits_follow_from_shapes() -> None:
     h200, tiling = Chip(90, 132), Tiling(16, 64, 4, programs_per_sm=4)
-    assert num_splits(tiling, 64 * 8, 4096, h200) == 1  # 512 programs on 528 places
-    assert num_splits(tiling, 8, 32_768, h200) == 64  # at most
+    assert num_splits(tiling, 64 * 8, 4096, h200) == 1  # 512 programs for 528 places
+    assert num_splits(tiling, 8, 32_768, h200) == 64  # the maximum
     assert num_splits(tiling, 16 * 8, 4096, h200) == 5
-    assert num_splits(tiling, 8, 256, h200) == 2  # of 128 keys
+    assert num_splits(tiling, 8, 256, h200) == 2  # splits of 128 keys
     assert num_splits(tiling, 8, 16, h200) == 1
     assert [num_pieces(n, None) for n in (0, 1, 512, 513, 4096)] == [1, 1, 1, 2, 8]
     assert [num_pieces(4096, w) for w in (1, 512, 513, 9000)] == [2, 2, 3, 8]

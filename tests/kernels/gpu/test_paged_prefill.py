@@ -1,4 +1,5 @@
-"""Triton's prefill attention against float64, and deterministic mode: a row's bits whatever it is computed with."""
+"""Triton's prefill attention compared with float64, and in deterministic mode, where a row's bits depend only on the
+row."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def starts(lens: list[int]) -> torch.Tensor:
 
 
 def run(case: Any, q: torch.Tensor, chunks: list[int], device: str, **options: Any) -> torch.Tensor:
-    """Prefill of a batch, two rows longer than its chunks; those must stay as they are."""
+    """Computes a batch. q and out are two rows longer than the chunks; these rows must not change."""
     arena = case.key_cache._base.to(device)
     views = [arena.as_strided(c.shape, c.stride(), c.storage_offset()) for c in (case.key_cache, case.value_cache)]
     padded = torch.cat((q, torch.full_like(q[:2], float("nan")))).to(device)
@@ -79,7 +80,7 @@ def test_fp8_cache_with_scales(device: str, scatter: Any, attend_f64: Any) -> No
 
 
 def test_a_window_skips_blocks_before_the_chunk(device: str, scatter: Any, attend_f64: Any) -> None:
-    """What no row of the chunk sees may have been freed: its ids are not followed."""
+    """Blocks that no row of the chunk sees may have been freed, so the kernel must not use their ids."""
     case = scatter([400], 1, 64, 16, BF16, window=60)  # the 20 rows of the chunk see the last 60 keys
     q = torch.randn(20, 4, 64).to(BF16)
     for deterministic in (False, True):
@@ -89,7 +90,7 @@ def test_a_window_skips_blocks_before_the_chunk(device: str, scatter: Any, atten
 
 @pytest.fixture
 def piece(device: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Keys of a piece: under the interpreter fewer, so that short sequences have several."""
+    """The number of keys of a piece. The interpreter uses fewer, so that short sequences have several pieces."""
     if device == "cpu":
         monkeypatch.setattr(attention_tiles, "PIECE", 128)
     return attention_tiles.PIECE
@@ -105,7 +106,7 @@ def prefix(case: Any, n: int, device: str) -> tuple[torch.Tensor, ...]:
     [
         (None, 4, 1, 64, 16, BF16),
         (60, 7, 1, 80, 32, FP16),
-        (188, 2, 2, 128, 16, BF16),  # windows of the rows of one program begin in two tiles
+        (188, 2, 2, 128, 16, BF16),  # the windows of one program's rows begin in two different tiles
         (None, 8, 1, 256, 16, BF16),
         (None, 4, 1, 128, 16, FP8),
     ],
@@ -127,7 +128,7 @@ def test_deterministic_bits_under_any_chunking_are_those_of_decode(device: str, 
 
 @pytest.mark.parametrize("window", [None, 140])
 def test_deterministic_bits_alone_and_in_a_batch(device: str, piece: int, scatter: Any, window: int | None) -> None:
-    """Others in the batch, wider block tables, other block sizes and layouts, a chunk of one: always the same bits."""
+    """The bits do not depend on other sequences, the width of tables, block sizes, layouts, or a chunk of one token."""
     lens, scale = [5, piece + 30, 0, 2 * piece + 7], 0.125
     case = scatter(lens, 2, 64, 16, BF16)
     q = torch.randn(4, 4, 64).to(BF16).to(device)

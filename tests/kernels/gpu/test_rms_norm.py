@@ -1,4 +1,4 @@
-"""RMS norm in Triton: float64, Hugging Face's roundings, strided heads, poison beside rows, bits over batches."""
+"""RMS norm in Triton: float64, Hugging Face's roundings, strided heads, poison beside rows, bits in any batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rounds_like_hugging_face(device: str, dtype: torch.dtype) -> None:
     normed = rounded(x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5), dtype)
     want = rounded(normed.float() * weight.float(), dtype)
     same = rms_norm(x, weight, 1e-5) == want
-    assert same.float().mean() > 0.999  # the order of the sum may move a rounding, the roundings are the same ones
+    assert same.float().mean() > 0.999  # the order of the sum may change a rounding
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,7 +48,7 @@ def test_strided_rows_beside_poison(device: str, dtype: torch.dtype) -> None:
     fused[:, :16], fused[:, 80:] = float("nan"), float("nan")
     weight, x = _random((64,), dtype, device, 3), fused[:, 16:80]
     assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x.contiguous(), weight, 1e-6))
-    heads = x.unflatten(1, (4, 16))  # QK norm: [T, heads, head_dim] out of a fused row
+    heads = x.unflatten(1, (4, 16))  # QK norm: [T, heads, head_dim], part of a fused row
     assert torch.equal(rms_norm(heads, weight[:16], 1e-6), rms_norm(heads.contiguous(), weight[:16], 1e-6))
     got = rms_norm(heads, weight[:16], 1e-6, heads)
     want = rms_norm(heads.contiguous(), weight[:16], 1e-6, heads.contiguous())

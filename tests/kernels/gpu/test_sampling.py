@@ -1,7 +1,7 @@
-"""Sampling in Triton: the CPU kernels' token on every row, ties, several tiles, poison, rows that depend on nothing.
+"""Sampling in Triton: the tokens of the CPU kernels, ties, several tiles, poison, independent rows.
 
-The CPU kernels are held to exact distributions in tests/kernels/test_sampling.py. The build compared with is the one
-that rounds as the device does: a GPU fuses multiply and add, triton's interpreter (and the portable build) does not.
+tests/kernels/test_sampling.py compares the CPU kernels with exact distributions. These tests use the CPU build that
+rounds like the device: a GPU fuses multiply and add; triton's interpreter and the portable build do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels import cpu
 from kernels import sampling as on_cpu
 from kernels.gpu.sampling import log_softmax_top, sample, tile_for
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy, of inf - inf
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: inf - inf
 NEG_INF = float("-inf")
 Rows = list[tuple[float, int, float, float, int, int, int]]
 """temperature, top_k, top_p, min_p, seed, sample, position."""
@@ -27,12 +27,12 @@ def _sample(logits: Tensor, rows: Rows) -> list[int]:
 
 
 def _draw(logits: Tensor, heat: float = 1.0, k: int = 0, p: float = 1.0, floor: float = 0.0) -> list[int]:
-    """Rows of `logits` with one setting; the row number is the position."""
+    """Samples all rows of `logits` with the same parameters. The row number is the position."""
     return _sample(logits, [(heat, k, p, floor, 0, 0, i) for i in range(len(logits))])
 
 
 def _build(device: str) -> cpu.Isa:
-    """The CPU build that rounds as the device does."""
+    """Returns the CPU build that rounds like the device."""
     return next(isa for isa in cpu.supported_isas() if device == "cuda" or isa == "portable")
 
 
@@ -47,7 +47,7 @@ def _random(rows: int, vocab: int, device: str, spread: float = 3.0) -> Tensor:
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 20_000])
 def test_equal_weights_show_the_uniform_number(device: str, vocab: int) -> None:
-    """Over equal logits the token is floor(u * vocab): pins Philox, its counter and key."""
+    """With equal logits, the token is floor(u * vocab). This checks Philox, its counter and its key."""
     inputs = [(0, 0, 0), (1, 3, 2**40), (2**63 + 5, 2**33, 17), (2**64 - 1, 1, 9)]
     got = _sample(torch.zeros(4, vocab, device=device), [(1.0, 0, 1.0, 0.0, *row) for row in inputs])
     assert got == [int(on_cpu.uniform(*row) * vocab) for row in inputs]
@@ -59,8 +59,8 @@ def test_takes_the_cpus_token(device: str, vocab: int) -> None:
     logits = _random(n, vocab, device)
     logits[:, ::7] = logits[:, ::7].round()  # many ties
     logits[3, 5:], logits[4, :9] = NEG_INF, NEG_INF
-    logits[5] *= 100  # all but a few weights are 0
-    logits[6] = logits[6] * 1e-3 + 1e4  # keys beside each other
+    logits[5] *= 100  # only a few weights are not 0
+    logits[6] = logits[6] * 1e-3 + 1e4  # adjacent keys
     heat = [round(float(h), 3) for h in torch.rand(n, generator=g) + 0.1]
     ks = torch.randint(0, 60, (n,), generator=g).tolist()
     ps = [1.0 if i % 4 == 0 else round(float(p), 3) for i, p in enumerate(torch.rand(n, generator=g) * 0.9 + 0.1)]
@@ -76,7 +76,7 @@ def test_a_row_does_not_depend_on_the_batch(device: str) -> None:
     for i in range(5):
         assert _sample(logits[i : i + 1], rows[i : i + 1]) == together[i : i + 1]
     wide = torch.full((5, 800), math.nan, device=device)
-    wide[:, 50:750] = logits  # strided rows beside poison
+    wide[:, 50:750] = logits  # strided rows next to poison
     assert _sample(wide[:, 50:750], rows) == together
 
 
@@ -99,7 +99,7 @@ def test_nothing_or_one_certainty_to_draw_from(device: str) -> None:
 def test_top_k_breaks_ties_by_id(device: str, k: int) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, -1.0]], device=device).repeat(16, 1)
     assert set(_draw(logits, k=k)) == set(range(1, 1 + k))
-    assert set(_draw(logits, k=k, p=0.999)) == set(range(1, 1 + k))  # needs all that top_k left, and no more
+    assert set(_draw(logits, k=k, p=0.999)) == set(range(1, 1 + k))  # needs exactly the tokens that top_k keeps
 
 
 def test_ties_across_tiles(device: str) -> None:
@@ -112,7 +112,7 @@ def test_ties_across_tiles(device: str) -> None:
         got = _sample(logits, rows)
         assert got == _as_the_cpu(logits, rows)
         assert all(vocab - 200 <= token < vocab - 200 + kept for token in got)
-    assert max(_draw(logits, k=120)) >= vocab - 100  # some come from the second tile
+    assert max(_draw(logits, k=120)) >= vocab - 100  # some tokens are in the second tile
 
 
 def test_top_p_breaks_ties_by_id_and_keeps_one(device: str) -> None:
@@ -137,7 +137,7 @@ def test_no_rows(device: str) -> None:
 @pytest.mark.parametrize("vocab", [1, 16, 77, 5000])
 def test_log_softmax_top(device: str, vocab: int) -> None:
     logits = _random(3, vocab, device)
-    logits[:, vocab // 2 :] = logits[:, : vocab - vocab // 2].clone()  # every logit twice: ties
+    logits[:, vocab // 2 :] = logits[:, : vocab - vocab // 2].clone()  # every logit occurs twice, as a tie
     ids, k = torch.tensor([0, vocab // 2, vocab - 1], device=device), min(6, vocab)
     got = log_softmax_top(logits, ids, k)
     want = torch.log_softmax(logits.double(), -1)
@@ -154,7 +154,7 @@ def test_log_softmax_top(device: str, vocab: int) -> None:
 
 
 def test_log_probabilities_have_the_cpus_bits(device: str) -> None:
-    """Two logits apart by anything up to 12: 2^x to the last bit."""
+    """The difference between two logits is up to 12. The test compares every bit of 2^x."""
     logits = torch.stack((torch.zeros(24), torch.linspace(-12, 0, 24).sin() * 6 - 6), 1).to(device)
     ids = torch.arange(24, device=device) % 2
     got = log_softmax_top(logits, ids, 2)

@@ -1,4 +1,4 @@
-"""silu(gate) * up in Triton: float64, extremes, strided rows, a row's bits over batches."""
+"""silu(gate) * up in Triton: float64, extreme values, strided rows, a row's bits in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuner of attention's tiles runs every kind of call and prints what the tables say first."""
+"""The tuner of attention tiles runs every kind of call, and prints the tables' tiling first."""
 
 from __future__ import annotations
 

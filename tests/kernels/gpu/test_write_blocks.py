@@ -1,4 +1,4 @@
-"""RoPE and the write into slots in Triton: the reference, untouched memory, fp8 caches, what lies out of range."""
+"""RoPE and the write into slots in Triton: the reference, untouched memory, fp8 caches, values out of range."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _table(max_pos: int, rotary: int, device: str) -> torch.Tensor | None:
 
 
 def _fused(tokens: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
-    """q, k, v as views of one fused output with poison between the rows."""
+    """Returns q, k and v as views of one fused output, with poison between the rows."""
     g, width = torch.Generator().manual_seed(0), (heads + 2 * kv_heads) * d
     qkv = torch.full((tokens, width + 16), float("nan"))
     qkv[:, :width] = torch.randn(tokens, width, generator=g)
@@ -30,7 +30,8 @@ def _fused(tokens: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, d
 
 
 def _caches(blocks: int, kv_heads: int, block_size: int, d: int, dtype: torch.dtype, device: str, heads_first: bool) -> list[torch.Tensor]:  # fmt: skip  # noqa: E501
-    """One layer's caches of a block-major arena of two, [blocks, kv_heads, block_size, d], full of sevens."""
+    """Returns one layer's caches in a block-major arena of two layers, [blocks, kv_heads, block_size, d], filled with
+    7."""
     inner = (kv_heads, block_size) if heads_first else (block_size, kv_heads)
     arena = torch.full((blocks, 2, 2, *inner, d), 7.0).to(dtype).to(device)
     return [a if heads_first else a.transpose(1, 2) for a in (arena[:, 1, 0], arena[:, 1, 1])]
@@ -44,7 +45,7 @@ def _slots(tokens: int, num_slots: int, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "rotary"), SHAPES)
 def test_matches_the_reference(device: str, dtype: torch.dtype, heads_first: bool, heads: int, kv_heads: int, d: int, rotary: int) -> None:  # fmt: skip  # noqa: E501
-    """The reference is held to float64 in tests/kernels/test_write_blocks.py."""
+    """tests/kernels/test_write_blocks.py compares the reference with float64."""
     tokens, blocks, block_size = 7, 3, 16
     q, k, v = _fused(tokens, heads, kv_heads, d, dtype, device)
     wide = [t.float().clone() for t in (q, k, v)]
@@ -88,10 +89,10 @@ def test_a_token_does_not_depend_on_the_batch(device: str) -> None:
 
 
 def test_out_of_range_corrupts_nothing_else(device: str) -> None:
-    """A slot past the cache writes nothing; a position past the table poisons that token alone."""
+    """For a slot past the cache, nothing is written. A position past the table affects only its own token."""
     q, k, v = _fused(4, 2, 1, 16, torch.float32, device)
     caches = _caches(2, 1, 4, 16, torch.float32, device, True)
-    guarded = [c[:1] for c in caches]  # block 1 stands for memory that is not ours
+    guarded = [c[:1] for c in caches]  # block 1 represents memory outside the cache
     positions = torch.tensor([1, 64, -1, 2], device=device)
     write_blocks(q, k, v, positions, torch.tensor([4, 1, 2, 3], device=device), *guarded, _table(64, 16, device))
     assert all((c[1] == 7).all() and (c[0, :, 0] == 7).all() for c in caches)
@@ -102,7 +103,8 @@ def test_out_of_range_corrupts_nothing_else(device: str) -> None:
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("rotary", [0, 64])
 def test_fp8_caches(device: str, heads_first: bool, rotary: int) -> None:
-    """Quarter turns and numbers that fp8 has, so that the result is exact (the interpreter's fp8 rounding is not)."""
+    """The test uses quarter turns and numbers that fp8 represents, so results are exact (the interpreter's fp8 rounding
+    is not)."""
     tokens, d, scales = 6, 64, (0.5, 2.0)
     g = torch.Generator().manual_seed(2)
     powers = torch.tensor(2.0) ** torch.arange(-2, 4)[:, None, None]

@@ -1,4 +1,4 @@
-"""A small paged batch with queries, and a model's attention as providers are told of it."""
+"""Fixtures: a small paged batch with queries, and the attention spec of a model."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ class Problem:
 
 @pytest.fixture
 def spec() -> AttentionSpec:
-    """On Hopper, but with tensors in host memory, where the stand-ins of the tests compute."""
+    """A spec for Hopper, but with tensors in host memory, where the stand-ins of the tests compute."""
     return HOPPER
 
 
 @pytest.fixture
 def problem(spec: AttentionSpec) -> Callable[..., Problem]:
-    """problem(q_lens, context_lens, is_static=False, block_size=16): a batch of chunks over blocks in random order."""
+    """Returns problem(q_lens, context_lens, is_static=False, block_size=16), a batch of chunks over blocks in random
+    order."""
 
     def make(q_lens: list[int], context_lens: list[int], is_static: bool = False, block_size: int = 16) -> Problem:
         s = replace(spec, block_size=block_size)

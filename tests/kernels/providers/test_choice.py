@@ -1,4 +1,4 @@
-"""Which provider is taken, and what is said where none can be."""
+"""The choice of a provider, and the error if none is available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_cpu(spec: AttentionSpec) -> AttentionSpec:
 
 @pytest.fixture
 def on_gpu(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> AttentionSpec:
-    """Hopper without flash-attn or FlashInfer. Choosing touches no device."""
+    """A spec for Hopper without flash-attn or FlashInfer. The choice does not access a device."""
     for module in ("flash_attn", "flash_attn_interface", "flashinfer"):
         monkeypatch.setitem(sys.modules, module, None)
     return replace(spec, device=torch.device("cuda"))

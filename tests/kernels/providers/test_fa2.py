@@ -1,4 +1,4 @@
-"""FA2: the calls it gets. The module here has the signatures of flash-attn 2.8.3 and computes with our reference."""
+"""The calls to FA2. A module in this file has the signatures of flash-attn 2.8.3 and computes with our reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Window = tuple[int, int]
 
 
 class FlashAttn(ModuleType):
-    """`flash_attn`, as far as it is used. Both functions are causal from the bottom right, as its manual says."""
+    """The part of `flash_attn` that we use. Both functions are causal with bottom-right alignment, as documented."""
 
     def __init__(self) -> None:
         super().__init__("flash_attn")

@@ -1,5 +1,5 @@
-"""FA3: what goes into the operator, for the schemas of vLLM's build and of upstream's. The operators registered here
-have the real schemas and compute with our reference from the arguments they get."""
+"""The arguments of FA3's operator, for the schemas of vLLM's build and of upstream's build. The operators in this file
+have the real schemas, and compute with our reference from their arguments."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ Calls = list[dict[str, Any]]
 
 
 def by_name(body: Callable[[dict[str, Any]], Any], arguments: list[Any]) -> Callable[..., Any]:
-    """A kernel that hands its arguments to `body` under the schema's names; torch leaves out trailing defaults."""
+    """Returns a kernel that passes its arguments to `body` under the schema's names. torch omits trailing defaults."""
     names = [argument.name for argument in arguments]
     defaults = {argument.name: argument.default_value for argument in arguments}
     return lambda *given, **more: body(defaults | dict(zip(names, given, strict=False)) | more)
 
 
 class Operators:
-    """The two operators in a namespace; they keep what they were called with, by the schema's names."""
+    """The two operators in a namespace. They record their arguments by the schema's names."""
 
     def __init__(self, namespace: str, schemas: tuple[str, str]) -> None:
         self.forwards: Calls = []
@@ -75,7 +75,8 @@ class Operators:
         self._returns_list = schemas[0].endswith("Tensor[]")
 
     def _forward(self, given: dict[str, Any]) -> Any:
-        """Varlen, paged, causal from the bottom right, window to the left: what flash_attn_varlen_func documents."""
+        """Works as documented for flash_attn_varlen_func: varlen, paged, causal with bottom-right alignment, window to
+        the left."""
         self.forwards.append(given)
         assert given["is_causal"] and given["out"] is None and given["k_new"] is None and given["softcap"] == 0.0
         left = given["window_size_left"]
@@ -91,7 +92,7 @@ class Operators:
         return [out, empty, empty, empty] if self._returns_list else (out, empty, empty, empty)
 
     def _plan(self, given: dict[str, Any]) -> Tensor:
-        """As many numbers as vLLM 0.26 gives for a batch; none of them 0."""
+        """Returns as many numbers as vLLM 0.26 does for a batch. None of them is 0."""
         self.plans.append(given)
         rounded = -(-given["batch_size"] // 4) * 4
         return torch.arange(1, 2 + 4 * rounded, dtype=torch.int32) + int(given["seqused_k"].sum())
@@ -99,7 +100,7 @@ class Operators:
 
 @pytest.fixture(params=["_vllm_fa3_C", "flash_attn_3"])
 def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
-    """One build's operators, as if `flash_attn_interface` were installed with them."""
+    """The operators of one build, as if `flash_attn_interface` were installed with them."""
     namespace: str = request.param
     module = ModuleType("flash_attn_interface")
     module.__version__ = "3.0.0"  # type: ignore[attr-defined]
@@ -134,7 +135,7 @@ def test_prefill_and_decode_are_what_the_reference_says(
 
 def test_deterministic_means_one_split(operators: Operators, spec: AttentionSpec, problem: Callable[..., Any]) -> None:
     provider = Fa3Attention(replace(spec, deterministic=True))
-    assert not provider.deterministic  # tiles of prefill and decode differ: weaker than our promise
+    assert not provider.deterministic  # prefill and decode have different tiles
     for is_static in (False, True):
         step = problem([1, 1], [40, 3], is_static)
         provider.prepare(step.batch)

@@ -1,5 +1,5 @@
-"""FlashInfer: the plans it gets. The wrappers here have the signatures of 0.6.9 and compute with our reference from
-what was planned, through the buffers that a CUDA graph would read."""
+"""The plans for FlashInfer. The wrappers in this file have the signatures of 0.6.9. They compute with our reference
+from the plan, through the buffers that a CUDA graph would read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Caches = tuple[Tensor, Tensor]
 def attend(
     q: Tensor, caches: Caches, lists: tuple[Tensor, Tensor, Tensor], starts: Tensor, scale: float, left: int
 ) -> Tensor:
-    """Ragged lists back to a block table; a block of -1 would be an error if it were read."""
+    """Converts ragged lists back to a block table. Unused entries are -1, so reading one is an error."""
     block_starts, blocks, last_lens = lists
     counts = block_starts.diff()
     table = torch.full((len(counts), int(counts.max()) + 1), -1, dtype=torch.int32)
@@ -61,7 +61,7 @@ class Decode:
         if not self.static:
             self.lists = given
             return
-        assert len(last_page_len) == len(self.lists[2])  # a graph's wrapper has one batch size
+        assert len(last_page_len) == len(self.lists[2])  # the wrapper of a graph has a fixed batch size
         for buffer, values in zip(self.lists, given, strict=True):
             buffer[: len(values)].copy_(values)
 
@@ -114,7 +114,8 @@ def test_prefill_and_decode_are_what_the_reference_says(
 
 
 def test_a_graph_reads_buffers_that_later_plans_fill(spec: AttentionSpec, problem: Callable[..., Any]) -> None:
-    """What is captured is `run` of one wrapper per batch size; replays see what `prepare` planned last for it."""
+    """A graph captures `run` of the wrapper for its batch size. A replay uses the last plan that `prepare` made for
+    it."""
     provider = FlashInferAttention(spec)
     first, second = problem([1, 1], [30, 7], True), problem([1, 1], [3, 31], True)
     other = problem([1, 1, 1], [3, 4, 5], True)
