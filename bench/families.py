@@ -55,7 +55,7 @@ def rows() -> Iterator[str]:
             except ModelError as error:
                 yield f"| {name} | refused: {str(error).replace(directory, 'DIRECTORY')} | | | | |"
             else:
-                raise AssertionError(f"{name} is not refused any more")
+                raise AssertionError(f"{name} is no longer refused")
 
 
 def row(name: str, path: Path) -> str:

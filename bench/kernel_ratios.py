@@ -43,7 +43,7 @@ def ratio_of(ours: Callable[[], object], other: Callable[[], object], seconds: f
 
 def _prefetch(seconds: float) -> Iterator[Ratio]:
     switch = getattr(cpu.current().handle, "ll_attention_prefetch", None)
-    if switch is None:  # the torch reference prefetches nothing
+    if switch is None:  # the torch reference has no prefetch
         return
     for batch in (1, 8, 32):
         work = paged_attention_work(batch, 576)

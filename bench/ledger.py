@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Bench:
-    """One prefill holder and one decode holder. Each round is the life of one request's block table."""
+    """One prefill holder and one decode holder. Each round makes the ledger calls of one request."""
 
     def __init__(self, arena: Arena, ledger: LedgerScripts, table_len: int) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)

@@ -1,10 +1,10 @@
 """`python -m bench.long_context`: one sequence of 262,144 tokens through real services, compared with transformers.
 
-A small random model with full attention (two layers, two heads of 32) in float32, prefill and decode apart. The whole
-prompt is sent once. Then prompts that end at sampled positions are sent, which find their prefix in the cache, so that
-the token and the log-probability after each of these positions can be compared with those of one pass of transformers
-over the whole prompt. Blocks of KV are counted against the arithmetic of `looseleaf plan`. The last line is one JSON
-object.
+The model is small and random, with full attention (two layers, two heads of 32) in float32. Prefill and decode are
+separate. The whole prompt is sent once. Then prompts that end at sampled positions are sent; they find their prefix in
+the cache. The token and the log-probability after each of these positions are compared with those of one pass of
+transformers over the whole prompt. The number of KV blocks is compared with the arithmetic of `looseleaf plan`. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def serve(model: Path, tokens: list[int], ends: list[int], max_len: int) -> dict[str, Any]:
-    """Returns what the services answered and took."""
+    """Returns the answers of the services, and their times."""
     layout, _ = ModelConfig.from_directory(model).kv_groups(BLOCK_SIZE, "float32")
     computed = -(-max_len // BLOCK_SIZE)
     settings: dict[str, Any] = {
@@ -88,7 +88,7 @@ def serve(model: Path, tokens: list[int], ends: list[int], max_len: int) -> dict
 
 
 def compare(served: dict[str, Any], ends: list[int], expected: torch.Tensor) -> None:
-    """Prints the differences. Raises AssertionError if a token differs, or a prefix was not found."""
+    """Prints the differences. Raises AssertionError if a token differs or a prefix was not found."""
     differences = []
     for end, cached, (token, logprob), row in zip(ends, served["cached"], served["answers"], expected, strict=True):
         assert token == int(row.argmax()), f"after {end:,} tokens: {token} instead of {int(row.argmax())}"

@@ -1,9 +1,8 @@
-"""`python -m bench.states`: compares a model with recurrent states with transformers' own run of it, step by step.
+"""`python -m bench.states`: compares the speed of a model with recurrent states with transformers, step by step.
 
-Uses random weights of Mamba-2's 130M shape, on this CPU with as many threads as it has cores. Measures, in turn,
-a prompt and decode steps, each at several lengths of the past: with states a step takes the same time at any length.
-transformers runs its own cache and its own code for a CPU, in float32, which is
-faster there than bf16. Ours runs in bf16.
+The model is Mamba-2's 130M shape with random weights, on this CPU with one thread per core. Measures a prompt and
+decode steps in turn, each at several context lengths: with states, a step takes the same time at any length.
+transformers uses its own cache and its own CPU code in float32, which is faster than its bf16. Our model runs in bf16.
 The last line is one JSON object.
 """
 
@@ -29,7 +28,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "mamba2-130
 
 
 class Ours:
-    """The engine, over blocks."""
+    """Our engine, over blocks."""
 
     def __init__(self, model: Path) -> None:
         self._runner = ModelRunner(RunnerSettings(model, load_format="dummy", device="cpu"))
@@ -63,8 +62,8 @@ class Theirs:
 
     @torch.inference_mode()
     def decoder(self, num_seqs: int, context: int) -> Callable[[], object]:
-        """Returns a call that computes one more position of each sequence. Its cache begins after 16 tokens, because
-        its time does not depend on the context either.
+        """Returns a call that computes one more position of each sequence. The cache begins after 16 tokens, because
+        the time does not depend on the context here either.
         """
         tokens = torch.ones((num_seqs, 16), dtype=torch.int64)
         cache = self._model(tokens, use_cache=True, logits_to_keep=1).cache_params
@@ -77,7 +76,7 @@ class Theirs:
 
 
 def median_ms(call: Callable[[], object], times: int) -> float:
-    """Returns the median milliseconds of a call, after one to warm up."""
+    """Returns the median duration of a call in milliseconds, after one warm-up call."""
     call()
     taken = []
     for _ in range(times):

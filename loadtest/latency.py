@@ -109,7 +109,7 @@ async def refusals_at_once(address: str, num: int) -> list[float]:
         except grpc.aio.AioRpcError as error:
             assert isinstance(refusal := error_of(error), ResourceExhausted) and refusal.retry_after_s, refusal
             return time.perf_counter() - started
-        raise AssertionError("a request beyond the limit was let in")
+        raise AssertionError("a request beyond the limit was admitted")
 
     async with grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()

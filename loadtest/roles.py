@@ -3,7 +3,7 @@
 `python -m loadtest.roles` serves the 125M shape with random weights on this machine. Each round serves the arrangements
 one after another, while each client sends its requests one at a time. Prints the median over the rounds; the last line
 is JSON.
-Arrangements are measured some seconds apart, so a machine with other users needs more rounds.
+The arrangements are measured some seconds apart, so a machine with other users needs more rounds.
 """
 
 from __future__ import annotations

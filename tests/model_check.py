@@ -1,4 +1,5 @@
-"""State machines of Hypothesis, run until they got deep: `make model-check` runs more of them, cut into shards."""
+"""Runs Hypothesis's state machines until they reach a required depth. `make model-check` runs more examples, in
+shards."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ def explore(
     machine: type[RuleBasedStateMachine], seen: Counter[str], floors: Mapping[str, int], shard: int, examples: int,
     steps: int,
 ) -> None:  # fmt: skip
-    """Rounds of `machine`, each with a seed of its own, until `seen` has reached each of `floors`.
+    """Runs rounds of `machine`, each with a different seed, until `seen` has reached all of `floors`.
 
-    A machine that seldom gets deep finds nothing, so one that stays short after `MOST_ROUNDS` fails. One round is not
-    enough to rely on: Hypothesis leaves some rules out of each example and draws constants from the modules that happen
-    to be loaded, so that a round of the ledger's machine loses Redis 5 to 78 times.
+    A machine that rarely reaches deep states finds no bugs, so the test fails if the floors are not reached after
+    `MOST_ROUNDS`. One round is not enough: Hypothesis omits some rules from each example, and takes constants from the
+    modules that are loaded. For example, one round of the ledger's machine loses Redis 5 to 78 times.
     """
     examples = int(os.environ.get("MODEL_CHECK_EXAMPLES", examples))
     steps = int(os.environ.get("MODEL_CHECK_STEPS", steps))

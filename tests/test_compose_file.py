@@ -1,4 +1,4 @@
-"""S21: what docker-compose.yml gives away by default, read without an engine (tests/compose brings it up)."""
+"""S21: the default security of docker-compose.yml, checked without a container engine (tests/compose runs it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The docs name what is there: files, modules, links, flags. The log is history and may name what is gone."""
+"""The docs name only files, modules, links and flags that exist. The log is history and may name removed ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HISTORY = ("docs/log", "docs/benchmarks/faults/mutants.md")
 
 @cache
 def tracked() -> frozenset[str]:
-    """Files of the repository, and their folders."""
+    """Returns the files of the repository, and their folders."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -35,7 +35,7 @@ def pages() -> list[str]:
 
 
 def has_module(dotted: str) -> bool:
-    """Whether some leading part names a module, and what follows it stands in that module's text."""
+    """Returns whether a prefix of the name is a module whose text contains the remaining parts."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         path = "/".join(parts[:length])
@@ -69,7 +69,7 @@ def test_what_a_page_names_is_there(page: str) -> None:
 
 @cache
 def bodies() -> dict[str, str]:
-    """The text of every class of the code and every message of the protos, by its name."""
+    """Returns the text of every class in the code and every message in the protos, by name."""
     found: dict[str, str] = {}
     for name in tracked():
         if name.endswith((".py", ".proto")) and not name.startswith("tests/") and "_pb2" not in name:

@@ -1,6 +1,6 @@
-"""S1: nothing that comes over the network, from Redis or from a model's directory is ever run or unpickled.
+"""S1: data from the network, from Redis or from a model directory is never executed or unpickled.
 
-Once by reading our sources, and once by listening to the interpreters of a whole launch while it serves.
+One test reads our sources. Another one audits the interpreters of a whole deployment while it serves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ with open(_OUT + ".listeners", "a") as file:
 
 
 def named(node: ast.expr) -> str:
-    """ "torch.load" of the expression torch.load; empty: something else."""
+    """ Returns "torch.load" for the expression torch.load, and an empty string for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (head := named(node.value)):
@@ -81,7 +81,7 @@ def test_the_reader_finds_what_it_should(source: str) -> None:
 
 
 def test_a_launch_that_serves_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All interpreters of the launch say so themselves, from before their first import of ours."""
+    """Audit hooks report this in all interpreters of the deployment, from before the first import of our code."""
     heard, hooks = tmp_path / "heard", tmp_path / "hooks"
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(LISTENER)

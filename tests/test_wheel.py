@@ -1,4 +1,4 @@
-"""What `pip install looseleaf` brings: the packages that a user needs, with schema, scripts and sources."""
+"""The contents of the wheel: the packages that a user needs, with schema, scripts and sources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = {
 
 
 def tracked() -> list[str]:
-    """Files of the repository as they are here, without docs."""
+    """Copies the files of the repository in their current state, without docs."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     return [name for name in listed if name and not name.startswith("docs/") and (ROOT / name).is_file()]
@@ -32,7 +32,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of what the repository tracks, as `make wheel` builds it."""
+    """A wheel of the tracked files, as `make wheel` builds it."""
     source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     for name in tracked():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,11 +81,11 @@ if __name__ == "__main__":
 
 
 def test_installed_without_a_compiler_it_serves_with_its_own_kernels(wheel: Path, tmp_path: Path) -> None:
-    """A new environment that has the dependencies of this one, but neither this checkout nor a compiler."""
+    """The new environment has the dependencies of this one, but neither this checkout nor a compiler."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
     python, [site] = venv / "bin" / "python", venv.glob("lib/python3*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # editable installs there do not count
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # without its editable installs
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-qq", "--no-deps", str(wheel)]
     subprocess.run(install, check=True, timeout=120)
     env = {"PATH": str(venv / "bin"), "HOME": str(tmp_path), "CC": "/nowhere", "CXX": "/nowhere"}

@@ -1,7 +1,7 @@
 """Measures how clients are affected if the only decode worker is killed with -9:
 `python -m bench.served.recovery --model DIR`.
 
-Runs several trials with a spare worker, and several without one. Each kill is in mid-stream, and the streams are
+Runs several trials with a spare worker, and several without one. Each kill is during a stream, and the streams are
 compared with undisturbed ones.
 """
 
@@ -36,7 +36,7 @@ LOADED_S = 300.0
 
 
 class RecoverySettings(Settings):
-    """Kills the decoding worker in mid-stream."""
+    """Kills the decoding worker during a stream."""
 
     model_config = settings_config("LOOSELEAF_RECOVERY_", "bench.served.recovery")
 

@@ -73,13 +73,13 @@ def _kill_store(stack: Stack, rng: random.Random, *, with_decode: bool) -> tuple
 
 
 def _num_blocks(stack: Stack) -> int:
-    with contextlib.suppress(Exception):  # not there yet; the error may be of any kind
+    with contextlib.suppress(Exception):  # the store is not up yet; the error may be of any kind
         return inspect(stack.addresses.block_store).num_blocks
     return 0
 
 
 def gateway_kill(run: Run) -> Report:
-    """Kills the gateway in mid-stream."""
+    """Kills the gateway during streams."""
     with run.stack(Plan(restarted=("gateway", "prefill", "decode"))) as stack:
         return gateway_kill_on(run, stack)
 

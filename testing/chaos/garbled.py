@@ -64,7 +64,7 @@ def _repaired(stack: Stack) -> float:
     def findings() -> list[str]:
         try:
             return check_running(stack.ledger())
-        except Exception as error:  # not there yet; the error may be of any kind
+        except Exception as error:  # the ledger is not ready yet; the error may be of any kind
             return [str(error)]
 
     wait_for(findings, lambda found: not found, WHOLE_S, "the ledger is not whole after a repair")

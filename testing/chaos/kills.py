@@ -25,7 +25,7 @@ BACK = r"(\d+) sequences came back: (\d+) tokens computed again, at most (\d+) o
 
 
 def decode_kill(run: Run) -> Report:
-    """Kills decode workers, in turn, in mid-stream."""
+    """Kills decode workers, in turn, during streams."""
     with run.stack() as stack:
         return decode_kill_on(run, stack)
 

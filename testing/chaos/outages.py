@@ -139,5 +139,5 @@ def _is_whole(stack: Stack) -> bool:
     try:
         leased = {holder.name for holder in stack.inspect().holders}
         return leased >= WORKERS and not check_running(stack.ledger())
-    except Exception:  # not there yet; the error may be of any kind
+    except Exception:  # the ledger is not ready yet; the error may be of any kind
         return False

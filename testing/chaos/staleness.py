@@ -130,7 +130,7 @@ def _stop_one(stack: Stack, name: str) -> None:
         return
     finally:
         stack.thaw(name)
-    with contextlib.suppress(AssertionError):  # if the store itself was late, the worker goes on unfenced
+    with contextlib.suppress(AssertionError):  # if the store itself was late, the worker continues unfenced
         stack.wait_registered(name, before.epoch, RENEWED_S)
 
 

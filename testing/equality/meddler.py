@@ -1,4 +1,4 @@
-"""Test helper for the reader rule: takes away a block during a model step, before or after the model reads it."""
+"""A test helper for the reader rule: it takes away a block during a model step, before or after the model reads it."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class LedgerWalk:
             mine.held.pop(ref, None)
 
     def die(self, who: int) -> None:
-        """Silences a holder, which is reaped. Its process may go on as a zombie."""
+        """Silences a holder, which is reaped. Its process may continue as a zombie."""
         if len(self.holders) < 2:
             return
         mine = self.holders.pop(who % len(self.holders))
@@ -229,7 +229,7 @@ class LedgerWalk:
             self.successes["zombie"] += 1
 
     def revive(self) -> None:
-        """Ends a zombie's process. Its quarantined blocks become free, and a new holder comes."""
+        """Ends a zombie's process. Its quarantined blocks become free, and a new holder registers."""
         if not self.zombies:
             return
         mine = self.zombies.pop()

@@ -1,5 +1,5 @@
 """For tests: workers as step-by-step programs over a real arena and the real ledger. A search can stop each program at
-any point, let others go on, and wake it again.
+any point, let others continue, and wake it again.
 
 This shows effects that are not visible in Redis: raised headers, stored and read bytes, and comparisons. `Rules` are
 the writer and reader rules of docs/design.md, Ledger; each of them can be broken, and the search must find this.

@@ -1,4 +1,4 @@
-"""The load test over real processes: locust against a server, and its exit status where there is none."""
+"""The load test with real processes: locust with a server, and its exit status without one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_both_protocols_without_a_failure(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_refused_requests_are_failures(llm: LLM) -> None:
-    """The HTTP users are sent to a port where gRPC answers."""
+    """The HTTP users connect to a gRPC port."""
     done = run("--http", llm.addresses.grpc, "--grpc", llm.addresses.grpc, "--users", "2", "--run-time", "3s")
     assert done.returncode == 1, done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""Times of a stream: one ttft, a gap for each later message, one e2e; failures are counted as such."""
+"""The times of a stream: one ttft, a gap for each later message, one e2e. Failures are counted as failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadtest.stats import StreamTimer
 
 
 class Recorder:
-    """Takes the events that locust would, and a clock that is moved by hand."""
+    """A receiver of locust's events, with a manual clock."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Workloads: the same request for the same seed and number, lengths of the distribution asked for, traces."""
+"""Workloads: equal requests for equal seed and number, the requested distribution of lengths, traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes for real: readiness, deaths, an end that is not asked for twice, and orphans that do not stay."""
+"""Real child processes: readiness, deaths, a single request to end, and no orphans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logged() -> list[str]:
 
 @pytest.fixture
 def start(tmp_path: Path, logged: list[str]) -> Start:
-    """Starts a service whose `__main__` is the given source."""
+    """Starts a service whose `__main__` has the given source."""
 
     def start_one(source: str) -> Child:
         package = tmp_path / "packages" / "a_service"
@@ -53,7 +53,7 @@ def start(tmp_path: Path, logged: list[str]) -> Start:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has that pid and is not a zombie."""
+    """Returns whether a process with this pid exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

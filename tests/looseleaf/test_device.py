@@ -1,4 +1,5 @@
-"""Which device a launch takes. The driver is asked for real, in a process of its own: a stand-in, or none at all."""
+"""The device of a deployment. The query runs in a separate process, with a stand-in for the driver or without a
+driver."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def machine(driver: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with one GPU and a torch built for CUDA."""
+    """A machine with one GPU and a torch build for CUDA."""
     monkeypatch.setattr(device, "torch_cuda", lambda: "13.0")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
     monkeypatch.setenv("STAND_IN_CUDA", "ll-cuda-device")
@@ -45,7 +46,7 @@ def test_a_driver_without_a_gpu(machine: pytest.MonkeyPatch) -> None:
 
 
 def test_no_driver(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "libcuda.so.1").touch()  # found first, and no library
+    (tmp_path / "libcuda.so.1").touch()  # found first, but not a library
     machine.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert device.resolve_device("auto") == "cpu"
     with pytest.raises(StartupError, match=r"^--device cuda: the CUDA driver libcuda.so.1 cannot be used"):

@@ -1,4 +1,4 @@
-"""Models by name: the real cache of huggingface_hub, and downloads from a server here that speaks its protocol."""
+"""Models by name: the real cache of huggingface_hub, and downloads from a local server with the Hub's protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTRA = ("README.md", "original/consolidated.00.pth", "flax_model.msgpack")
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface.co answers about acme/tiny, and nothing else."""
+    """A server with the answers of huggingface.co for the model acme/tiny only."""
 
     directory: Path
     asked: list[str]
@@ -78,7 +78,8 @@ def hub(tmp_path: Path) -> Iterator[type[Hub]]:
 
 
 def resolved(name: str, home: Path, endpoint: str = "http://127.0.0.1:9") -> str:
-    """The directory or the error, in a process of its own: huggingface_hub reads its variables at import."""
+    """Returns the directory or the error. Runs in a separate process, because huggingface_hub reads its variables at
+    import."""
     code = (
         "import sys\nfrom common.errors import StartupError\nfrom looseleaf.serve.model_source import resolve\n"
         "try: print(resolve(sys.argv[1]).directory)\nexcept StartupError as error: print('refused:', error)"

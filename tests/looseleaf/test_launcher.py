@@ -1,4 +1,4 @@
-"""What a launch starts and with which flags; every flag is one that its service takes."""
+"""The processes of a launch and their flags. Every flag exists in its service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's /metrics are read as what it counted."""
+"""Parsing of a gateway's /metrics."""
 
 from __future__ import annotations
 

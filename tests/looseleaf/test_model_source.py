@@ -1,4 +1,4 @@
-"""Which model a launch serves."""
+"""The model that a deployment serves."""
 
 from __future__ import annotations
 

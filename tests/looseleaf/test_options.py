@@ -1,4 +1,4 @@
-"""Options of generate: misspelt names never leave, values arrive in the fields they belong to."""
+"""Options of `generate`: misspelled names are rejected, and values arrive in the right fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes a launch has by cores, device and flags, and what they are told of threads."""
+"""The processes of a launch and their numbers of threads, for given cores, device and flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """A machine of so many cores, without a GPU."""
+    """Simulates a machine with this number of cores and without a GPU."""
     monkeypatch.setattr(device, "why_no_gpu", lambda: "the CUDA driver sees no GPU")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(number)))
 

@@ -1,4 +1,4 @@
-"""`looseleaf plan`: the arithmetic of the papers, for models that are not here."""
+"""`looseleaf plan`: the numbers of the papers, for models of which only the config exists here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_opt_13b_as_in_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """819,200 bytes a token, 1.6 GB for 2,048 tokens (PagedAttention, section 3)."""
+    """819,200 bytes per token, and 1.6 GB for 2,048 tokens (PagedAttention, section 3)."""
     (tmp_path / "config.json").write_text(json.dumps(OPT_13B))
     said = planned(capsys, str(tmp_path), "--dtype", "float16", "--memory", "40", "--sequences", "20")
     assert "2 x 40 layers x 40 KV heads x 128 x 2 bytes = 819,200 bytes a token" in said
@@ -57,7 +57,7 @@ def test_parameters_are_those_of_the_files_or_of_the_definition(
 
 
 def test_states_take_the_same_memory_at_any_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of 24 layers keeps 24 heads x 128 x 64 numbers of its recurrence and 3 x 1,792 of its convolution."""
+    """Each of 24 layers stores 24 heads x 128 x 64 numbers for its recurrence and 3 x 1,792 for its convolution."""
     model = str(Path(__file__).parents[2] / "models/configs/mamba2-130m")
     said = planned(capsys, model, "--context", "1K", "--memory", "8")
     each = 4 * (24 * 128 * 64 + 3 * 1792)

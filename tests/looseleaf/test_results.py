@@ -1,4 +1,4 @@
-"""Streams of several samples: joined into one completion, and put in turn for printing."""
+"""Streams of several samples: joined into one completion, and printed one sample after the other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_index_and_score_come_from_the_message() -> None:
 def test_samples_are_printed_one_after_the_other() -> None:
     assert "".join(delta.text for delta in in_turn(MIXED)) == "abcxy"
     first = in_turn(iter(MIXED))
-    assert [next(first).text, next(first).text] == ["a", "b"]  # the second sample's waited, the first's did not
+    assert [next(first).text, next(first).text] == ["a", "b"]  # the second sample's text waited
 
 
 def test_printed_samples_are_numbered_only_where_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:

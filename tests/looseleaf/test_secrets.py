@@ -1,4 +1,4 @@
-"""`looseleaf secrets`, and a Redis that asks for the password it made."""
+"""`looseleaf secrets`, and a Redis that requires the created password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`looseleaf serve` as a user runs it: a line of text when ready, an orderly end, one sentence when it cannot start."""
+"""`looseleaf serve` as a user runs it: a line of text when it is ready, an orderly end, one sentence if it cannot
+start."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ FREE_PORTS = ["--port", "0", "--grpc-port", "0", "--num-blocks", "512"]
 
 
 class Served:
-    """A running `looseleaf serve` and what it has printed until it was ready. It ends with its test at the latest."""
+    """A running `looseleaf serve`, and its output until it was ready. It ends with its test at the latest."""
 
     begun: ClassVar[list[Served]] = []
 
@@ -64,7 +65,7 @@ class Served:
         return next(m[1] for line in self.lines if (m := re.search(r"looseleaf blocks (\S+)\)", line)))
 
     def kill(self, service: str) -> bool:
-        """SIGKILL; whether another process of that service has come."""
+        """Sends SIGKILL to a service. Returns whether a new process of that service has started."""
         pid = services_of(self.process.pid)[service]
         os.kill(pid, signal.SIGKILL)
         came = lambda: services_of(self.process.pid).get(service, pid) != pid  # noqa: E731
@@ -81,7 +82,7 @@ class Served:
         return found
 
     def generate(self) -> Completion:
-        """What the gateway answers to the same request as ever, once it does."""
+        """Waits until the gateway answers. Returns its answer to a fixed request."""
         with Client(self.grpc, timeout=60.0) as client:
             ask = lambda: attempt(client)  # noqa: E731
             found = wait_for(ask, lambda found: found is not None, 60.0, "no gateway answers at its address")
@@ -89,7 +90,7 @@ class Served:
         return found
 
     def end(self, number: signal.Signals) -> tuple[int, str]:
-        """Send a signal; the exit status and stderr."""
+        """Sends a signal. Returns the exit status and stderr."""
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
@@ -97,7 +98,7 @@ class Served:
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on() -> Iterator[None]:
-    """A test that fails half-way leaves nothing running."""
+    """Ensures that a failed test leaves no processes running."""
     yield
     while Served.begun:
         process = Served.begun.pop().process
@@ -113,14 +114,14 @@ def attempt(client: Client) -> Completion | None:
 
 
 def redis_of(parent: int) -> int:
-    """The pid of a launcher's own redis-server."""
+    """Returns the pid of a launcher's private redis-server."""
     children = Path(f"/proc/{parent}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     return next(pid for pid in pids if "redis-server" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def services_of(parent: int) -> dict[str, int]:
-    """Package -> pid of the services that a launcher has started."""
+    """Returns the pid of each service that a launcher has started, by package."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -137,7 +138,7 @@ def alive(pids: Iterator[int] | list[int]) -> list[int]:
 
 
 def left_behind() -> set[Path]:
-    """Launchers' directories in shared memory that no living process has, of this launch or another."""
+    """Returns the launchers' directories in shared memory that no live process uses."""
     return set(filter(is_stale, SHM.glob("looseleaf-run-*")))
 
 
@@ -184,7 +185,7 @@ def test_complete_and_health_from_the_command_line() -> None:
 
 
 def test_what_dies_is_started_again_at_its_address_and_nothing_is_forgotten() -> None:
-    """Block store, private Redis, gateway, one after the other."""
+    """Kills the block store, the private Redis and the gateway, one after the other."""
     before = left_behind()
     served = Served("--roles", "both", "--spare", "0")
     try:
@@ -238,7 +239,7 @@ def occupied() -> Iterator[int]:
 
 
 def refused(*flags: str) -> str:
-    """stderr of a `serve` that must not start."""
+    """Returns the stderr of a `serve` that must not start."""
     before = left_behind()
     command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -290,7 +291,7 @@ def test_two_models_and_mistyped_settings(tmp_path: Path) -> None:
 
 
 def command_lines() -> str:
-    """Of every process on this machine."""
+    """Returns the command lines of all processes on this machine."""
     lines = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

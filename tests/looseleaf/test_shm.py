@@ -1,4 +1,4 @@
-"""The launcher's shared-memory directory: removed at the end, swept once everybody who held its lock is gone."""
+"""The launcher's directory in shared memory: removed at the end, or swept once all processes with its lock are gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_sweep_leaves_a_live_launch_and_strangers_alone(tmp_path: Path) -> None:
 
 
 def test_a_killed_launch_is_swept_after_its_last_service(tmp_path: Path) -> None:
-    """The launcher is killed while a process that inherited the lock lives on."""
+    """The launcher is killed while a process that inherited the lock is still running."""
     source = f"""
 import os, subprocess, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A spare worker for real: it takes whichever place becomes empty, at once, and another spare comes after it."""
+"""A real spare worker: it replaces any dead worker at once, and then a new spare worker starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STREAMS = 6
 
 
 class Served:
-    """A launch with a spare worker, and its log."""
+    """A deployment with a spare worker, and its log."""
 
     def __init__(self, roles: str) -> None:
         self.log: list[str] = []
@@ -43,7 +43,7 @@ class Served:
         self.pool = ThreadPoolExecutor(STREAMS)
 
     def generate(self, victim: str | None = None) -> Sequence[int]:
-        """The tokens of one stream, in the middle of which a service is killed."""
+        """Returns the tokens of one stream. `victim`, if given, is killed during the stream."""
         tokens: list[int] = []
         for piece in self.client.generate(PROMPT, stream=True, max_tokens=TOKENS, temperature=0.0, ignore_eos=True):
             tokens += piece.token_ids
@@ -53,12 +53,12 @@ class Served:
         return tokens
 
     def generate_many(self, victim: str) -> list[Sequence[int]]:
-        """STREAMS of them at once, in the middle of one of which a service is killed."""
+        """Returns the tokens of STREAMS concurrent streams. A service is killed during one of them."""
         victims = [victim, *[None] * (STREAMS - 1)]
         return list(self.pool.map(self.generate, victims))
 
     def wait_loaded(self) -> int:
-        """The spare worker's pid."""
+        """Waits until the spare worker has loaded the model. Returns its pid."""
         wait_for(lambda: self.launcher.spare_is_loaded, bool, 120.0, "no spare worker is loaded")
         return next(iter(self.launcher.spare_pids))
 
@@ -81,7 +81,7 @@ def served(roles: str) -> Iterator[Served]:
 
 
 def niceness(pid: int) -> set[int]:
-    """Of all threads of a process."""
+    """Returns the niceness of all threads of a process."""
     stats = [file.read_text().rpartition(")")[2].split() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
     return {int(fields[16]) for fields in stats}
 
@@ -100,7 +100,7 @@ def test_it_takes_any_place_and_the_next_one_comes(roles: str, victims: list[str
             wait_for(lambda: running.told("the spare worker takes its place"), number.__eq__, 10.0, "nobody notices")
         assert running.wait_loaded() not in running.launcher.pids.values()
         assert running.told("starting it again") == 0
-        if roles == "both":  # one line for all streams of a death
+        if roles == "both":  # one log line for all streams of a dead worker
             wait_for(lambda: running.told("requests are prefilled again"), bool, 10.0, "the log does not tell")
             assert running.told("prefilled again") == running.told("sequences came back") == 1
 

@@ -1,4 +1,5 @@
-"""Config-only entries for `--load-format dummy`: read by the engine, and of the size their names say."""
+"""The directories that contain only a config, for `--load-format dummy`: the engine reads them, and their sizes match
+their names."""
 
 from __future__ import annotations
 

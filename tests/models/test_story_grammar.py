@@ -1,4 +1,4 @@
-"""The story grammar and the rows made of it: well-formed text, agreement, determinism, variety."""
+"""The story grammar and the training rows made from it: well-formed text, agreement, determinism, variety."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_nobody_is_named_before_being_introduced(plot: str) -> None:
         story = tell(plot, seed)
         text = story.text(" ")
         for who in story.cast.values():
-            # "Will you ..." is no name
+            # the "Will" in "Will you ..." is not a name
             if named := re.search(rf"\b{who.name}\b(?! (you|nobody|it))", text):
                 first = text[: named.start()]
                 introduced = re.search(rf"{re.escape(who.noun)} (named|called) $", first)

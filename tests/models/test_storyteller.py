@@ -1,4 +1,4 @@
-"""The built-in model: complete directory, the numbers of transformers, stories and answers that end by themselves."""
+"""The built-in model: a complete directory, the logits of transformers, complete stories and answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def teller() -> Oracle:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """transformers' model in fp32, after checking that it knew every tensor."""
+    """transformers' model in fp32. Checks that it loaded every tensor."""
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32, output_loading_info=True)
@@ -48,7 +48,7 @@ def reference() -> Any:
 
 
 def chat_ids(tokenizer: Tokenizer, *contents: str) -> list[int]:
-    """Prompt ids of a chat whose contents are by user and assistant in turn, as the gateway makes them."""
+    """Returns the prompt ids of a chat, as the gateway makes them. The contents are from user and assistant in turn."""
     assets = load_assets(str(DIRECTORY))
     assert assets.chat_template is not None
     roles = ("user", "assistant")
@@ -58,7 +58,7 @@ def chat_ids(tokenizer: Tokenizer, *contents: str) -> list[int]:
 
 
 def tell(teller: Oracle, ids: list[int], seed: int | None, max_tokens: int = MAX_STORY) -> list[int]:
-    """Output ids at the shipped sampling settings, or greedy without a seed."""
+    """Returns output ids with the shipped sampling settings, or greedy ones if there is no seed."""
     assets = load_assets(str(DIRECTORY))
     sampling = SamplingParams(temperature=0.0)
     if seed is not None:
@@ -144,7 +144,7 @@ def test_stories_end_by_themselves_in_whole_sentences(tokenizer: Tokenizer, tell
 
 
 def test_a_girl_is_called_she(tokenizer: Tokenizer, teller: Oracle) -> None:
-    """In the first paragraph after "a little girl named Lily" her pronouns are a girl's."""
+    """In the first paragraph after "a little girl named Lily", the pronouns are feminine."""
     good = 0
     for seed in range(1, 6):
         ids = tokenizer.encode("Once upon a time, there was a little girl named Lily.").ids
@@ -158,7 +158,7 @@ def test_a_girl_is_called_she(tokenizer: Tokenizer, teller: Oracle) -> None:
 def test_chat_tells_of_both_who_were_asked_for_and_stops(
     tokenizer: Tokenizer, teller: Oracle, pair: tuple[str, str], least: int
 ) -> None:
-    """Greedy and three seeds; the rates over more pairs and seeds stand in the model card."""
+    """Tests greedy decoding and three seeds. The model card has the rates for more pairs and seeds."""
     ids = chat_ids(tokenizer, pairs.request(pair))
     told = 0
     for seed in (None, 1, 2, 3):

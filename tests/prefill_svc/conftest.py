@@ -1,4 +1,4 @@
-"""A prefill worker over a real arena and ledger, and somebody who claims its tickets."""
+"""Fixtures: a prefill worker with a real arena and ledger, and a holder that claims its tickets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from testing.oracle import Oracle
 
 @dataclass
 class World:
-    """One worker, one claimer."""
+    """One prefill worker and one claimer."""
 
     runner: ModelRunner
     arena: Arena
@@ -53,12 +53,12 @@ class World:
         return events
 
     def run(self, *many: list[Event]) -> None:
-        """Step until each of these has its last event."""
+        """Steps until each of these jobs has its last event."""
         for _ in range(200):
             if all(events and isinstance(events[-1], Done | Exception) for events in many):
                 return
             self.worker.step()
-        raise AssertionError("the worker goes on and on")
+        raise AssertionError("the worker does not finish")
 
     def prefill(self, *args: Any) -> Done:
         events = self.submit(*args)
@@ -68,7 +68,7 @@ class World:
         return done
 
     def claim(self, ticket: Ticket) -> list[BlockRef]:
-        """What the ledger says of the claimer alone, who has claimed the ticket."""
+        """Claims the ticket. Returns the ledger's view of the claimer only."""
         before = set(self.claimer.holder.holdings())
         self.claimer.claim(ticket)
         return [ref for ref in self.claimer.holder.holdings() if ref not in before]
@@ -98,7 +98,8 @@ def oracle(runner: ModelRunner) -> Oracle:
 def make_world(
     runner: ModelRunner, redis: redis_server.RedisHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., World]]:
-    """`make_world(num_blocks=64, budget=512, max_num_seqs=16)`, once per test; nothing may be held at its end."""
+    """Returns make_world(num_blocks=64, budget=512, max_num_seqs=16), for one call per test. At its end, no block may
+    be held."""
     made: list[World] = []
 
     def make(num_blocks: int = 64, budget: int = 512, max_num_seqs: int = 16) -> World:
@@ -117,7 +118,7 @@ def make_world(
         step = runner.step
 
         def counted(batch: Any) -> torch.Tensor:
-            if runner.bound_arena.data_ptr() == arena.data.ctypes.data:  # not the oracle's
+            if runner.bound_arena.data_ptr() == arena.data.ctypes.data:  # not in the oracle's arena
                 world.num_computed += len(batch.token_ids)
             return step(batch)
 

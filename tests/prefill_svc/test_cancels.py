@@ -1,6 +1,6 @@
-"""A job that is cancelled, in each place where it can be: nothing of it stays held, and the others go on.
+"""Cancellation of a job in each of its phases: it holds no blocks afterwards, and other jobs continue.
 
-The fixture asserts at the end that nothing is held.
+The fixture asserts at the end that no block is held.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def put(world: Any, prompt: list[int], num_branches: int = 1) -> tuple[Job, list
 
 
 def settle(world: Any) -> None:
-    """Redis answers again, and what was not acknowledged is made up for."""
+    """Lets Redis answer again, and repeats the calls that were not acknowledged."""
     world.held.holder.lease.probe()
     world.held.release(world.held.alloc(1))
 
@@ -63,9 +63,9 @@ def test_cancelled_while_its_hand_over_waits(make_world: Make, num_branches: int
 
 @pytest.mark.parametrize("num_answers", [0, 1], ids=["not made", "made, unheard"])
 def test_cancelled_when_its_hand_over_got_no_answer(make_world: Make, num_answers: int) -> None:
-    """And the same prompt again at once: its ticket is its own."""
+    """The same prompt then comes again at once, and gets a new ticket."""
     world = make_world()
-    job, events = put(world, PROMPT[:32])  # its blocks are full, so the next one has the same
+    job, events = put(world, PROMPT[:32])  # all its blocks are full, so the next job has the same blocks
     hand_over = world.held.holder.hand_over
 
     def unheard(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def test_cancelled_when_its_hand_over_got_no_answer(make_world: Make, num_answer
 
 
 def test_cancelled_while_it_waits_for_blocks(make_world: Make) -> None:
-    """Nobody overtakes the head of the queue; when it goes the next one gets its turn."""
+    """No job overtakes the head of the queue. When the head is cancelled, the next job runs."""
     world = make_world(num_blocks=7)
     taken = world.held.alloc(5)
     (head, _), (_, events) = put(world, PROMPT), put(world, OTHER[:20])
@@ -133,7 +133,7 @@ def test_cancelled_before_its_turn(make_world: Make) -> None:
 
 
 def test_fenced_while_a_hand_over_waits(make_world: Make) -> None:
-    """Its client is told to come again, and nothing of it is held by who comes after."""
+    """The client is told to retry, and the next incarnation holds none of its blocks."""
     world = make_world()
     _, events = put(world, PROMPT)
     step = world.runner.step

@@ -1,4 +1,4 @@
-"""Sequence groups through prefill: one pass, one ticket, blocks once, the oracle's tokens."""
+"""Sequence groups in prefill: one pass, one ticket, one reference per block, the oracle's tokens."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def empty(n: int) -> list[Branch]:
 
 @pytest.fixture(scope="module")
 def outputs(oracle: Oracle) -> list[list[int]]:
-    """What each of three samples of PROMPT goes on with."""
+    """Returns the outputs of three samples of PROMPT."""
     return [oracle.generate(PROMPT, SAMPLED, StoppingParams(max_tokens=46), sample_index=i) for i in range(3)]
 
 
 def returned(outputs: list[list[int]], lens: list[int]) -> tuple[list[Branch], list[int]]:
-    """Branches that have produced so many tokens, and each one's next."""
+    """Returns branches with these numbers of output tokens, and the next token of each."""
     pairs = list(zip(outputs, lens, strict=False))
     return [Branch(i, tuple(ids[:n])) for i, (ids, n) in enumerate(pairs)], [ids[n] for ids, n in pairs]
 
@@ -84,7 +84,7 @@ def test_branches_that_come_back_compute_their_trunk_once(
     assert [token.token_id for token in done.tokens] == expected
     lens = [len(PROMPT) + len(branch.output_ids) for branch in branches]
     assert done.ticket.num_tokens == tuple(lens)
-    shared = 2 * BLOCK  # the prompt's full blocks; the samples differ from their first token on
+    shared = 2 * BLOCK  # the prompt's full blocks; the samples differ in their first token
     assert world.num_computed == sum(length - shared for length in lens) + (0 if cached else shared)
     assert done.sources.cached == (shared if cached else 0) and done.sources.computed == len(PROMPT) - shared * cached
     tables = [groups[0] for groups in done.ticket.tables]
@@ -118,7 +118,8 @@ def test_branches_with_equal_outputs_are_computed_once(make_world: Make, oracle:
 
 
 def test_what_a_job_has_still_to_compute_and_what_its_sequences_share() -> None:
-    """A prompt of 6 and what three samples have said; blocks of 4. The newest token is computed by each itself."""
+    """A prompt of 6 tokens, the outputs of three samples, and blocks of 4. Each sample computes its own newest
+    token."""
     branches = [Branch(i, ids) for i, ids in enumerate([(7, 7, 7, 7, 7), (7, 7), (7, 8, 8)])]
     job = Job.of([5] * 6, branches, SAMPLED, STOPPING)
     assert job.common == [0, 8, 7]
@@ -171,7 +172,8 @@ def test_branches_that_end_with_their_token_are_not_handed_over(make_world: Make
 
 
 def test_equal_groups_in_one_step_end_up_in_the_same_blocks(make_world: Make, outputs: list[list[int]]) -> None:
-    """The second one's trunk blocks are dropped for the first one's when both are sealed; its branches follow."""
+    """When both are sealed, the second group drops its trunk blocks and uses those of the first. Its branches
+    follow."""
     world = make_world()
     branches, expected = returned(outputs, [3, 40])
     both = [world.submit(PROMPT, branches, SAMPLED, STOPPING) for _ in range(2)]
@@ -225,7 +227,7 @@ def test_a_stale_trunk_costs_the_whole_group(make_world: Make, outputs: list[lis
     world.worker.step()
     [ref] = [ref for ref in world.held.holder.holdings() if world.held.count(ref) == 2][:1]
     kept = int(world.arena.generations[ref.block])
-    world.arena.generations[ref.block] += 1  # its life is over
+    world.arena.generations[ref.block] += 1  # the block is reallocated
     world.run(events)
     world.arena.generations[ref.block] = kept
     assert isinstance(events[-1], Aborted) and world.held.num_held == 0
@@ -260,7 +262,7 @@ def test_a_cancelled_group_releases_all_its_branches(make_world: Make, outputs: 
 
 
 def test_a_ticket_whose_caller_has_gone_is_ended_at_once(make_world: Make) -> None:
-    """It was cancelled when the prompt was done, and before the caller was told."""
+    """The request was cancelled after the prompt was done, and before the caller got the result."""
     world, events = make_world(), []
     job = Job.of(PROMPT, empty(2), SAMPLED, STOPPING)
     world.worker.submit(job, b"", events.append)
@@ -274,7 +276,7 @@ def test_a_ticket_whose_caller_has_gone_is_ended_at_once(make_world: Make) -> No
 def test_a_prompt_that_waits_for_its_hand_over_can_be_cancelled(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger has handed it over, and nobody heard of it."""
+    """The ledger has handed the prompt over, but the answer was lost."""
     world, events = make_world(), []
     world.held.holder.lane.budget_s = -1.0
     hand_over = world.ledger.hand_over

@@ -1,4 +1,4 @@
-"""What a prefill worker refuses, from any caller."""
+"""Requests that a prefill worker refuses from any caller."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_sequence_has_the_tenants_quota() -> None:
     ("changes", "field"),
     [
         ({"branches": []}, "branches"),
-        ({"branches": [BRANCH(), BRANCH(sample_index=1)]}, "branches"),  # of one sample
+        ({"branches": [BRANCH(), BRANCH(sample_index=1)]}, "branches"),  # two branches of one sample
         ({"branches": [BRANCH(), BRANCH()], "sampling": pb.SamplingParams(num_sequences=2)}, "branches"),
         ({"sampling": pb.SamplingParams(num_sequences=5)}, "num_sequences"),
         ({"sampling": pb.SamplingParams(num_sequences=0)}, "num_sequences"),

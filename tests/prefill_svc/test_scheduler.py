@@ -20,7 +20,7 @@ def scheduler(budget: int = 64, max_num_seqs: int = 8, max_queue: int = 8) -> Pr
 
 
 def run(target: PrefillScheduler) -> list[tuple[Job, int]]:
-    """Plan a step, carry it out, return who got how many tokens."""
+    """Plans and executes a step. Returns the number of tokens of each job."""
     plan = [(item, chunk.num_tokens) for item, chunk in target.plan(lambda _: True)]
     for item, num_tokens in plan:
         item.trunk.num_computed += num_tokens
@@ -92,7 +92,7 @@ def test_at_most_max_num_seqs_run() -> None:
 
 
 def group(num_prompt: int, *num_outputs: int) -> Job:
-    """Branches that have produced so many tokens, no two alike."""
+    """Returns branches with these numbers of output tokens, all different."""
     branches = [Branch(i, tuple(range(100 * i, 100 * i + n))) for i, n in enumerate(num_outputs)]
     return Job.of([1] * num_prompt, branches, SamplingParams(num_sequences=len(branches)), StoppingParams())
 
@@ -110,7 +110,7 @@ def test_samples_take_a_place_each_and_their_prompt_is_computed_once() -> None:
 def test_branches_begin_once_the_trunk_is_computed() -> None:
     target, some = scheduler(budget=40), group(48, 5, 6, 7)
     for branch in some.sequences[1:]:
-        branch.num_computed = 48  # as admission settles it: they share the trunk's three full blocks
+        branch.num_computed = 48  # as set by admission: they share the trunk's three full blocks
     target.add(some)
     chunks: list[list[tuple[int, int]]] = []
     while not target.idle:

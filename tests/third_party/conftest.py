@@ -1,4 +1,4 @@
-"""The servers that the clients talk to, and the page that says what became of it.
+"""Fixtures: the servers for the clients, and the page with the results.
 
 A run of all clients writes docs/clients.md. A client that cannot be installed is skipped, and the page says so.
 """
@@ -23,14 +23,14 @@ ROWS: dict[str, Row] = {}
 
 @pytest.fixture(scope="session")
 def builtin() -> Iterator[LLM]:
-    """The built-in model, as `looseleaf serve` serves it."""
+    """A server with the built-in model, like `looseleaf serve`."""
     with LLM(num_blocks=4096) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The built-in model's weights with a chat template that knows tools; the built-in model's own does not."""
+    """A server with the built-in model's weights and a chat template that supports tools. The model's own does not."""
     directory = tmp_path_factory.mktemp("models") / "storyteller"
     shutil.copytree(STORYTELLER, directory, ignore=shutil.ignore_patterns("SHA256SUMS"))
     (directory / "chat_template.jinja").write_text(HERMES, encoding="utf-8")
@@ -40,7 +40,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def rows() -> Iterator[dict[str, Row]]:
-    """The page's rows so far, by client. Once all clients have one, the page is written."""
+    """The page's rows so far, by client. When all clients have a row, the page is written."""
     yield ROWS
     if set(ROWS) == {client.name for client in CLIENTS}:
         write([ROWS[client.name] for client in CLIENTS])

@@ -1,9 +1,9 @@
-"""The third-party clients that the suite runs, with pinned versions, each in a directory of its own.
+"""The third-party clients that the suite runs, with pinned versions, each in a separate directory.
 
 python tests/third_party/install.py [NAME ...]    # all clients, or these
 
 The directories are below $LOOSELEAF_CLIENTS (default: ~/.cache/looseleaf-clients), so nothing enters the project's
-own environment. A directory is made once, and again if its pins change.
+own environment. A directory is created once, and again if its pinned versions change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INSTALL_TIMEOUT_S = 900
 
 
 class NotInstalled(Exception):
-    """A client's package is not to be had on this machine. The message says why."""
+    """The error for a client whose package is not available on this machine. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Client:
 
     @property
     def program(self) -> str:
-        """What runs the script: the interpreter of the client's environment, or node."""
+        """The program that runs the script: the interpreter of the client's environment, or node."""
         return {"pip": str(self.directory / "bin" / "python"), "npm": "node", "deb": sys.executable}[self.kind]
 
 
@@ -82,7 +82,7 @@ def cache() -> Path:
 
 
 def install(client: Client) -> None:
-    """Makes the client's directory if it is not there yet. Raises NotInstalled."""
+    """Creates the client's directory if it does not exist. Raises NotInstalled."""
     stamp, wanted = client.directory / ".installed", "\n".join(client.packages)
     if stamp.exists() and stamp.read_text() == wanted:
         return
@@ -99,14 +99,14 @@ def _pip(client: Client) -> None:
 
 def _npm(client: Client) -> None:
     if shutil.which("node") is None or shutil.which("npm") is None:
-        raise NotInstalled("there is no node or no npm")
+        raise NotInstalled("node or npm is missing")
     _run(["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(client.directory), *client.packages])
 
 
 def _deb(client: Client) -> None:
     """Unpacks a Debian package without installing it: no services, no root."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise NotInstalled("this is no Debian")
+        raise NotInstalled("this system is not Debian")
     _run(["apt-get", "download", client.packages[0]], cwd=client.directory)
     [archive] = client.directory.glob("*.deb")
     _run(["dpkg-deb", "-x", str(archive), str(client.directory)])
@@ -131,7 +131,7 @@ def _run(command: list[str], cwd: Path | None = None) -> None:
 
 
 def main(names: list[str]) -> int:
-    """Installs the clients of these names, or all. Returns the number of those that are not to be had."""
+    """Installs the clients with these names, or all. Returns the number of clients that are not available."""
     unknown = set(names) - {client.name for client in CLIENTS}
     if unknown:
         print(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(c.name for c in CLIENTS)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""docs/clients.md: what each client could do in the last run of all of them."""
+"""Writes docs/clients.md with the results of the last run of all clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ server refuses (the scripts check this too) and remarks about the client.
 
 @dataclass(slots=True)
 class Row:
-    """What became of one client."""
+    """The result of one client."""
 
     client: Client
     tried: list[dict[str, Any]] = field(default_factory=list)
@@ -40,12 +40,12 @@ class Row:
     """Why the client is not installed."""
 
     def note(self, what: str, error: str | None) -> None:
-        """Adds something that was tried outside of the script. `error` is None if it is as it should be."""
+        """Adds a result from outside the script. `error` is None if it is as expected."""
         self.tried.append({"what": what, "remark": "", "refused": False, "error": error})
 
     @property
     def failures(self) -> list[str]:
-        """What did not do as expected, with the reason."""
+        """The failed features, with the reasons."""
         return [f"{line['what']}: {line['error']}" for line in self.tried if line["error"] is not None]
 
     def cells(self) -> list[str]:

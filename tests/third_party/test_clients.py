@@ -1,4 +1,4 @@
-"""Every third-party client does what its script in `clients/` says (make test-third-party)."""
+"""Every third-party client behaves as its script in `clients/` expects (make test-third-party)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT_TIMEOUT_S = 480
 def run(client: Client, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Runs the client's script with the client's interpreter, in the client's directory."""
     script = SCRIPTS / client.script
-    if client.kind == "npm":  # node looks for packages beside the script
+    if client.kind == "npm":  # node searches for packages next to the script
         for name in (client.script, "tried.mjs"):
             shutil.copy(SCRIPTS / name, client.directory / name)
         script = client.directory / client.script

@@ -1,4 +1,4 @@
-"""docs/clients.md is of the clients that the suite runs now: these run without installing anything."""
+"""docs/clients.md lists the current clients of the suite. These tests install nothing."""
 
 from __future__ import annotations
 

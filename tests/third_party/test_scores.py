@@ -1,4 +1,4 @@
-"""lm-eval's log-likelihoods through the server equal those of transformers, both in fp32."""
+"""The log-likelihoods of lm-eval through the server equal those of transformers, both in fp32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_fp32() -> Iterator[LLM]:
 
 
 def score(model: Any, tokenizer: Tokenizer, context: str, continuation: str) -> tuple[float, bool]:
-    """The log-likelihood of a continuation, and whether greedy decoding would write it."""
+    """Returns the log-likelihood of a continuation, and whether greedy decoding would produce it."""
     whole = tokenizer.encode(context + continuation, add_special_tokens=False).ids
     first = len(tokenizer.encode(context, add_special_tokens=False).ids)
     with torch.no_grad():

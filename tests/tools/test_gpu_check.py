@@ -1,4 +1,4 @@
-"""The tools for a host with a GPU, as far as they run without one: what they name exists, limits hold."""
+"""The tools for a GPU host, tested without a GPU: the files that they name exist, and limits hold."""
 
 from __future__ import annotations
 

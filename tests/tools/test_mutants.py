@@ -1,4 +1,4 @@
-"""The mutation job names files that are there."""
+"""The targets of the mutation job are existing files."""
 
 from __future__ import annotations
 

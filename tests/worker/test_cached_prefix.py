@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[TestStore]:
 
 
 def fill(held: HeldBlocks, name: str, group: int, blocks: range, length: int) -> dict[int, BlockRef]:
-    """Publishes these blocks of a chain in a KV group, one by one."""
+    """Publishes these blocks of a chain in a KV group, one at a time."""
     hashes = [group_hash(one, group) for one in chain(name, length)]
     refs = held.alloc(len(blocks))
     for ref, block in zip(refs, blocks, strict=True):
@@ -50,7 +50,7 @@ def fill(held: HeldBlocks, name: str, group: int, blocks: range, length: int) ->
 
 @pytest.mark.parametrize("seed", range(40))
 def test_usable_is_what_the_next_position_can_read(seed: int) -> None:
-    """Against the definition, position by position."""
+    """Compares with the definition, position by position."""
     rng = random.Random(seed)
     windows = rng.choices([None, 1, 2, 16, 17, 18, 40, 100], k=rng.randint(1, 3))
     layout, num_blocks = layout_of(*windows), rng.randint(1, 12)
@@ -76,7 +76,7 @@ def test_the_picture_in_the_docstring(store: TestStore) -> None:
     assert held.count(full[0]) == 2 and held.count(window[6]) == 2 and held.count(window[2]) == 1
     held.release_many(found.tables)
 
-    shorter = find_prefix(held, chain("a", 6), layout)  # without block 6
+    shorter = find_prefix(held, chain("a", 6), layout)  # no longer includes block 6
     assert shorter == CachedPrefix(4, [[full[i] for i in range(4)], [window[2], window[3]]])
     assert held.count(full[4]) == 1, "what the window does not allow is not kept"
     held.release_many(shorter.tables)
@@ -93,7 +93,7 @@ def test_nothing_is_found_where_a_window_is_missing(store: TestStore) -> None:
 
 def test_a_window_alone_needs_no_head(store: TestStore) -> None:
     """A model whose layers all have a window continues from a prefix whose head was evicted long ago."""
-    held, layout, length = store.held(), layout_of(2 * SIZE), CHUNK * 2 + 9  # looked up in several calls
+    held, layout, length = store.held(), layout_of(2 * SIZE), CHUNK * 2 + 9  # takes several lookup calls
     refs = fill(held, "a", 0, range(length - 5, length), length)
     found = find_prefix(held, chain("a", length), layout)
     assert found == CachedPrefix(length, [[refs[length - 2], refs[length - 1]]])
@@ -126,7 +126,7 @@ def test_a_block_that_is_evicted_meanwhile_costs_the_prefix_and_nothing_else(
 
     def evict_then(hashes: list[bytes]) -> list[bool]:
         marks = present(hashes)
-        taken = held.alloc(held.num_free_hint)  # all that is free or cached
+        taken = held.alloc(held.num_free_hint)  # all free and cached blocks
         held.release(taken)
         return marks
 

@@ -1,4 +1,4 @@
-"""Turns: one at a time, and nobody is passed over."""
+"""Fair locks: one holder at a time, and no waiter is passed over."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_at_a_time() -> None:
 
 
 def test_who_waits_comes_before_who_was_just_served() -> None:
-    """The holder gives its turn back and asks again at once: the other, who has waited, is first."""
+    """The holder ends its turn and immediately asks for another one. The waiting thread is first."""
     turns, order = FairLock(), []
     waiting = threading.Event()
 
@@ -89,7 +89,7 @@ while True:
 
 @pytest.fixture
 def stepping(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Starts processes that step as often as they may, 20 ms each, and say when a step began and ended."""
+    """Starts processes that step as often as possible, for 20 ms each, and print when each step began and ended."""
     started: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:
@@ -114,10 +114,10 @@ def test_processes_step_one_at_a_time_and_by_turns(stepping: Callable[[], subpro
         process.kill()
     steps: list[tuple[float, float, int]] = []
     for which, process in enumerate(processes):
-        times = [float(line) for line in process.communicate()[0].splitlines()][1:]  # begun with the first step's end
+        times = [float(line) for line in process.communicate()[0].splitlines()][1:]  # from the first step's end
         steps += [(begin, end, which) for begin, end in zip(times[::2], times[1::2], strict=False)]
     steps.sort()
-    both = [step for step in steps if killed - 1.2 < step[0] < killed - 0.1]  # who dies last may step once more
+    both = [step for step in steps if killed - 1.2 < step[0] < killed - 0.1]  # the last one to die may step once more
     assert len(both) > 20
     assert all(one[1] <= other[0] for one, other in pairwise(both))
     assert all(one[2] != other[2] for one, other in pairwise(both))
@@ -146,7 +146,7 @@ def test_a_frozen_process_is_waited_for_once(stepping: Callable[[], subprocess.P
     assert waits[0] >= 0.3 > 0.1 > waits[1] and turns.fallbacks.counts == {"turn": 3}
     os.kill(other.pid, signal.SIGCONT)
     wait_for(lambda: is_in_turn(turns), bool, 10.0, "it has no turn any more")
-    for _ in range(20):  # the other steps on and on, and is waited for each time
+    for _ in range(20):  # waits for the other process each time, which steps continuously
         assert is_in_turn(turns)
 
 
@@ -157,7 +157,7 @@ def is_in_turn(turns: FairFileLock) -> bool:
 
 
 def holds(path: Path, pid: int) -> bool:
-    """Whether the process has the file's first byte locked."""
+    """Returns whether the process has locked the file's first byte."""
     inode, locks = path.stat().st_ino, Path("/proc/locks").read_text().splitlines()
     found = [line.split() for line in locks if line.split()[5].endswith(f":{inode}")]
     return any(fields[4] == str(pid) and fields[6] == "0" for fields in found)

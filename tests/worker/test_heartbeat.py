@@ -1,4 +1,4 @@
-"""What a worker sends on a stream: items as they come, heartbeats where there are none."""
+"""The messages of a worker on a stream: items as they arrive, and heartbeats in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ async def test_where_no_items_come_there_are_heartbeats_and_where_they_come_ther
     with Outgoing[int]() as outgoing:
         async with asyncio.timeout(10 * HEARTBEAT_S):
             assert [await outgoing.get() for _ in range(2)] == [[], []]
-        for i in range(12):  # for longer than a heartbeat takes
+        for i in range(12):  # longer than the interval of heartbeats
             await asyncio.sleep(HEARTBEAT_S / 8)
             outgoing.put(i)
             assert await outgoing.get() == [i]

@@ -1,4 +1,5 @@
-"""For the scripts of this folder: names what a script tries and prints what became of it, one line of JSON each.
+"""Helpers for the scripts of this folder: they mark the features that a script tries, and print one JSON line with the
+result of each.
 
 A script is run with its client's interpreter, so this file uses the standard library only.
 """
@@ -21,7 +22,7 @@ _tries: list[tuple[str, str, Callable[[], Any], str | None]] = []
 
 
 def works(what: str, remark: str = "") -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Marks a function that must return. `remark` is a limit of the client, for the table."""
+    """Marks a function that must succeed. `remark` is a limit of the client, for the table."""
 
     def note(function: Callable[[], Any]) -> Callable[[], Any]:
         _tries.append((what, remark, function, None))
@@ -31,7 +32,7 @@ def works(what: str, remark: str = "") -> Callable[[Callable[[], Any]], Callable
 
 
 def refused(what: str, message: str, remark: str = "") -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Marks a function that must raise: a limit of the server. The error must contain `message`."""
+    """Marks a function that must raise, because of a limit of the server. The error must contain `message`."""
 
     def note(function: Callable[[], Any]) -> Callable[[], Any]:
         _tries.append((what, remark, function, message))
@@ -49,7 +50,7 @@ def run() -> None:
 
 
 def _error_of(function: Callable[[], Any], message: str | None) -> str | None:
-    """Returns what is wrong, or None if all is as it should be."""
+    """Returns the error, or None if the function behaves as expected."""
     try:
         function()
     except Exception as error:

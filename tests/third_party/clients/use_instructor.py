@@ -15,7 +15,7 @@ ASK: Any = [{"role": "user", "content": "Who is the hero?"}]
 class Hero(BaseModel):
     """The hero of a story."""
 
-    model_config = ConfigDict(extra="forbid")  # else a small model adds fields until max_tokens
+    model_config = ConfigDict(extra="forbid")  # otherwise a small model adds fields until max_tokens
     name: str = Field(max_length=12)
     kind: Literal["fox", "wolf"]
 

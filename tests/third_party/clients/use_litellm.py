@@ -7,7 +7,7 @@ import json
 import os
 from typing import Any, Literal
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # its list of prices comes from the network otherwise
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it downloads its list of prices
 
 import litellm
 from pydantic import BaseModel, Field

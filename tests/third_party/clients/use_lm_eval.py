@@ -1,6 +1,6 @@
-"""`lm_eval` with local-completions: log-likelihoods of a task that is made here, without a network.
+"""`lm_eval` with local-completions: log-likelihoods of a task that this script creates, without a network.
 
-What it found is left in $LOOSELEAF_SCRATCH; tests/third_party/test_scores.py compares it with transformers.
+The results are stored in $LOOSELEAF_SCRATCH, and tests/third_party/test_scores.py compares them with transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`promtool check metrics` on /metrics. promtool is a program, so plain Python calls it, in its directory."""
+"""`promtool check metrics` on /metrics. promtool is a program, so this script runs in plain Python, in promtool's
+directory."""
 
 from __future__ import annotations
 

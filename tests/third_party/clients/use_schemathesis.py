@@ -1,4 +1,4 @@
-"""`schemathesis run` on /openapi.json, for a bounded time."""
+"""`schemathesis run` on /openapi.json, with a time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tried import URL, run, works
 
 TIME_S = 60
 LEFT_OUT = "positive_data_acceptance"
-"""Fails for any rule that a JSON schema of ours does not state: a role by name, fields that exclude each other, ..."""
+"""A check that fails for every rule that is not in our JSON schemas, such as fields that exclude each other."""
 
 
 @works(
