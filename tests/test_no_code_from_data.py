@@ -35,7 +35,7 @@ with open(_OUT + ".listeners", "a") as file:
 
 
 def named(node: ast.expr) -> str:
-    """ Returns "torch.load" for the expression torch.load, and an empty string for other expressions."""
+    """Returns "torch.load" for the expression torch.load, and an empty string for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (head := named(node.value)):
