@@ -91,7 +91,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
         for number, call in enumerate(self.tool_calls or ()):
             if call.type != "function":
                 raise InvalidArgument.of(f"{name}[{number}].type", "must be function; nothing else is supported")
-            arguments = _arguments(f"{name}[{number}].function.arguments", call.function.arguments)
+            arguments = call_arguments(f"{name}[{number}].function.arguments", call.function.arguments)
             function = {"name": call.function.name, "arguments": arguments}
             yield {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
 
@@ -103,8 +103,8 @@ def plain_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
     return [message.plain(f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _arguments(name: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the arguments as the object that chat templates expect."""
+def call_arguments(name: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the arguments of a call as the object that chat templates expect. `name` is their name in errors."""
     if isinstance(given, dict):
         return given
     try:

@@ -11,7 +11,7 @@ from functools import partial
 
 from common.errors import InvalidArgument
 from common.types import StructuredOutput
-from gateway.api.chat_fields import ToolChoice
+from gateway.api.tool_choice import ToolChoice
 from gateway.intake.assets import ModelAssets
 from gateway.intake.tokenizing import chat_templates
 from gateway.intake.wanted import ChatPrompt, Prompt, Wanted
@@ -74,12 +74,12 @@ class ChatPlanner:
             wanted.prompt = replace(wanted.prompt, tools=None)
         self.check(wanted.prompt)
         if offered:
-            self._check_tools(wanted)
+            self._check_tools(wanted, tools)
         continued = _continued(wanted.prompt)
         reasoning = self.formats.reasoning if wanted.structured is None else None
         marks = (self._call_marks if offered else {}) | (self._thinking_marks if reasoning is not None else {})
         wanted.shown_special = {token_id: mark for mark, token_id in marks.items()}
-        if tools.choice == "required":
+        if tools.enforced:
             wanted.structured_field = "tools"
             wanted.structured_after = partial(self._grammar, tools, continued)
         return ChatPlan(self, tools, reasoning, continued)
@@ -100,24 +100,30 @@ class ChatPlanner:
         for index, message in enumerate(prompt.messages):
             if "tool_calls" in message and not template.takes_calls:
                 what = "cannot be used: the model's chat template does not know tool calls"
-                raise InvalidArgument.of(f"messages[{index}].tool_calls", what)
+                name = f"messages[{index}].tool_calls" if prompt.names is None else prompt.names[index]
+                raise InvalidArgument.of(name, what)
         for name in prompt.variables:
             if name in template.own_names:
                 raise InvalidArgument.of("chat_template_kwargs", f"cannot set {name[:100]!r}")
 
-    def _check_tools(self, wanted: Wanted) -> None:
-        if self.formats.calls is None:
+    def _check_tools(self, wanted: Wanted, tools: ToolChoice) -> None:
+        form = self.formats.calls
+        if form is None:
             what = "cannot be used: the form of this model's tool calls is not known; see --tool-call-parser"
             raise InvalidArgument.of("tools", what)
         if wanted.structured is not None:
             what = "cannot be combined with tools, unless tool_choice is none"
             raise InvalidArgument.of(wanted.structured_field.split(".")[0], what)
+        if tools.enforced and tools.choice == "auto" and not form.marker:
+            what = "cannot be strict with tool_choice auto: this model's calls cannot be told apart from other text"
+            raise InvalidArgument.of("tools", what)
 
     def _grammar(self, tools: ToolChoice, continued: str | None, prompt: str) -> StructuredOutput:
         assert self.formats.calls is not None
         marks = self._call_marks | self._thinking_marks
         thinking = thinking_before(self.formats.reasoning, prompt, continued)
-        return calls_grammar(self.formats.calls, tools.functions, marks, many=tools.many, thinking=thinking)
+        free = tools.choice == "auto"
+        return calls_grammar(self.formats.calls, tools.functions, marks, many=tools.many, thinking=thinking, free=free)
 
 
 def _continued(prompt: Prompt | None) -> str | None:

@@ -44,6 +44,7 @@ from gateway.api.openai_stream import Answer
 from gateway.api.responses_reply import ResponsesAnswer
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.resolved_request import ResolvedRequest
+from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
 from gateway.request.outlet import Outlet
@@ -142,12 +143,15 @@ class HttpApi:
         def begin(body: ResponsesBody) -> HttpAnswer:
             if body.store:
                 warn(request.scope, "store has no effect: nothing is stored")
-            return ResponsesAnswer(body, self._assets.name)
+            return ResponsesAnswer(body, self._assets.name, self._planner)
 
         return await self._ask(request, ResponsesBody, begin)
 
     async def messages(self, request: Request) -> Response:
-        return await self._ask(request, MessagesBody, lambda body: MessagesAnswer(body, self._assets.name))
+        def begin(body: MessagesBody) -> HttpAnswer:
+            return MessagesAnswer(body, self._assets.name, self._planner)
+
+        return await self._ask(request, MessagesBody, begin)
 
     async def _ask(self, request: Request, kind: type[B], begin: Callable[[B], HttpAnswer]) -> Response:
         """Admits the request, reads its body, and answers it in the form that `begin` returns."""
@@ -238,7 +242,9 @@ class HttpApi:
         self._tenant(request)
         body = await self._bodies.read(request, CountTokensBody)
         self._validator.check_model(body.model)
-        ids = await self._validator.tokenize(body.prompt(), "messages", add_special_tokens=None)
+        wanted = Wanted(prompt=body.prompt())
+        self._planner.plan(wanted, body.chosen_tools())  # leaves tools out that may not be called
+        ids = await self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
         return _json({"input_tokens": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:

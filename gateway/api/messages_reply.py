@@ -1,4 +1,4 @@
-"""Answers of POST /v1/messages: one text block, whole or as Anthropic's events, and its errors. No I/O."""
+"""Answers of POST /v1/messages: blocks of content, whole or as Anthropic's events, and its errors. No I/O."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Any
 from common.errors import LooseleafError
 from common.request_ids import REQUEST_ID
 from common.types import FinishReason
+from gateway.api.answer_blocks import Block, BlockAnswer, Change
+from gateway.api.chat_plan import ChatPlanner
 from gateway.api.messages_request import MessagesBody
 from gateway.api.openai_reply import account_of, dumps
-from gateway.intake.resolved_request import ResolvedRequest
-from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+
+_DELTAS = {
+    "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}  # fmt: skip
+"""The type of a block's deltas, and the key of the text in them."""
 
 
 def messages_error(error: LooseleafError) -> dict[str, Any]:
@@ -28,36 +34,21 @@ def messages_error(error: LooseleafError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": REQUEST_ID.get()}
 
 
-class MessagesAnswer:
+class MessagesAnswer(BlockAnswer):
     """The answer to one body."""
 
-    ending = b""
     field_names: Mapping[str, str] = {"stop": "stop_sequences"}
 
-    def __init__(self, body: MessagesBody, model: str) -> None:
-        self.asking = body
-        self.requests: list[ResolvedRequest] = []
+    def __init__(self, body: MessagesBody, model: str, planner: ChatPlanner) -> None:
+        super().__init__(body, planner)
         self._id = "msg_" + secrets.token_hex(12)
         self._model = model
-        self._text: list[str] = []
-        self._last: Delta | None = None
-
-    def all_wanted(self) -> list[Wanted]:
-        return self.asking.all_wanted()
-
-    def take(self, requests: list[ResolvedRequest]) -> None:
-        self.requests = requests
-
-    def add(self, number: int, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            self._text.append(delta.text)
-            self._last = delta if delta.finish_reason is not None else self._last
 
     def whole(self) -> bytes:
-        assert self._last is not None and self._last.summary is not None  # contained in the last delta
-        summary = self._last.summary
-        message = self._message([{"type": "text", "text": "".join(self._text)}], _usage(summary))
-        return dumps({**message, **_ending(self._last), "looseleaf": account_of([summary])})
+        assert self.last.summary is not None  # contained in the last delta
+        summary = self.last.summary
+        message = self._message([_content(block) for block in self.blocks.all], _usage(summary))
+        return dumps({**message, **self._ending(), "looseleaf": account_of([summary])})
 
     def error_object(self, error: LooseleafError) -> dict[str, Any]:
         return messages_error(error)
@@ -74,15 +65,20 @@ class MessagesAnswer:
         if delta.is_first:
             usage = {"input_tokens": len(self.requests[0].prompt_ids), "output_tokens": len(delta.token_ids)}
             yield _event("message_start", message=self._message([], usage))
-            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        if delta.text:
-            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+        for change in self.read(delta):
+            yield _block_event(change)
         if delta.finish_reason is not None:
             assert delta.summary is not None  # contained in the only sample's last delta
-            yield _event("content_block_stop", index=0)
             account = account_of([delta.summary])
-            yield _event("message_delta", delta=_ending(delta), usage=_usage(delta.summary), looseleaf=account)
+            yield _event("message_delta", delta=self._ending(), usage=_usage(delta.summary), looseleaf=account)
             yield _event("message_stop")
+
+    def _ending(self) -> dict[str, Any]:
+        if self.last.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.last.stop_string}
+        ended = "tool_use" if self.ended_with_calls else "end_turn"
+        reason = "max_tokens" if self.last.finish_reason is FinishReason.LENGTH else ended
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -95,11 +91,37 @@ def _event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
 
-def _ending(last: Delta) -> dict[str, Any]:
-    if last.stop_string is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_string}
-    reason = "max_tokens" if last.finish_reason is FinishReason.LENGTH else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": None}
+def _block_event(change: Change) -> bytes:
+    block = change.block
+    if change.what == "open":
+        return _event("content_block_start", index=block.index, content_block=_empty(block))
+    if change.what == "close":
+        return _event("content_block_stop", index=block.index)
+    kind, key = _DELTAS[block.kind]
+    return _event("content_block_delta", index=block.index, delta={"type": kind, key: change.text})
+
+
+def _empty(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """Returns a block of a whole answer. `input` is empty if the model's arguments are not a JSON object."""
+    if block.kind == "call":
+        return {**_empty(block), "input": _object(block.text)}
+    return {**_empty(block), "thinking" if block.kind == "reasoning" else "text": block.text}
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def _usage(summary: Summary) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens, which are Anthropic's API. Text only."""
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, which are Anthropic's API: text and tools."""
 
 from __future__ import annotations
 
@@ -8,15 +8,47 @@ from typing import Any, ClassVar
 import msgspec
 
 from common.errors import InvalidArgument, Unimplemented
+from gateway.api.chat_fields import effort_variable
+from gateway.api.messages_history import TurnBody, plain_turns
 from gateway.api.openai_request import Body
-from gateway.api.responses_request import InputItem, InputPart, check_parts, text_of
+from gateway.api.responses_input import InputPart, text_of
+from gateway.api.structured_fields import NOT_GIVEN, structured_of_type
+from gateway.api.tool_choice import Choice, Chosen, ToolChoice, chat_tool, function_of, tool_choice_of
 from gateway.intake.wanted import ChatPrompt, Wanted
+from gateway.tools.enforce import Function
 
-ROLES = ("user", "assistant")
+_FORMAT = "output_config.format"
+_CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
 class Thinking(msgspec.Struct):
     type: str
+
+
+class OutputFormat(msgspec.Struct):
+    type: str
+    schema: msgspec.Raw = NOT_GIVEN
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ToolUse(msgspec.Struct):
+    """Anthropic's `tool_choice`."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def chosen(self) -> Chosen:
+        choice = _CHOICES.get(self.type)
+        if choice is None:
+            raise InvalidArgument.of("tool_choice.type", f"must be one of {', '.join(_CHOICES)}")
+        if self.type == "tool" and self.name is None:
+            raise InvalidArgument.of("tool_choice.name", "must be given")
+        return Chosen(choice, self.name if self.type == "tool" else None, many=not self.disable_parallel_tool_use)
 
 
 class CountTokensBody(Body, kw_only=True):
@@ -26,24 +58,35 @@ class CountTokensBody(Body, kw_only=True):
         ("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id", "workspace_id", "speed")
     )
     unsupported: ClassVar[Mapping[str, Any]] = {
-        "tools": [], "tool_choice": None, "container": None, "mcp_servers": [], "output_config": None,
-        "output_format": None, "context_management": None,
+        "container": None, "mcp_servers": [], "output_format": None, "context_management": None,
     }  # fmt: skip
 
-    messages: list[InputItem]
+    messages: list[TurnBody]
     system: str | list[InputPart] | None = None
     thinking: Thinking | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolUse | None = None
+    output_config: OutputConfig | None = None
 
     def prompt(self) -> ChatPrompt:
         """Returns the conversation. Raises InvalidArgument, Unimplemented."""
         if self.thinking is not None and self.thinking.type != "disabled":
             raise Unimplemented.of("thinking.type", f"{self.thinking.type[:40]!r} is not supported yet")
-        if not self.messages:
-            raise InvalidArgument.of("messages", "must hold at least one message")
-        check_parts("messages", self.messages)
         system = text_of(self.system, "system") if isinstance(self.system, list) else self.system
         first = [] if system is None else [{"role": "system", "content": system}]
-        return ChatPrompt([*first, *(m.plain(f"messages[{i}]", ROLES) for i, m in enumerate(self.messages))])
+        messages, names = plain_turns(self.messages)
+        effort = None if self.output_config is None else self.output_config.effort
+        return ChatPrompt(
+            [*first, *messages],
+            tools=[chat_tool(tool, "input_schema") for tool in self.tools or ()] or None,
+            variables=effort_variable("output_config.effort", effort),
+            names=["system"] * len(first) + names,
+        )
+
+    def chosen_tools(self) -> ToolChoice:
+        """Returns the tools that may be called. Raises InvalidArgument."""
+        functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
+        return tool_choice_of(functions, Chosen() if self.tool_choice is None else self.tool_choice.chosen())
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -59,6 +102,15 @@ class MessagesBody(CountTokensBody, kw_only=True):
     def all_wanted(self) -> list[Wanted]:
         """Returns the body's only request."""
         wanted = Wanted(stop=self.stop_sequences or (), prompt=self.prompt(), prompt_field="messages")
+        form = None if self.output_config is None else self.output_config.format
+        if form is not None and (found := structured_of_type(_FORMAT, form.type, "schema", form.schema)):
+            wanted.structured_field, wanted.structured = found
         for name in ("model", "max_tokens", "temperature", "top_p", "top_k"):
             setattr(wanted, name, getattr(self, name))
         return [wanted]
+
+
+def _function(name: str, tool: Mapping[str, Any]) -> Function:
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidArgument.of(f"{name}.type", "must be custom; nothing else is supported")
+    return function_of(name, tool, "input_schema")

@@ -18,9 +18,11 @@ import msgspec
 from common.errors import InvalidArgument, LooseleafError, Unimplemented
 from gateway.api.body_fields import UNKNOWN, fields_of, unsupported_of
 from gateway.api.chat_messages import MessageBody
+from gateway.api.messages_history import TurnBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.api.responses_request import InputItem, ResponsesBody
+from gateway.api.responses_input import InputItem
+from gateway.api.responses_request import ResponsesBody
 from gateway.intake.limits import (
     BODY_SLACK_BYTES,
     MAX_BATCH_PROMPTS,
@@ -279,14 +281,18 @@ _STRINGS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
 _TOOLS = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _messages = partial(_with_parts, decoder=msgspec.json.Decoder(list[MessageBody] | None), noun="messages")
+_turns = partial(_with_parts, decoder=msgspec.json.Decoder(list[TurnBody] | None), noun="messages")
 _items = partial(_with_parts, decoder=msgspec.json.Decoder(list[InputItem] | None), noun="items")
 _READERS: Mapping[tuple[type[Body], str], Callable[[str, bytes, PromptLimits], Any]] = {
     (CompletionBody, "prompt"): _prompts,
     (ChatBody, "messages"): _messages,
     (ChatBody, "tools"): _tools,
     (ResponsesBody, "input"): _input,
-    (MessagesBody, "messages"): _items,
-    (CountTokensBody, "messages"): _items,
+    (ResponsesBody, "tools"): _tools,
+    (MessagesBody, "messages"): _turns,
+    (MessagesBody, "tools"): _tools,
+    (CountTokensBody, "messages"): _turns,
+    (CountTokensBody, "tools"): _tools,
     (TokenizeBody, "prompt"): _text,
     (TokenizeBody, "messages"): _messages,
     (TokenizeBody, "tools"): _tools,

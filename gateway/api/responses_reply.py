@@ -1,4 +1,4 @@
-"""Answers of POST /v1/responses: one message with one text, whole or as typed events. No I/O."""
+"""Answers of POST /v1/responses: items of text, reasoning and calls, whole or as typed events. No I/O."""
 
 from __future__ import annotations
 
@@ -8,44 +8,34 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from common.errors import LooseleafError
 from common.types import FinishReason
+from gateway.api.answer_blocks import Block, BlockAnswer, Change
+from gateway.api.chat_plan import ChatPlanner
 from gateway.api.openai_reply import account_of, dumps, error_body
 from gateway.api.responses_request import ResponsesBody
-from gateway.intake.resolved_request import ResolvedRequest
-from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
 
+_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+_EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+"""The middle of the names of the events for a block's text."""
 
-class ResponsesAnswer:
+
+class ResponsesAnswer(BlockAnswer):
     """The answer to one body."""
 
-    ending = b""
     field_names: Mapping[str, str] = {"max_tokens": "max_output_tokens", "messages": "input"}
 
-    def __init__(self, body: ResponsesBody, model: str) -> None:
-        self.asking = body
-        self.requests: list[ResolvedRequest] = []
-        self._id, self._message_id = "resp_" + secrets.token_hex(24), "msg_" + secrets.token_hex(24)
+    def __init__(self, body: ResponsesBody, model: str, planner: ChatPlanner) -> None:
+        super().__init__(body, planner)
+        self._asked = body
+        self._id = "resp_" + secrets.token_hex(24)
         self._model = model
         self._created_at = int(time.time())
-        self._text: list[str] = []
-        self._finish: FinishReason | None = None
-        self._summary: Summary | None = None
         self._number = 0
         """The sequence number of the next event."""
-
-    def all_wanted(self) -> list[Wanted]:
-        return self.asking.all_wanted()
-
-    def take(self, requests: list[ResolvedRequest]) -> None:
-        self.requests = requests
-
-    def add(self, number: int, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            self._text.append(delta.text)
-            self._finish = delta.finish_reason or self._finish
-            self._summary = delta.summary or self._summary
 
     def whole(self) -> bytes:
         return dumps(self._ended())
@@ -56,11 +46,7 @@ class ResponsesAnswer:
     # --- events
 
     def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
-        found = b""
-        for delta in deltas:
-            self.add(number, [delta])
-            found += b"".join(self._events(delta))
-        return found
+        return b"".join(event for delta in deltas for event in self._events(delta))
 
     def failure(self, error: LooseleafError) -> bytes:
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
@@ -69,28 +55,39 @@ class ResponsesAnswer:
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
         if delta.is_first:
-            yield from self._opening()
-        if delta.text:
-            yield self._part_event("response.output_text.delta", delta=delta.text, logprobs=[])
+            for kind in ("created", "in_progress"):
+                yield self._event(f"response.{kind}", response=self._response("in_progress"))
+        for change in self.read(delta):
+            yield from {"open": self._opened, "grow": self._grown, "close": self._closed}[change.what](change)
         if delta.finish_reason is not None:
-            yield from self._closing()
+            ended = self._ended()
+            yield self._event(f"response.{ended['status']}", response=ended)
 
-    def _opening(self) -> Iterator[bytes]:
-        yield self._event("response.created", response=self._response("in_progress"))
-        yield self._event("response.in_progress", response=self._response("in_progress"))
-        item = self._message("in_progress", [])
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._part_event("response.content_part.added", part=_part(""))
+    def _opened(self, change: Change) -> Iterator[bytes]:
+        block = change.block
+        item = self._item(block, "in_progress")
+        yield self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind != "call":
+            yield self._block_event("response.content_part.added", block, part=_part(block, ""))
 
-    def _closing(self) -> Iterator[bytes]:
-        text, ended = "".join(self._text), self._ended()
-        yield self._part_event("response.output_text.done", text=text, logprobs=[])
-        yield self._part_event("response.content_part.done", part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=ended["output"][0])
-        yield self._event(f"response.{ended['status']}", response=ended)
+    def _grown(self, change: Change) -> Iterator[bytes]:
+        more: dict[str, Any] = {"logprobs": []} if change.block.kind == "text" else {}
+        kind = f"response.{_EVENTS[change.block.kind]}.delta"
+        yield self._block_event(kind, change.block, delta=change.text, **more)
 
-    def _part_event(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
+    def _closed(self, change: Change) -> Iterator[bytes]:
+        block, kind = change.block, f"response.{_EVENTS[change.block.kind]}.done"
+        if block.kind == "call":
+            yield self._block_event(kind, block, name=block.name, arguments=block.text)
+        else:
+            yield self._block_event(kind, block, text=block.text, **({"logprobs": []} if block.kind == "text" else {}))
+            yield self._block_event("response.content_part.done", block, part=_part(block, block.text))
+        item = self._item(block, self._status_of(block))
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _block_event(self, kind: str, block: Block, **fields: Any) -> bytes:
+        part = {} if block.kind == "call" else {"content_index": 0}
+        return self._event(kind, item_id=_id_of(block), output_index=block.index, **part, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = json.dumps({"type": kind, "sequence_number": self._number, **fields})
@@ -99,37 +96,67 @@ class ResponsesAnswer:
 
     # --- objects
 
+    @property
+    def _is_incomplete(self) -> bool:
+        return self.last.finish_reason is FinishReason.LENGTH
+
+    def _status_of(self, block: Block) -> str:
+        """Returns the status of a complete block. Only the last one can have been cut off."""
+        return "incomplete" if self._is_incomplete and block is self.blocks.all[-1] else "completed"
+
     def _ended(self) -> dict[str, Any]:
-        assert self._summary is not None  # contained in the last delta
-        status = "incomplete" if self._finish is FinishReason.LENGTH else "completed"
-        response = self._response(status)
-        response["output"] = [self._message(status, [_part("".join(self._text))])]
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        response["usage"] = _usage(self._summary)
-        response["looseleaf"] = account_of([self._summary])
+        assert self.last.summary is not None  # contained in the last delta
+        response = self._response("incomplete" if self._is_incomplete else "completed")
+        response["output"] = [self._item(block, self._status_of(block)) for block in self.blocks.all]
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if self._is_incomplete else None
+        response["usage"] = _usage(self.last.summary)
+        response["looseleaf"] = account_of([self.last.summary])
         return response
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "type": "message", "id": self._message_id, "status": status, "role": "assistant", "content": content,
-        }  # fmt: skip
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """Returns an item of the output. It is empty as long as it is in progress."""
+        item: dict[str, Any] = {"id": _id_of(block), "status": status}
+        if block.kind == "call":
+            arguments = "" if status == "in_progress" else block.text
+            call = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
+            return {"type": "function_call", **item, **call}
+        content = [] if status == "in_progress" else [_part(block, block.text)]
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **item, "summary": [], "content": content}
+        return {"type": "message", **item, "role": "assistant", "content": content}
 
     def _response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the response object. It states the parameters that are in effect."""
-        body, sampling = self.asking, self.requests[0].sampling
+        body, sampling = self._asked, self.requests[0].sampling
         return {
             "id": self._id, "object": "response", "created_at": self._created_at, "status": status,
             "background": False, "error": error, "incomplete_details": None, "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "model": self._model,
-            "output": [], "parallel_tool_calls": True, "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None}, "store": False, "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}}, "tool_choice": body.tool_choice or "auto", "tools": [],
-            "top_p": sampling.top_p, "truncation": "disabled", "usage": None,
+            "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False, "temperature": sampling.temperature, "text": {"format": _format_of(body)},
+            "tool_choice": body.tool_choice or "auto", "top_p": sampling.top_p, "truncation": "disabled",
+            "tools": [{"parameters": None, "strict": False, **tool} for tool in body.tools or ()], "usage": None,
         }  # fmt: skip
 
 
-def _part(text: str) -> dict[str, Any]:
+def _id_of(block: Block) -> str:
+    return _PREFIXES[block.kind] + block.secret
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _format_of(body: ResponsesBody) -> dict[str, Any]:
+    form = None if body.text is None else body.text.format
+    if form is None or form.type != "json_schema":
+        return {"type": "text" if form is None else form.type}
+    optional = {"description": form.description} if form.description is not None else {}
+    schema = msgspec.json.decode(form.schema)
+    return {"type": "json_schema", "name": form.name or "", "schema": schema, "strict": True, **optional}
 
 
 def _usage(summary: Summary) -> dict[str, Any]:

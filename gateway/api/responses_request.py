@@ -2,72 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
 
 from common.errors import InvalidArgument, Unimplemented
+from gateway.api.chat_fields import effort_variable
 from gateway.api.openai_request import Body, logit_bias_of
+from gateway.api.responses_input import InputItem, plain_items
+from gateway.api.structured_fields import NOT_GIVEN, Found, structured_of_type
+from gateway.api.tool_choice import CHOICES, Chosen, ToolChoice, chat_tool, function_of, tool_choice_of
 from gateway.api.vllm_fields import UNSUPPORTED
-from gateway.intake.limits import MAX_CONTENT_PARTS
 from gateway.intake.wanted import ChatPrompt, Wanted
+from gateway.tools.enforce import Function
 
-ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
 _NOTHING_STORED = "cannot be used: nothing is stored here; send the whole conversation as input"
 _WITHOUT_EFFECT = ("reasoning.encrypted_content",)
 """Values of `include` that have no effect for a model whose reasoning is not split off."""
 
 
-class InputPart(msgspec.Struct):
-    """A part of a message's content. Clients send back parts of answers, whose other fields are not needed."""
-
-    type: str
-    text: str | None = None
-
-
-class InputItem(msgspec.Struct):
-    """An item of the input. Only messages are supported."""
-
-    type: str = "message"
-    role: str | None = None
-    content: str | list[InputPart] | None = None
-
-    def plain(self, name: str, roles: Sequence[str] = ROLES) -> dict[str, str]:
-        """Returns the message in the form that templates expect. Errors use `name` for the item."""
-        if self.type != "message":
-            raise Unimplemented.of(f"{name}.type", f"{self.type[:40]!r} is not supported yet: only messages are")
-        if self.role is None or self.role not in roles:
-            raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(roles)}")
-        if self.content is None:
-            raise InvalidArgument.of(f"{name}.content", "must be given")
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        return {"role": self.role, "content": text_of(self.content, f"{name}.content")}
-
-
-def check_parts(name: str, items: Sequence[InputItem]) -> None:
-    """Raises InvalidArgument for too many parts of content."""
-    if sum(len(item.content) for item in items if isinstance(item.content, list)) > MAX_CONTENT_PARTS:
-        raise InvalidArgument.of(name, f"must hold at most {MAX_CONTENT_PARTS} parts of content")
-
-
-def text_of(parts: Sequence[InputPart], name: str) -> str:
-    """Returns the text of a message's parts. Errors use `name` for the list of parts."""
-    texts: list[str] = []
-    for index, part in enumerate(parts):
-        if part.type not in _TEXT_PARTS:
-            what = f"{part.type[:40]!r} is not supported: the model reads text only"
-            raise Unimplemented.of(f"{name}[{index}].type", what)
-        if part.text is None:
-            raise InvalidArgument.of(f"{name}[{index}].text", "must be given")
-        texts.append(part.text)
-    return "".join(texts)
-
-
 class TextFormat(msgspec.Struct):
+    """What the text must be: any text, a JSON object, or JSON that matches a schema."""
+
     type: str
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = NOT_GIVEN
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct):
@@ -86,14 +49,14 @@ class ResponsesBody(Body, kw_only=True):
     ignored = frozenset(
         (
             "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-            "parallel_tool_calls", "stream_options", "max_tool_calls",
+            "stream_options", "max_tool_calls",
         )
     )  # fmt: skip
     unsupported: ClassVar[Mapping[str, Any]] = {
         "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
         "guided_grammar": None, "guided_decoding_backend": None,
         **UNSUPPORTED,
-        "background": False, "conversation": None, "prompt": None, "tools": [], "top_logprobs": 0,
+        "background": False, "conversation": None, "prompt": None, "top_logprobs": 0,
         "truncation": "disabled", "context_management": None,
     }  # fmt: skip
 
@@ -107,7 +70,9 @@ class ResponsesBody(Body, kw_only=True):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
-    tool_choice: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     # vLLM's
@@ -134,7 +99,9 @@ class ResponsesBody(Body, kw_only=True):
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:
             setattr(wanted, name, getattr(self, name))
-        wanted.prompt, wanted.prompt_field = ChatPrompt(self._messages()), "input"
+        wanted.prompt, wanted.prompt_field = self._prompt(), "input"
+        if found := self._structured():
+            wanted.structured_field, wanted.structured = found
         wanted.max_tokens = self.max_output_tokens
         wanted.logit_bias = logit_bias_of(self.logit_bias or {})
         wanted.stop_token_ids = self.stop_token_ids or ()
@@ -146,26 +113,52 @@ class ResponsesBody(Body, kw_only=True):
         """Refuses known but unsupported options."""
         if self.previous_response_id is not None:
             raise Unimplemented.of("previous_response_id", _NOTHING_STORED)
-        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            raise Unimplemented.of("text.format", f"of type {self.text.format.type[:40]!r} is not supported yet")
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            raise Unimplemented.of("reasoning.effort")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise Unimplemented.of("tool_choice")
         for index, item in enumerate(self.include or ()):
             if item not in _WITHOUT_EFFECT:
                 raise Unimplemented.of(f"include[{index}]", f"{item[:60]!r} is not supported yet")
 
-    def _messages(self) -> list[dict[str, str]]:
+    def chosen_tools(self) -> ToolChoice:
+        """Returns the tools that may be called. Raises InvalidArgument."""
+        functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
+        return tool_choice_of(functions, replace(self._choice(), many=self.parallel_tool_calls is not False))
+
+    def _choice(self) -> Chosen:
+        given = self.tool_choice
+        if given is None:
+            return Chosen()
+        if isinstance(given, str) and given in CHOICES:
+            return Chosen(CHOICES[given])
+        name = given.get("name") if isinstance(given, dict) and given.get("type") == "function" else None
+        if not isinstance(name, str):
+            what = 'must be none, auto, required or {"type": "function", "name": ...}'
+            raise InvalidArgument.of("tool_choice", what)
+        return Chosen("required", name)
+
+    def _structured(self) -> Found | None:
+        form = None if self.text is None else self.text.format
+        return None if form is None else structured_of_type("text.format", form.type, "schema", form.schema)
+
+    def _prompt(self) -> ChatPrompt:
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        effort = None if self.reasoning is None else self.reasoning.effort
+        if self.input == "":
+            raise InvalidArgument.of("input", "must not be empty")
         if isinstance(self.input, str):
-            if not self.input:
-                raise InvalidArgument.of("input", "must not be empty")
-            return [*first, {"role": "user", "content": self.input}]
-        check_parts("input", self.input)
-        if not self.input:
-            raise InvalidArgument.of("input", "must hold at least one item")
-        return [*first, *(item.plain(f"input[{index}]") for index, item in enumerate(self.input))]
+            messages, names = [{"role": "user", "content": self.input}], ["input"]
+        else:
+            messages, names = plain_items(self.input)
+        return ChatPrompt(
+            [*first, *messages],
+            tools=[chat_tool(tool) for tool in self.tools or ()] or None,
+            variables=effort_variable("reasoning.effort", effort),
+            names=["instructions"] * len(first) + names,
+        )
+
+
+def _function(name: str, tool: Mapping[str, Any]) -> Function:
+    if tool.get("type") != "function":
+        raise InvalidArgument.of(f"{name}.type", "must be function; nothing else is supported")
+    return function_of(name, tool)
 
 
 _PLAIN = (

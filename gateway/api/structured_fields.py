@@ -85,15 +85,21 @@ def _is_given(value: Any) -> bool:
 
 
 def _of_format(given: ResponseFormat) -> Found | None:
-    if given.type == "text":
+    schema = NOT_GIVEN if given.json_schema is None else given.json_schema.schema
+    return structured_of_type("response_format", given.type, "json_schema.schema", schema)
+
+
+def structured_of_type(name: str, kind: str, schema_name: str, schema: msgspec.Raw) -> Found | None:
+    """Returns the structured output of an object with a `type` and perhaps a schema, which is `name`.`schema_name`."""
+    if kind == "text":
         return None
-    if given.type == "json_object":
-        return "response_format", StructuredOutput("json_object")
-    if given.type != "json_schema":
-        raise InvalidArgument.of("response_format.type", "must be text, json_object or json_schema")
-    if given.json_schema is None or not _is_given(given.json_schema.schema):
-        raise InvalidArgument.of("response_format.json_schema.schema", "must be given")
-    return _of_value("response_format.json_schema.schema", "json_schema", given.json_schema.schema)
+    if kind == "json_object":
+        return name, StructuredOutput("json_object")
+    if kind != "json_schema":
+        raise InvalidArgument.of(f"{name}.type", "must be text, json_object or json_schema")
+    if not _is_given(schema):
+        raise InvalidArgument.of(f"{name}.{schema_name}", "must be given")
+    return _of_value(f"{name}.{schema_name}", "json_schema", schema)
 
 
 def _of_value(name: str, kind: GrammarKind, value: Any) -> Found:

@@ -14,12 +14,14 @@ def check_structured(checker: Checker, wanted: Wanted) -> None:
     after the grammar's end.
     """
     structured, name = wanted.structured, wanted.structured_field
-    if structured is None:
+    if structured is None and wanted.structured_after is None:
         return
     if is_beam_search(wanted):
         checker.refuse(name, "may not be given with a beam search")
     if wanted.ignore_eos:
         checker.refuse("ignore_eos", f"may not be given with {name}, whose grammar says where the output ends")
+    if structured is None:
+        return
     if structured.kind == "choice":
         _check_choice(checker, name, structured.options)
     elif structured.kind != "json_object":

@@ -30,6 +30,8 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """Whether the output continues the last message instead of beginning an answer."""
+    names: Sequence[str] | None = None
+    """The client's names of the messages, for errors. None: `messages[i]`."""
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt

@@ -1,4 +1,4 @@
-"""Grammars that make a model call a tool: `tool_choice` "required", or a named function.
+"""Grammars for tool calls: `tool_choice` "required" or a named function, and `strict` functions with "auto".
 
 The grammar uses the call format of the model's family, so the model uses the format that it was trained on, and the
 family's parser can read the result. It is written in llguidance's variant of Lark. Special tokens are named by ids.
@@ -7,6 +7,7 @@ family's parser can read the result. It is written in llguidance's variant of La
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from gateway.tools.reasoning import CLOSE, OPEN, begins_inside
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON is formatted as `json.dumps` formats it. If any white space were allowed, a model could write it endlessly."""
 
+_ANY = r"/(.|\n)*/"
+"""Any text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Function:
@@ -27,16 +31,27 @@ class Function:
     name: str
     parameters: Mapping[str, Any]
     """A JSON schema of the arguments."""
+    strict: bool = False
+    """Whether the arguments must match the schema even if the model calls the function by its own choice."""
 
 
 def calls_grammar(
-    form: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, many: bool, thinking: str = ""
+    form: CallFormat,
+    functions: Sequence[Function],
+    special: Mapping[str, int],
+    *,
+    many: bool,
+    thinking: str = "",
+    free: bool = False,
 ) -> StructuredOutput:
-    """Returns a grammar for at least one call of `functions`, and for exactly one unless `many` is set.
+    """Returns a grammar for at least one call of `functions`, and for exactly one unless `many` is set. If `free` is
+    set, it is a grammar for any text that may contain calls; only the arguments of strict functions match their schema.
 
-    `special` contains the ids of marks that are special tokens; `thinking` is the result of `thinking_before`.
+    `special` contains the ids of marks that are special tokens; `thinking` is the result of `thinking_before`. Raises
+    ValueError for free text if the format's calls have no marker.
     """
-    return StructuredOutput("lark", "\n".join(_Lark(form, functions, special).lines(many, thinking)) + "\n")
+    lark = _Lark(form, functions, special)
+    return StructuredOutput("lark", "\n".join(lark.lines(many, thinking, free=free)) + "\n")
 
 
 def thinking_before(reasoning: ReasoningFormatName | None, prompt: str, continued: str | None = None) -> str:
@@ -58,29 +73,46 @@ class _Lark:
         self._functions = functions
         self._special = special
 
-    def lines(self, many: bool, thinking: str) -> list[str]:
+    def lines(self, many: bool, thinking: str, *, free: bool) -> list[str]:
         before = {"": "", "optional": "thinking? ", "open": "thought "}[thinking]
         tools = " | ".join(f"tool_{index}" for index in range(len(self._functions)))
         lines = ["%llguidance {}", f"start: {before}calls", f"tool: {tools}"]
-        lines += self._calls(many)
+        lines += self._calls_in_text(many) if free else self._calls(many)
         for index, function in enumerate(self._functions):
-            lines += [f"tool_{index}: {self._tool(function, index)}", f"arguments_{index}: %json {_schema(function)}"]
+            schema = _schema(function.parameters if function.strict or not free else {})
+            lines += [f"tool_{index}: {self._tool(function, index)}", f"arguments_{index}: %json {schema}"]
         return lines + (self._thinking() if thinking else [])
 
     def _calls(self, many: bool) -> list[str]:
-        name = self._form.name
-        if name == "hermes":
-            repeated = ' ("\\n" call)*' if many else ""
-            opened, closed = self._mark(HermesParser.OPEN), self._mark(HermesParser.CLOSE)
-            return [f"calls: call{repeated}", f'call: {opened} "\\n" tool "\\n" {closed}']
-        if name == "mistral" and self._form.compact:
-            return [f"calls: call{'+' if many else ''}", f"call: {self._mark(MistralParser.MARKER)} tool"]
+        if not self._form.marker:  # Llama 3 makes one call at a time
+            as_list = self._form.name == "json" and many
+            return ['calls: "[" tool (", " tool)* "]"' if as_list else "calls: tool"]
+        repeated = (" call*" if self._form.compact else ' ("\\n" call)*') if many and not self._is_list else ""
+        return [f"calls: call{repeated}", f"call: {self._mark(self._form.marker)} {self._after_marker(many)}"]
+
+    def _calls_in_text(self, many: bool) -> list[str]:
+        """Returns rules for text with calls. Text never contains the marker: what follows a marker is a call."""
+        marker = self._form.marker
+        if not marker:
+            raise ValueError(f"a call of the format {self._form.name} cannot be told apart from text")
+        opened = f"TEXT {self._mark(marker)}" if marker in self._special else "opened"
+        return [
+            f"calls: call{'*' if many else '?'} TEXT",
+            f"call: {opened} {self._after_marker(many)}",
+            f"TEXT: {_ANY} & ~/(.|\\n)*{re.escape(marker)}(.|\\n)*/",
+            *([] if marker in self._special else [f'opened[suffix="{marker}"]: {_ANY}']),
+        ]
+
+    @property
+    def _is_list(self) -> bool:
+        """Whether one marker precedes a list of all calls."""
+        return self._form.name == "mistral" and not self._form.compact
+
+    def _after_marker(self, many: bool) -> str:
+        if self._form.name == "hermes":
+            return f'"\\n" tool "\\n" {self._mark(HermesParser.CLOSE)}'
         repeated = ' (", " tool)*' if many else ""
-        if name == "mistral":
-            return [f'calls: {self._mark(MistralParser.MARKER)} " "? "[" tool{repeated} "]"']
-        if name == "json" and many:
-            return [f'calls: "[" tool{repeated} "]"']
-        return ["calls: tool"]  # Llama 3 makes one call at a time
+        return f'" "? "[" tool{repeated} "]"' if self._is_list else "tool"
 
     def _tool(self, function: Function, index: int) -> str:
         if self._form.compact:
@@ -92,18 +124,18 @@ class _Lark:
     def _thinking(self) -> list[str]:
         gap = '("\\n" | "\\n\\n")?'
         if CLOSE in self._special:
-            thought = [f"thought: /(.|\\n)*/ {self._mark(CLOSE)} {gap}"]
+            thought = [f"thought: {_ANY} {self._mark(CLOSE)} {gap}"]
         else:
-            thought = [f"thought: text {gap}", f'text[suffix="{CLOSE}"]: /(.|\\n)*/']
+            thought = [f"thought: text {gap}", f'text[suffix="{CLOSE}"]: {_ANY}']
         return [f"thinking: {self._mark(OPEN)} thought", *thought]
 
     def _mark(self, mark: str) -> str:
         return f"<[{self._special[mark]}]>" if mark in self._special else json.dumps(mark)
 
 
-def _schema(function: Function) -> str:
+def _schema(parameters: Mapping[str, Any]) -> str:
     """Returns the schema of a function's arguments, which are always an object, on one line."""
-    schema = _without_notes(function.parameters)
+    schema = _without_notes(parameters)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema["type"] = "object"
     return json.dumps(schema | {"x-guidance": _SPELLING})

@@ -48,15 +48,17 @@ class CallFormat:
     marks: Sequence[str] = ()
     """Parts of the output that may be special tokens. The parser needs to see them."""
     new_id: Callable[[], str] = _long_id
+    marker: str = ""
+    """The text that precedes every call, or every list of calls; empty if a call may be plain JSON."""
     compact: bool = False
     """Mistral's: whether calls are written as `name[ARGS]{...}` and not as a list."""
 
 
-HERMES = CallFormat("hermes", HermesParser, (HermesParser.OPEN, HermesParser.CLOSE))
+HERMES = CallFormat("hermes", HermesParser, (HermesParser.OPEN, HermesParser.CLOSE), marker=HermesParser.OPEN)
 LLAMA3 = CallFormat("llama3_json", Llama3Parser, (Llama3Parser.TAG,))
 _MISTRAL_MARKS = (MistralParser.MARKER, MistralParser.ARGS, MistralParser.CALL_ID)
-MISTRAL = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id)
-MISTRAL_COMPACT = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id, compact=True)
+MISTRAL = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id, MistralParser.MARKER)
+MISTRAL_COMPACT = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id, MistralParser.MARKER, compact=True)
 JSON = CallFormat("json", JsonParser)
 _BY_NAME: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3, "json": JSON}
 

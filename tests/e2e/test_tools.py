@@ -135,6 +135,49 @@ def test_a_stream_brings_the_same_call(client: openai.OpenAI) -> None:
         assert ends[-1] == "tool_calls" and len(ids) == 1
 
 
+def test_responses_and_messages_enforce_calls_too(tools_llm: LLM, client: openai.OpenAI) -> None:
+    flat: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, ADD)]
+    options: Any = {"input": "How is Paris?", "model": "", "max_output_tokens": 600, "extra_body": {"seed": 3}}
+    reply = client.responses.create(tools=flat, tool_choice="required", parallel_tool_calls=False, **options)
+    [call] = reply.output
+    assert call.type == "function_call"
+    check(call.name, call.arguments)
+    named = client.responses.create(tools=flat, tool_choice={"type": "function", "name": "add"}, **options)
+    check("add", named.output[0].arguments)
+    back = [*ASK, *named.output, {"type": "function_call_output", "call_id": named.output[0].call_id, "output": "4"}]
+    assert client.responses.create(**options | {"input": back, "max_output_tokens": 8}, tools=flat).usage.input_tokens
+    schema = WEATHER["function"]["parameters"]
+    form: Any = {"format": {"type": "json_schema", "name": "w", "schema": schema}}
+    check("get_weather", client.responses.create(text=form, **options).output_text)
+    body = {"messages": ASK, "max_tokens": 600, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    own = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in (WEATHER, ADD)]
+    url = f"http://{tools_llm.addresses.http}/v1/messages"
+    message = httpx.post(url, json=body | {"tools": own}, timeout=60).json()
+    assert message["stop_reason"] == "tool_use"
+    check(message["content"][0]["name"], json.dumps(message["content"][0]["input"]))
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    told = httpx.post(url, json={"messages": ASK, "max_tokens": 600, "output_config": config}, timeout=60).json()
+    check("get_weather", told["content"][0]["text"])
+
+
+def test_a_strict_function_keeps_its_schema_if_the_model_chooses_to_call_it(
+    tools_llm: LLM, client: openai.OpenAI
+) -> None:
+    """The bias makes the model begin a call. Llama's calls have no marker that would begin one."""
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in (WEATHER, ADD)]
+    family = client.models.list().data[0].id
+    if family == "llama3":
+        with pytest.raises(openai.BadRequestError, match="cannot be strict with tool_choice auto"):
+            ask(client, tools=strict)
+        return
+    ids = {"prompt": MARKS[family][0], "add_special_tokens": False}
+    [mark] = httpx.post(f"http://{tools_llm.addresses.http}/tokenize", json=ids, timeout=30).json()["tokens"]
+    for seed in range(4):
+        reply = ask(client, tools=strict, logit_bias={str(mark): 100}, max_tokens=400, seed=seed, temperature=1.0)
+        [call] = reply.choices[0].message.tool_calls
+        check(call.function.name, call.function.arguments)
+
+
 def test_many_samples_of_one_batch_each_call(client: openai.OpenAI) -> None:
     reply = ask(client, tool_choice="required", n=6, temperature=1.2, seed=3)
     calls = [choice.message.tool_calls[0] for choice in reply.choices]

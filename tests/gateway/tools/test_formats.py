@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,6 +198,32 @@ def test_a_single_call_is_one_call(tokenizer: Any, name: str) -> None:
     one = spelled(form, [("get_time", "{}")]).strip("[]") if form is JSON else spelled(form, [("get_time", "{}")])
     assert accepts(ours, matcher, one)
     assert not accepts(ours, matcher, spelled(form, [("get_time", "{}")] * 2))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if FORMS[name].marker])
+def test_strict_arguments_match_within_free_text(tokenizer: Any, name: str) -> None:
+    lltokenizer, ours, ids = tokenizer
+    form, functions = FORMS[name], [replace(CITY, strict=True), TIME]
+    matcher = compile_grammar(lltokenizer, calls_grammar(form, functions, ids, many=True, free=True))
+    paris, any_time = ("get_weather", '{"city": "Paris"}'), ("get_time", '{"zone": "a", "x": 1}')
+    for calls in ([paris], [any_time], [any_time, paris]):
+        for text in (spelled(form, calls), f"I < see. {spelled(form, calls)}\nSo [be] it."):
+            assert accepts(ours, matcher, text), text
+    for text in ("", "Hello", "a < b [c] <tool"):
+        assert accepts(ours, matcher, text), text
+    for call in (("get_weather", '{"city": "Bonn"}'), ("other", "{}"), ("get_time", "[]")):
+        assert not accepts(ours, matcher, "Hm. " + spelled(form, [call])), call
+    assert not accepts(ours, matcher, f"{form.marker} oops")
+    one = compile_grammar(lltokenizer, calls_grammar(form, functions, ids, many=False, free=True))
+    assert accepts(ours, one, spelled(form, [paris])) and not accepts(ours, one, spelled(form, [paris, paris]))
+    begun = compile_grammar(lltokenizer, calls_grammar(form, functions, ids, many=True, thinking="open", free=True))
+    assert accepts(ours, begun, f"Hm.\n</think>\n\nHello {spelled(form, [paris])}")
+
+
+@pytest.mark.parametrize("form", [LLAMA3, JSON])
+def test_a_call_without_a_marker_cannot_be_strict_within_free_text(form: CallFormat) -> None:
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        calls_grammar(form, [replace(CITY, strict=True)], {}, many=True, free=True)
 
 
 @pytest.mark.parametrize("name", ["hermes", "json"])

@@ -1,0 +1,116 @@
+"""The `messages` of POST /v1/messages: text, tool calls and their results, as chat templates expect them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidArgument, Unimplemented
+from gateway.api.responses_input import InputPart, check_parts, text_of
+
+ROLES = ("user", "assistant")
+
+
+class ContentBlock(msgspec.Struct):
+    """A block of a message's content. Which fields it needs depends on its type."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[InputPart] | None = None
+    thinking: str | None = None
+
+
+class TurnBody(msgspec.Struct):
+    """One message."""
+
+    role: str
+    content: str | list[ContentBlock]
+
+
+def plain_turns(turns: Sequence[TurnBody]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument, Unimplemented.
+
+    The results of tools, which are blocks of a user's message, become messages of their own.
+    """
+    if not turns:
+        raise InvalidArgument.of("messages", "must hold at least one message")
+    check_parts("messages", [turn.content for turn in turns])
+    messages: list[dict[str, Any]] = []
+    names: list[str] = []
+    for index, turn in enumerate(turns):
+        name = f"messages[{index}]"
+        found = list(_plain(turn, name))
+        messages += found
+        names += [name] * len(found)
+    return messages, names
+
+
+def _plain(turn: TurnBody, name: str) -> Iterator[dict[str, Any]]:
+    if turn.role not in ROLES:
+        raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(ROLES)}")
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+    elif turn.role == "assistant":
+        yield _answer(turn.content, f"{name}.content")
+    else:
+        yield from _question(turn.content, f"{name}.content")
+
+
+def _answer(blocks: Sequence[ContentBlock], name: str) -> dict[str, Any]:
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for index, block in enumerate(blocks):
+        own = f"{name}[{index}]"
+        if block.type == "text":
+            texts.append(_given(block.text, f"{own}.text"))
+        elif block.type == "tool_use":
+            function = {"name": _given(block.name, f"{own}.name"), "arguments": block.input or {}}
+            calls.append({"id": _given(block.id, f"{own}.id"), "type": "function", "function": function})
+        elif block.type == "thinking":
+            thoughts.append(block.thinking or "")
+        elif block.type != "redacted_thinking":
+            raise _unsupported(block, own)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    if calls:
+        message["tool_calls"] = calls
+    return message | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {})
+
+
+def _question(blocks: Sequence[ContentBlock], name: str) -> Iterator[dict[str, Any]]:
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        own = f"{name}[{index}]"
+        if block.type == "text":
+            texts.append(_given(block.text, f"{own}.text"))
+        elif block.type == "tool_result":
+            if texts:
+                yield {"role": "user", "content": "".join(texts)}
+                texts = []
+            yield _result(block, own)
+        else:
+            raise _unsupported(block, own)
+    if texts or not blocks:
+        yield {"role": "user", "content": "".join(texts)}
+
+
+def _result(block: ContentBlock, name: str) -> dict[str, Any]:
+    content = block.content or ""
+    text = text_of(content, f"{name}.content") if isinstance(content, list) else content
+    return {"role": "tool", "tool_call_id": _given(block.tool_use_id, f"{name}.tool_use_id"), "content": text}
+
+
+def _given(value: str | None, name: str) -> str:
+    if value is None:
+        raise InvalidArgument.of(name, "must be given")
+    return value
+
+
+def _unsupported(block: ContentBlock, name: str) -> Unimplemented:
+    return Unimplemented.of(f"{name}.type", f"{block.type[:40]!r} is not supported here")

@@ -1,0 +1,129 @@
+"""The `input` of POST /v1/responses: messages, tool calls and their results, and reasoning, as chat templates expect
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidArgument, Unimplemented
+from gateway.api.chat_messages import call_arguments
+from gateway.intake.limits import MAX_CONTENT_PARTS
+
+ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class InputPart(msgspec.Struct):
+    """A part of a message's content. Clients send back parts of answers, whose other fields are not needed."""
+
+    type: str
+    text: str | None = None
+
+
+class InputItem(msgspec.Struct):
+    """An item of the input. Which fields it needs depends on its type."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+    def content_text(self, name: str) -> str:
+        return _text(self.content, f"{name}.content")
+
+
+def plain_items(items: Sequence[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument, Unimplemented.
+
+    The reasoning, the text and the calls of one answer are separate items; they become one message.
+    """
+    check_parts("input", [item.content for item in items] + [item.output for item in items])
+    if not items:
+        raise InvalidArgument.of("input", "must hold at least one item")
+    history = _History()
+    for index, item in enumerate(items):
+        history.add(item, f"input[{index}]")
+    return history.messages, history.names
+
+
+def check_parts(name: str, contents: Sequence[object]) -> None:
+    """Raises InvalidArgument for too many parts of content."""
+    if sum(len(content) for content in contents if isinstance(content, list)) > MAX_CONTENT_PARTS:
+        raise InvalidArgument.of(name, f"must hold at most {MAX_CONTENT_PARTS} parts of content")
+
+
+def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = _TEXT_PARTS) -> str:
+    """Returns the text of a message's parts. Errors use `name` for the list of parts."""
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        if part.type not in kinds:
+            what = f"{part.type[:40]!r} is not supported: the model reads text only"
+            raise Unimplemented.of(f"{name}[{index}].type", what)
+        if part.text is None:
+            raise InvalidArgument.of(f"{name}[{index}].text", "must be given")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+class _History:
+    """Messages in the making."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self._reasoning: str | None = None
+        """Reasoning that belongs to the next message of the assistant."""
+
+    def add(self, item: InputItem, name: str) -> None:
+        if item.type == "message":
+            self._message(item, name)
+        elif item.type == "function_call":
+            self._call(item, name)
+        elif item.type == "function_call_output":
+            call_id = _given(item.call_id, f"{name}.call_id")
+            self._append(
+                {"role": "tool", "tool_call_id": call_id, "content": _text(item.output, f"{name}.output")}, name
+            )
+        elif item.type == "reasoning":
+            parts = item.content if isinstance(item.content, list) else []
+            self._reasoning = text_of(parts, f"{name}.content", ("reasoning_text",)) or None
+        else:
+            raise Unimplemented.of(f"{name}.type", f"{item.type[:40]!r} is not supported")
+
+    def _message(self, item: InputItem, name: str) -> None:
+        if item.role is None or item.role not in ROLES:
+            raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(ROLES)}")
+        self._append({"role": item.role, "content": item.content_text(name)}, name)
+
+    def _call(self, item: InputItem, name: str) -> None:
+        arguments = call_arguments(f"{name}.arguments", item.arguments)
+        function = {"name": _given(item.name, f"{name}.name"), "arguments": arguments}
+        call = {"id": _given(item.call_id, f"{name}.call_id"), "type": "function", "function": function}
+        if self._reasoning is not None or not self.messages or self.messages[-1]["role"] != "assistant":
+            self._append({"role": "assistant", "content": None}, name)
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+
+    def _append(self, message: dict[str, Any], name: str) -> None:
+        if message["role"] == "assistant" and self._reasoning is not None:
+            message["reasoning_content"], self._reasoning = self._reasoning, None
+        self.messages.append(message)
+        self.names.append(name)
+
+
+def _text(content: str | list[InputPart] | None, name: str) -> str:
+    if content is None:
+        raise InvalidArgument.of(name, "must be given")
+    return content if isinstance(content, str) else text_of(content, name)
+
+
+def _given(value: str | None, name: str) -> str:
+    if not value:
+        raise InvalidArgument.of(name, "must be given")
+    return value

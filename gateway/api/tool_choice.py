@@ -1,0 +1,81 @@
+"""The tools of a request and which of them the model may call, the same for all API formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from common.errors import InvalidArgument
+from gateway.intake.limits import MAX_TOOLS
+from gateway.tools.enforce import Function
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Choice = Literal["none", "auto", "required"]
+CHOICES: Mapping[str, Choice] = {"none": "none", "auto": "auto", "required": "required"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tools the model may call."""
+
+    choice: Choice
+    """none: the model must not call a tool; auto: the model decides; required: the model must call a tool."""
+    functions: tuple[Function, ...] = ()
+    many: bool = True
+    """Whether the model may call several tools."""
+
+    @property
+    def enforced(self) -> bool:
+        """Whether a grammar restricts the calls."""
+        return self.choice == "required" or any(function.strict for function in self.functions)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A request's `tool_choice`, whatever its form."""
+
+    choice: Choice = "auto"
+    named: str | None = None
+    """The only function that may be called, if there is one."""
+    name_field: str = "tool_choice.name"
+    """The name of the field that holds `named`."""
+    many: bool = True
+
+
+def function_of(name: str, given: Mapping[str, Any], parameters: str = "parameters") -> Function:
+    """Checks the description of a function. `name` is its name in errors, and `parameters` is the key of its schema."""
+    own_name, schema, strict = given.get("name"), given.get(parameters), given.get("strict")
+    if not isinstance(own_name, str) or not _NAME.fullmatch(own_name):
+        raise InvalidArgument.of(f"{name}.name", "must be 1 to 128 letters, digits or any of _ . : / -")
+    if not isinstance(schema, dict | None):
+        raise InvalidArgument.of(f"{name}.{parameters}", "must be a JSON schema, as an object")
+    if not isinstance(strict, bool | None):
+        raise InvalidArgument.of(f"{name}.strict", "must be true or false")
+    return Function(own_name, schema or _NO_PARAMETERS, strict=bool(strict))
+
+
+def tool_choice_of(functions: Sequence[Function], chosen: Chosen) -> ToolChoice:
+    """Checks the functions and the choice of a request against each other."""
+    if len(functions) > MAX_TOOLS:
+        raise InvalidArgument.of("tools", f"must hold at most {MAX_TOOLS} tools, got {len(functions)}")
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        raise InvalidArgument.of("tools", "must hold each function's name once")
+    if not functions and chosen.choice == "required":
+        raise InvalidArgument.of("tool_choice", "asks for a call, but there are no tools")
+    if chosen.named is None:
+        found = ToolChoice(chosen.choice if functions else "none", tuple(functions), chosen.many)
+        return replace(found, functions=()) if found.choice == "none" else found
+    if chosen.named not in names:
+        raise InvalidArgument.of(chosen.name_field, f"must be the name of a tool, got {chosen.named[:100]!r}")
+    return ToolChoice("required", tuple(f for f in functions if f.name == chosen.named), many=False)
+
+
+def chat_tool(given: Mapping[str, Any], parameters: str = "parameters") -> dict[str, Any]:
+    """Returns a function's description in the form that chat templates expect."""
+    keys = {"name": "name", "description": "description", "parameters": parameters, "strict": "strict"}
+    function = {key: given[own] for key, own in keys.items() if given.get(own) is not None}
+    return {"type": "function", "function": function}
