@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -35,16 +34,16 @@ from gateway.api.bodies import BodyBudget, BodyReader
 from gateway.api.front import Front
 from gateway.api.http_about import About
 from gateway.api.http_frame import framed, warn
+from gateway.api.http_model import ModelApi
 from gateway.api.http_options import DEFAULT_OPTIONS, HttpOptions
 from gateway.api.messages_reply import MessagesAnswer, messages_error
-from gateway.api.messages_request import CountTokensBody, MessagesBody
-from gateway.api.openai_reply import Envelope, dumps, error_body
-from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.messages_request import MessagesBody
+from gateway.api.openai_reply import Envelope, error_body
+from gateway.api.openai_request import Body, ChatBody, CompletionBody
 from gateway.api.openai_stream import Answer
 from gateway.api.responses_reply import ResponsesAnswer
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.resolved_request import ResolvedRequest
-from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
 from gateway.request.outlet import Outlet
@@ -58,6 +57,7 @@ class HttpApi:
     """The HTTP endpoints."""
 
     def __init__(self, front: Front) -> None:
+        self._front = front
         self._assets = front.assets
         self._authenticator = front.authenticator
         self._admission = front.admission
@@ -66,7 +66,6 @@ class HttpApi:
         self._metrics = front.metrics
         self._planner = front.planner
         self._texts = TokenTexts(front.assets.tokenizer)
-        self._created = int(time.time())
         self._timeout_s = STALLED_CLIENT_S
 
     def app(
@@ -84,16 +83,17 @@ class HttpApi:
         budget = BodyBudget(body_budget_bytes)
         self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)
         self._timeout_s = timeout_s + STALLED_CLIENT_S
+        model = ModelApi(self._front, self._tenant, self._bodies)
         routes = [
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
             self._route("/v1/responses", self.responses, "POST"),
             self._route("/v1/messages", self.messages, "POST", errors=messages_error),
-            self._route("/v1/messages/count_tokens", self.count_tokens, "POST", errors=messages_error),
-            self._route("/v1/models", self.models, "GET"),
-            self._route("/v1/models/{model:path}", self.models, "GET"),
-            self._route("/tokenize", self.tokenize, "POST"),
-            self._route("/detokenize", self.detokenize, "POST"),
+            self._route("/v1/messages/count_tokens", model.count_tokens, "POST", errors=messages_error),
+            self._route("/v1/models", model.models, "GET"),
+            self._route("/v1/models/{model:path}", model.models, "GET"),
+            self._route("/tokenize", model.tokenize, "POST"),
+            self._route("/detokenize", model.detokenize, "POST"),
             *self._about_routes(ready, show_metrics, options),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
@@ -215,44 +215,6 @@ class HttpApi:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def models(self, request: Request) -> Response:
-        self._tenant(request)
-        entry = {
-            "id": self._assets.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "looseleaf",
-            "max_model_len": self._validator.checker().max_model_len,
-        }
-        if (name := request.path_params.get("model")) is not None:
-            self._validator.check_model(name)
-            return _json(entry)
-        return _json({"object": "list", "data": [entry]})
-
-    async def tokenize(self, request: Request) -> Response:
-        self._tenant(request)
-        body = await self._bodies.read(request, TokenizeBody)
-        self._validator.check_model(body.model)
-        name, prompt = body.input()
-        self._planner.check(prompt)
-        ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
-        return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
-
-    async def count_tokens(self, request: Request) -> Response:
-        self._tenant(request)
-        body = await self._bodies.read(request, CountTokensBody)
-        self._validator.check_model(body.model)
-        wanted = Wanted(prompt=body.prompt())
-        self._planner.plan(wanted, body.chosen_tools())  # leaves tools out that may not be called
-        ids = await self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
-        return _json({"input_tokens": len(ids)})
-
-    async def detokenize(self, request: Request) -> Response:
-        self._tenant(request)
-        body = await self._bodies.read(request, DetokenizeBody)
-        self._validator.check_model(body.model)
-        return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
-
     async def show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -298,7 +260,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 class MethodNotAllowed(Unimplemented):
     http_status, own_code = 405, "method_not_allowed"
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(dumps(content), status, media_type="application/json")

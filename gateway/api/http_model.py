@@ -1,0 +1,71 @@
+"""The HTTP endpoints about the model: its card, and its tokenizer. They make no request to the workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.bodies import BodyReader
+from gateway.api.front import Front
+from gateway.api.messages_request import CountTokensBody
+from gateway.api.openai_reply import dumps
+from gateway.api.openai_request import DetokenizeBody, TokenizeBody
+from gateway.intake.wanted import Wanted
+
+
+class ModelApi:
+    """The endpoints."""
+
+    def __init__(self, front: Front, check_key: Callable[[Request], object], bodies: BodyReader) -> None:
+        self._name = front.assets.name
+        self._validator = front.validator
+        self._planner = front.planner
+        self._check_key = check_key
+        self._bodies = bodies
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        self._check_key(request)
+        entry = {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "looseleaf",
+            "max_model_len": self._validator.checker().max_model_len,
+        }
+        if (name := request.path_params.get("model")) is not None:
+            self._validator.check_model(name)
+            return _json(entry)
+        return _json({"object": "list", "data": [entry]})
+
+    async def tokenize(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await self._bodies.read(request, TokenizeBody)
+        self._validator.check_model(body.model)
+        name, prompt = body.input()
+        self._planner.check(prompt)
+        ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
+        return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
+
+    async def count_tokens(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await self._bodies.read(request, CountTokensBody)
+        self._validator.check_model(body.model)
+        wanted = Wanted(prompt=body.prompt())
+        self._planner.plan(wanted, body.chosen_tools())  # leaves tools out that may not be called
+        ids = await self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
+        return _json({"input_tokens": len(ids)})
+
+    async def detokenize(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await self._bodies.read(request, DetokenizeBody)
+        self._validator.check_model(body.model)
+        return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
+
+
+def _json(content: Any) -> Response:
+    return Response(dumps(content), media_type="application/json")
