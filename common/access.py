@@ -35,6 +35,7 @@ class Access(Enum):
 
 POLICY: Mapping[str, Access] = {
     "/looseleaf.v1.InferenceService/Generate": Access.PUBLIC,
+    "/looseleaf.v1.InferenceService/Embed": Access.PUBLIC,
     "/looseleaf.v1.InferenceService/Tokenize": Access.PUBLIC,
     "/looseleaf.v1.InferenceService/Detokenize": Access.PUBLIC,
     "/looseleaf.v1.InferenceService/ListModels": Access.PUBLIC,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from common.ticket import Ticket, TicketId
@@ -19,6 +19,7 @@ from common.types import (
     KvLayout,
     KvOrder,
     KvSpec,
+    Pooling,
     PromptSources,
     SamplingParams,
     StoppingParams,
@@ -124,6 +125,9 @@ def quota_from_pb(message: pb.CacheQuota) -> CacheQuota:
     if len(message.owner) != 32 or message.percent > 100:
         raise ValueError("must have an owner of 32 bytes and a percent of at most 100")
     return CacheQuota(message.owner, message.percent)
+
+
+POOLINGS: Mapping[Pooling, pb.Pooling] = {"last": pb.POOLING_LAST, "mean": pb.POOLING_MEAN}
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:

@@ -24,6 +24,8 @@ DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 Role = Literal["prefill", "decode"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+Pooling = Literal["last", "mean"]
+"""How a text's hidden states become its embedding: the last one, or the mean of all."""
 EarlyStopping = Literal[True, False, "never"]
 """When a beam search stops, as in transformers: at once, by a heuristic, or when no running beam can win any more."""
 

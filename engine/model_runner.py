@@ -1,5 +1,6 @@
-"""The forward pass of a worker: weights, the arena's views, one step. Does not depend on sequences, schedulers, Redis
-or RPC.
+"""The forward pass of a worker: weights, the arena's views, one step (long: everything that a step needs is here).
+
+Does not depend on sequences, schedulers, Redis or RPC.
 
 All methods are called from one thread at a time (a worker's step thread).
 """
@@ -182,6 +183,16 @@ class ModelRunner:
         self.device.wait()
         return logits
 
+    @torch.inference_mode()
+    def hidden_states(self, batch: StepInput) -> torch.Tensor:
+        """Computes the batch's tokens, and writes their K and V, like `step`. Returns fp32 hidden states [R, h] of the
+        wanted rows after the last norm, from which `step` computes logits.
+        """
+        self.device.enter()
+        states = self._eager(batch, self.binding, head=False)
+        self.device.wait()
+        return states
+
     def settle(self, error: Exception) -> None:
         """Waits for all launched work, after a step, a copy or a draw has failed with `error`. The caller may then
         release the blocks that this work writes to.
@@ -270,14 +281,15 @@ class ModelRunner:
             return None
         return FusedDecoder(model, self.config, layers, self.layer_groups)
 
-    def _eager(self, batch: StepInput, bound: Binding) -> torch.Tensor:
-        """Starts a step of any shape. Returns fp32 logits [R, vocab]."""
+    def _eager(self, batch: StepInput, bound: Binding, *, head: bool = True) -> torch.Tensor:
+        """Starts a step of any shape. Returns fp32 logits [R, vocab], or without the `head` hidden states [R, h]."""
         wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
         tokens, rows, metadata = upload(
             batch, self.device, self.attention, self.attention_by_layer, bound.states, self.layout.block_size
         )
-        return self.model.forward(tokens, metadata, bound.caches, None if every_row else rows).float()
+        compute = self.model.forward if head else self.model.hidden
+        return compute(tokens, metadata, bound.caches, None if every_row else rows).float()
 
 
 def _max_model_len(config: ModelConfig, asked: int | None) -> int:

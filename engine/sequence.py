@@ -22,6 +22,7 @@ from common.types import (
     CacheQuota,
     FinishReason,
     KvLayout,
+    Pooling,
     PromptSources,
     SamplingParams,
     StoppingParams,
@@ -62,6 +63,15 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     grammar: GrammarState | None = None
     """Where the sample stands in its grammar; None for free text."""
+    pooling: Pooling | None = None
+    """How the hidden states of the prompt become one vector; None: tokens are drawn."""
+
+    @property
+    def wants_every_row(self) -> bool:
+        """Whether a result is wanted for every position, so that all of them must be computed: log-probabilities of the
+        prompt, or its mean.
+        """
+        return self.sampling.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def tables(self) -> tuple[BlockTable, ...]:
@@ -198,8 +208,8 @@ class Step:
 def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
     """Returns the arrays of a step.
 
-    The step computes logits for the last row of a chunk that completes its sequence, and for every row if the request
-    asks for prompt log-probabilities.
+    The step computes results for the last row of a chunk that completes its sequence, or for every row if the sequence
+    wants that (`Sequence.wants_every_row`).
     """
     q_lens = np.array([c.num_tokens for c in chunks], np.int32)
     starts = np.array([c.sequence.num_computed for c in chunks], np.int64)
@@ -248,7 +258,7 @@ def _wanted_rows(chunks: Seq[Chunk], cu_seqlens_q: npt.NDArray[np.int32]) -> npt
     rows: list[int] = []
     for index, chunk in enumerate(chunks):
         start, end = int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1])
-        if chunk.sequence.sampling.prompt_logprobs is not None:
+        if chunk.sequence.wants_every_row:
             rows += range(start, end)
         elif chunk.completes:
             rows.append(end - 1)

@@ -106,6 +106,7 @@ async def main(settings: GatewaySettings) -> None:
         timeout_s=settings.request_timeout_s,
         max_model_len=max_model_len,
         group_rooms=lambda: workers.group_rooms,
+        pooling=settings.pooling,
     )
     public = await load_public_prefixes(
         settings.public_prefix_file, lambda prompt, name: validator.tokenize(prompt, name, add_special_tokens=None)

@@ -81,7 +81,7 @@ class Metrics:
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of blocks that are referenced, 0 to 1")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got an answer")
         self._tally = TokenTally(model_name, _TOKEN_SECONDS)
         self._registry.register(self._tally)
         self.next_tokens = self._tally.add
@@ -149,10 +149,14 @@ class Metrics:
     def first_token(self, latency_s: float, summary: Summary) -> None:
         """Notes that the first token is sent. `summary` contains the prompt's sources."""
         self._ttft.observe(latency_s)
+        self.prompt_done(summary)
+        self._tally.num_tokens += 1
+
+    def prompt_done(self, summary: Summary) -> None:
+        """Counts the tokens of a prompt that has been prefilled, and those of them that were cached."""
         self._prompt.inc(summary.prompt_tokens)
         self._queries.inc(summary.prompt_tokens)
         self._hits.inc(summary.sources.cached)
-        self._tally.num_tokens += 1
 
     def tokens(self, count: int) -> None:
         """Counts `count` tokens without a predecessor: those of another sample's first message, or of a beam search."""

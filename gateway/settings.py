@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from common.settings import ServerSettings, settings_config
+from common.types import Pooling
 from gateway.tools.formats import CallFormatName, ReasoningFormatName
 
 
@@ -20,6 +21,9 @@ class GatewaySettings(ServerSettings):
     model: str = Field(description="Hugging Face model directory; its weights are not needed here")
     served_model_name: str | None = Field(
         None, description="the model's name for clients; default: the directory's name"
+    )
+    pooling: Pooling = Field(
+        "last", description="how a text's hidden states become its embedding: the last token's, or the mean of all"
     )
     tool_call_parser: CallFormatName = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template says"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from common.types import StructuredOutput
     from looseleaf.client import AsyncClient, Client
     from looseleaf.llm import LLM
-    from looseleaf.results import Completion, Delta, ModelInfo, Sample, Usage
+    from looseleaf.results import Completion, Delta, Embedding, ModelInfo, Sample, Usage
 
 __version__ = VERSION
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Client",
     "Completion",
     "Delta",
+    "Embedding",
     "LooseleafError",
     "ModelInfo",
     "Sample",

@@ -28,8 +28,25 @@ from common.certificates import front_credentials
 from common.errors import Unavailable
 from common.rpc import CHANNEL_OPTIONS, open_channel
 from common.status import error_of
-from looseleaf.options import GenerateOptions, Message, Prompt, build_request, chat_to_pb
-from looseleaf.results import Completion, Delta, ModelInfo, delta_from_pb, join, model_from_pb
+from looseleaf.options import (
+    EmbedOptions,
+    GenerateOptions,
+    Message,
+    Prompt,
+    build_embed_request,
+    build_request,
+    chat_to_pb,
+)
+from looseleaf.results import (
+    Completion,
+    Delta,
+    Embedding,
+    ModelInfo,
+    delta_from_pb,
+    embedding_from_pb,
+    join,
+    model_from_pb,
+)
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc as pb_grpc
 
@@ -113,6 +130,11 @@ class Client(_Base):
         deltas = self._deltas(build_request(turns_of(messages), options), options)
         return deltas if stream else join(deltas)
 
+    def embed(self, text: str | Sequence[int], **options: Unpack[EmbedOptions]) -> Embedding:
+        """Returns the embedding of a text or of token ids."""
+        request = build_embed_request(text, options)
+        return embedding_from_pb(self._unary(self._stub.Embed, request, options.get("timeout")))
+
     def tokenize(self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Returns the token ids of a text, or of chat turns in the chat template."""
         reply = self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
@@ -130,9 +152,9 @@ class Client(_Base):
         """Closes the connection. Running calls are cancelled."""
         self._channel.close()
 
-    def _unary(self, method: Any, request: Any) -> Any:
+    def _unary(self, method: Any, request: Any, timeout: float | None = None) -> Any:
         try:
-            return method(request, timeout=self._timeout, metadata=self._metadata)
+            return method(request, timeout=timeout or self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._error(error) from None
 
@@ -192,6 +214,11 @@ class AsyncClient(_Base):
         finally:
             call.cancel()
 
+    async def embed(self, text: str | Sequence[int], **options: Unpack[EmbedOptions]) -> Embedding:
+        """Returns the embedding of a text or of token ids."""
+        request = build_embed_request(text, options)
+        return embedding_from_pb(await self._unary(self._stub.Embed, request, options.get("timeout")))
+
     async def tokenize(
         self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None
     ) -> tuple[int, ...]:
@@ -212,9 +239,9 @@ class AsyncClient(_Base):
         """Closes the connection. Running calls are cancelled."""
         await self._channel.close()
 
-    async def _unary(self, method: Any, request: Any) -> Any:
+    async def _unary(self, method: Any, request: Any, timeout: float | None = None) -> Any:
         try:
-            return await method(request, timeout=self._timeout, metadata=self._metadata)
+            return await method(request, timeout=timeout or self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._error(error) from None
 

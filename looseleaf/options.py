@@ -7,7 +7,7 @@ one raises TypeError before anything is sent.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
 from common import convert
@@ -82,9 +82,8 @@ class GenerateOptions(TypedDict, total=False):
     """Seconds until the request is given up. The default is the client's time limit."""
 
 
-def check_names(options: Mapping[str, object]) -> None:
+def check_names(options: Mapping[str, object], known: Collection[str] = GenerateOptions.__annotations__) -> None:
     """Checks the names of options. Raises TypeError for an unknown option, and names the closest known one."""
-    known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -114,6 +113,35 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     stop = options.get("stop", ())
     request.stopping.stop.extend([stop] if isinstance(stop, str) else stop)
     request.stopping.stop_token_ids.extend(options.get("stop_token_ids", ()))
+    _set(request.cache, "cache_salt", values)
+    return request
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Options of `embed`."""
+
+    dimensions: int
+    """Keep this many dimensions, the first ones, and make the length 1 again."""
+    truncate_prompt_tokens: int
+    model: str
+    request_id: str
+    priority: int
+    cache_salt: str
+    timeout: float
+    """In seconds."""
+
+
+def build_embed_request(text: str | Sequence[int], options: EmbedOptions) -> pb.EmbedRequest:
+    """Returns the request for an embedding. Raises TypeError for an unknown option or a value of a wrong type."""
+    check_names(cast(Mapping[str, object], options), EmbedOptions.__annotations__)
+    request, values = pb.EmbedRequest(), cast(Mapping[str, object], options)
+    if isinstance(text, str):
+        request.text = text
+    else:
+        request.token_ids.ids.extend(text)
+        request.token_ids.SetInParent()
+    for name in ("model", "request_id", "priority", "dimensions", "truncate_prompt_tokens"):
+        _set(request, name, values)
     _set(request.cache, "cache_salt", values)
     return request
 

@@ -105,6 +105,17 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """The embedding of one text."""
+
+    embedding: tuple[float, ...]
+    """A vector of length 1; fp32 values."""
+    usage: Usage
+    timings: Timings
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """One model that the gateway serves."""
 
@@ -112,6 +123,8 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    pooling: str
+    """How a text's hidden states become its embedding: last or mean."""
 
 
 def delta_from_pb(message: pb.GenerateResponse) -> Delta:
@@ -187,4 +200,11 @@ def _sample(parts: list[Delta]) -> Sample:
 
 
 def model_from_pb(message: pb.Model) -> ModelInfo:
-    return ModelInfo(message.id, message.max_model_len, message.vocab_size, tuple(message.eos_token_ids))
+    return ModelInfo(
+        message.id, message.max_model_len, message.vocab_size, tuple(message.eos_token_ids), message.pooling
+    )
+
+
+def embedding_from_pb(message: pb.EmbedResponse) -> Embedding:
+    usage, timings = _usage(message.usage), timings_from_pb(message.timings)
+    return Embedding(tuple(message.embedding), usage, timings, message.request_id)

@@ -116,14 +116,14 @@ class GroupBlocks:
         its block is not looked for.
 
         Returns nothing if the sequence shares more blocks with the trunk than would be found (`trunk_blocks` blocks of
-        the trunk were cached), or if the log-probabilities of the prompt are requested.
+        the trunk were cached), or if every position must be computed.
         """
         nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
         if not sequence.hashes:
             sequence.hashes = job.trunk.hashes[: shared + 1]
         reusable = (sequence.num_tokens - 1) // self._block_size
-        if trunk_blocks < shared or not reusable or sequence.sampling.prompt_logprobs is not None:
+        if trunk_blocks < shared or not reusable or sequence.wants_every_row:
             return nothing
         sequence.extend_hashes(reusable, self._block_size, next_hash)
         found = find_prefix(self._attached.held, sequence.hashes[1 : reusable + 1], self._layout)

@@ -15,6 +15,7 @@ from common.group_need import blocks_of
 from common.types import Branch, SamplingParams, StoppingParams
 from engine.beam_search import Candidates
 from engine.sequence import Sequence
+from prefill_svc.pooling import Pool
 
 if TYPE_CHECKING:
     from engine.sampler import Sampled
@@ -45,6 +46,8 @@ class Job:
     candidates: Candidates | None = None
     """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
+    pool: Pool | None = None
+    """The embedding in the making; None if tokens are drawn."""
 
     def __post_init__(self) -> None:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]
@@ -85,9 +88,16 @@ class Job:
         self.started_ns = 0
         self.drawn.clear()
         self.candidates = None
+        if self.pool is not None:
+            self.pool = Pool(self.pool.pooling)
         for sequence in self.sequences:
             sequence.num_computed = sequence.num_sealed = sequence.num_cached = 0
             sequence.prompt_logprobs.clear()
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all positions of all sequences have been computed."""
+        return all(sequence.num_computed == sequence.num_tokens for sequence in self.sequences)
 
     @property
     def num_uncomputed(self) -> int:

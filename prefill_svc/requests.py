@@ -10,6 +10,7 @@ from common import convert
 from common.errors import InvalidArgument
 from common.types import Branch, CacheQuota, SamplingParams, StoppingParams
 from prefill_svc.job import Job
+from prefill_svc.pooling import Pool
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import types_pb2 as types_pb
 
@@ -39,8 +40,20 @@ def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
         quota = _quota(request.cache_quota)
         for sequence in job.sequences:
             sequence.quota = quota
+    if request.pooling:
+        _pool(job, request.pooling)
     job.priority, job.arrived_ns = request.priority, time.monotonic_ns()
     return job
+
+
+def _pool(job: Job, asked: types_pb.Pooling) -> None:
+    """Makes a job compute an embedding instead of drawing tokens."""
+    pooling = next((name for name, value in convert.POOLINGS.items() if value == asked), None)
+    if pooling is None:
+        raise InvalidArgument.of("pooling", f"must be one of Pooling's values, got {asked}")
+    if len(job.branches) > 1 or job.trunk.output_ids or job.is_beam_search:
+        raise InvalidArgument.of("branches", "must be one without output tokens for an embedding")
+    job.trunk.pooling, job.pool = pooling, Pool(pooling)
 
 
 def _quota(message: types_pb.CacheQuota) -> CacheQuota:

@@ -12,8 +12,9 @@ from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
 from common.request_ids import take_request_id
+from prefill_svc.events import ChunkDone, Done, Event, FirstToken
 from prefill_svc.requests import RequestLimits, job_of
-from prefill_svc.worker import ChunkDone, Done, Event, FirstToken, PrefillWorker
+from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc, types_pb2
 from worker.grammars import Grammars
@@ -82,6 +83,7 @@ def _done(event: Done) -> pb.PrefillDone:
         prompt_logprobs=[convert.logprob_to_pb(item) for item in event.prompt_logprobs],
         load=convert.load_to_pb(event.load),
         beam_candidates=None if found is None else types_pb2.BeamCandidates(**found._asdict()),
+        embedding=event.embedding,
     )
 
 

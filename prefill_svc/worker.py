@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import torch
 
 from block_store.errors import LedgerUnavailable, NotHolder, Stale
 from block_store.holder.attach import Attached
@@ -16,57 +18,20 @@ from block_store.ledger.prefix_hash import prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.grammar import GrammarError
 from common.ticket import Ticket
-from common.types import FinishReason, PromptSources, Timings, TokenLogprob, WorkerLoad
-from engine.beam_search import Candidates
+from common.types import Timings, WorkerLoad
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampled
 from engine.sequence import Sequence, Step, lay_out
+from engine.step import StepInput
+from prefill_svc.events import ChunkDone, Done, Emit, FirstToken
 from prefill_svc.first_tokens import draw, take_prompt_logprobs
 from prefill_svc.group_blocks import GroupBlocks, Plan
 from prefill_svc.job import Job
+from prefill_svc.pooling import take_pooled
 from prefill_svc.scheduler import PrefillScheduler
 from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners
 
 logger = logging.getLogger("prefill")
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkDone:
-    """An event: a step has computed part of the prompt."""
-
-    num_computed_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """An event: the token that has been drawn for one branch."""
-
-    sample_index: int
-    token_id: int
-    logprob: TokenLogprob | None
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The last event: the prompt has been prefilled, and the next token of each branch has been drawn. Without a
-    ticket, all branches have ended.
-    """
-
-    ticket: Ticket | None
-    """Ticket of the branches that continue."""
-    tokens: tuple[FirstToken, ...]
-    """One per branch, in the request's order; empty for a beam search."""
-    candidates: Candidates | None
-    """First candidates of a beam search."""
-    sources: PromptSources
-    timings: Timings
-    prompt_logprobs: tuple[TokenLogprob, ...]
-    load: WorkerLoad
-
-
-Event = ChunkDone | Done | LooseleafError
-Emit = Callable[[Event], None]
 
 
 class PrefillWorker:
@@ -130,9 +95,14 @@ class PrefillWorker:
             logger.info("no block left: a prompt gives up its blocks and waits again")
             self._blocks.release(job.sequences)
             job.start_over()
-        if plan := self._constrained(planned):
-            guarded_run(lambda: self._run(plan), lambda: self._fail_all(plan), self._runner, logger)
+        plan = self._constrained(planned)
+        self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
+        self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
         return bool(plan)
+
+    def _guarded(self, plan: Plan, run: Callable[[Plan], None]) -> None:
+        if plan:
+            guarded_run(lambda: run(plan), lambda: self._fail_all(plan), self._runner, logger)
 
     def _fail_all(self, plan: Plan) -> None:
         for job, _ in plan:
@@ -157,11 +127,8 @@ class PrefillWorker:
         return [(job, chunk) for job, chunk in plan if job in self._emits]
 
     def _run(self, plan: Plan) -> None:
-        step = lay_out([chunk for _, chunk in plan], self._block_size)
-        if not self._check(plan, step):
-            return
-        logits = self._runner.step(step.batch)
-        if not self._check(plan, step, has_run=True):
+        """Runs a step that draws tokens."""
+        if (logits := self._computed(plan, self._runner.step)) is None:
             return
         completed = take_prompt_logprobs(plan, logits)
         for _, chunk in plan:
@@ -172,7 +139,32 @@ class PrefillWorker:
             if job.is_drawn:
                 self._finish(job)
             else:
-                self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
+                self._tell_progress(job)
+
+    def _pool(self, plan: Plan) -> None:
+        """Runs a step whose hidden states become embeddings. It draws nothing, so the model's head is left out."""
+        if (states := self._computed(plan, self._runner.hidden_states)) is None:
+            return
+        take_pooled(plan, states)
+        for _, chunk in plan:
+            chunk.sequence.num_computed = chunk.end
+        self._blocks.seal(plan)
+        for job, _ in plan:
+            if job.is_computed:
+                self._finish_pooled(job)
+            else:
+                self._tell_progress(job)
+
+    def _computed(self, plan: Plan, forward: Callable[[StepInput], torch.Tensor]) -> torch.Tensor | None:
+        """Returns the results of a step's wanted rows, or None if the reader rule forbids the step or its results."""
+        step = lay_out([chunk for _, chunk in plan], self._block_size)
+        if not self._check(plan, step):
+            return None
+        results = forward(step.batch)
+        return results if self._check(plan, step, has_run=True) else None
+
+    def _tell_progress(self, job: Job) -> None:
+        self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step, has_run: bool = False) -> bool:
         """Applies the reader rule: every block must still have the generation that the block table states. Returns
@@ -192,7 +184,7 @@ class PrefillWorker:
     def _finish(self, job: Job) -> None:
         """Gives each branch its token. Branches that continue become the job's sequences and are handed over."""
         self._scheduler.remove(job)
-        timings = Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)
+        timings = _timings(job)
         trunk = job.trunk
         job.sequences = self._blocks.fork(job)
         tokens = [self._append(job.sequences[place], job.drawn[place]) for place in sorted(job.drawn)]
@@ -210,6 +202,16 @@ class PrefillWorker:
             self._scheduler.load(),
         )
         self._conclude(job, done)
+
+    def _finish_pooled(self, job: Job) -> None:
+        """Sends a job's embedding. Nobody goes on from its blocks, so they are released: those that are full are
+        cached.
+        """
+        assert job.pool is not None
+        self._scheduler.remove(job)
+        self._blocks.release(job.sequences)
+        sources, load = job.trunk.sources(), self._scheduler.load()
+        self._emits.pop(job)(Done(None, (), None, sources, _timings(job), (), load, job.pool.vector()))
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> FirstToken:
         sequence.output_ids.append(sampled.token_id)
@@ -261,3 +263,7 @@ class PrefillWorker:
         for emit in emits.values():
             emit(Aborted(reason))
         self._attached.renew()
+
+
+def _timings(job: Job) -> Timings:
+    return Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)

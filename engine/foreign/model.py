@@ -81,6 +81,17 @@ class TransformersModel:
         """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
         return self._run(token_ids, step.positions, rows, Pass(step, caches, self.states))
 
+    def hidden(
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the last hidden states [R, h] of `rows`, as transformers' model without its head does."""
+        with attention_hook.answered_by(Pass(step, caches, self.states)), Steady():
+            answer = self._model.base_model(
+                input_ids=token_ids[None], position_ids=step.positions[None], use_cache=False
+            )
+        states: torch.Tensor = answer.last_hidden_state[0]
+        return states if rows is None else states[rows]
+
     def shallow(self, num_layers: int) -> Self:
         """Returns the same model with fewer layers (see `Decoder.shallow`)."""
         other = copy.copy(self)

@@ -99,6 +99,13 @@ class Decoder:
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        x = self.hidden(token_ids, step, caches, rows)
+        return self.lm_head(x) if len(x) else x.new_empty((0, self._vocab_size))
+
+    def hidden(
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the hidden states [R, h] of `rows` after the last norm, from which `forward` computes the logits."""
         residual = embedding(token_ids, self.embed)  # [T, h]
         x = rms_norm(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
@@ -106,13 +113,13 @@ class Decoder:
             x = self._attend(index, layer.qkv(x), caches[index], step)  # [T, q]
             if index == last and rows is not None:  # only wanted rows go on
                 if not len(rows):
-                    return x.new_empty((0, self._vocab_size))
+                    return residual[:0]
                 x, residual = x[rows], residual[rows]
             x, residual = rms_norm(layer.o(x), layer.post_norm, self.eps, residual)
             x = layer.down(silu_mul(layer.gate_up(x)))
             norm = self.norm if index == last else self.layers[index + 1].input_norm
             x, residual = rms_norm(x, norm, self.eps, residual)
-        return self.lm_head(x)
+        return x
 
     def _attend(self, index: int, qkv: torch.Tensor, cache: LayerCache, step: StepMetadata) -> torch.Tensor:
         layer, (q, k, v) = self.layers[index], self.attention.split(qkv)

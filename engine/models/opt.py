@@ -95,6 +95,13 @@ class Opt:
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        x = self.hidden(token_ids, step, caches, rows)
+        return self._lm_head(x) if len(x) else x.new_empty((0, self._vocab_size))
+
+    def hidden(
+        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the hidden states [R, embed_dim] of `rows`, from which `forward` computes the logits."""
         x = embedding(token_ids, self._embed)  # [T, embed_dim]
         if self._project_in is not None:
             x = self._project_in(x)
@@ -103,12 +110,12 @@ class Opt:
         for index in range(len(self._layers)):
             x = self._layer(index, x, caches[index], step, rows if index == last else None)
         if not len(x):
-            return x.new_empty((0, self._vocab_size))
+            return x
         if self._final_norm is not None:
             x = self._final_norm(x)
         if self._project_out is not None:
             x = self._project_out(x)
-        return self._lm_head(x)
+        return x
 
     def _layer(
         self, index: int, x: torch.Tensor, cache: LayerCache, step: StepMetadata, rows: torch.Tensor | None

@@ -35,15 +35,12 @@ class StreamForm(Protocol):
         """Returns the body of an answer that failed before its stream began."""
 
 
-class HttpAnswer(StreamForm, Protocol):
-    """The answer to one body, whole or as events."""
+class WholeAnswer(Protocol):
+    """The answer to one body, as a whole."""
 
     requests: list[ResolvedRequest]
     field_names: Mapping[str, str]
     """The body's names for fields that have other names in `Wanted`."""
-
-    @property
-    def asking(self) -> AskingBody: ...
 
     def all_wanted(self) -> list[Wanted]:
         """Returns one request for each prompt. Raises InvalidArgument, Unimplemented."""
@@ -56,6 +53,13 @@ class HttpAnswer(StreamForm, Protocol):
 
     def whole(self) -> bytes:
         """Returns the whole answer as JSON, once all deltas have been added."""
+
+
+class HttpAnswer(WholeAnswer, StreamForm, Protocol):
+    """The answer to one body, whole or as events."""
+
+    @property
+    def asking(self) -> AskingBody: ...
 
     def events(self, number: int, deltas: Sequence[Delta]) -> bytes:
         """Returns the events for deltas of request `number`."""

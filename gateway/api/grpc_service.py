@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,6 +13,7 @@ from common.request_ids import HEADER, take_request_id
 from common.types import EarlyStopping
 from gateway.admission.admission import Admission
 from gateway.api.credentials import Authenticator
+from gateway.api.embedding_reply import shortened
 from gateway.api.front import Front
 from gateway.intake.limits import RANGES
 from gateway.intake.resolved_request import ResolvedRequest
@@ -50,6 +51,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._metrics.failed(error.grpc_code)
             raise
 
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        try:
+            tenant = self._authenticator.tenant(_authorization(context))
+            with self._admission.enter(tenant) as entry:
+                wanted = embed_wanted_of(request)
+                wanted.timeout_s = _time_left(context)
+                resolved = await self._validator.resolve(wanted, tenant)
+                entry.take([resolved])
+                found = await self._embedded(resolved)
+                dimensions = request.dimensions if request.HasField("dimensions") else None
+                return embed_response_of(resolved.request_id, found, shortened(found.embedding, dimensions))
+        except LooseleafError as error:
+            self._metrics.failed(error.grpc_code)
+            raise
+
+    async def _embedded(self, request: ResolvedRequest) -> Delta:
+        deltas: list[Delta] = []
+        in_time = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
+        async with Outlet(deltas.extend) as outlet, in_time:
+            await self._runner.run(request, outlet)
+        return deltas[-1]
+
     async def _stream(self, request: ResolvedRequest, context: Context) -> None:
         messages = _Messages(request.request_id, context)
         in_time = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
@@ -76,6 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_model_len=self._validator.checker().max_model_len,
             vocab_size=self._assets.vocab_size,
             eos_token_ids=self._assets.eos_token_ids,
+            pooling=self._validator.pooling,
         )
         return pb.ListModelsResponse(models=[model])
 
@@ -117,7 +141,7 @@ def key_check(
             tenant = authenticator.tenant(
                 _authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
             )
-            if admission is not None and method.endswith("/Generate"):
+            if admission is not None and method.endswith(("/Generate", "/Embed")):
                 try:
                     admission.check(tenant)
                 except LooseleafError as error:
@@ -193,6 +217,18 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
     return wanted
 
 
+def embed_wanted_of(request: pb.EmbedRequest) -> Wanted:
+    """Converts a message to a request without checking it."""
+    wanted = Wanted(embeds=True, max_tokens=1)
+    wanted.prompt_field, wanted.prompt = _prompt_of(request, request.WhichOneof("input"))
+    for name in ("request_id", "model", "priority", "truncate_prompt_tokens"):
+        if request.HasField(name):  # type: ignore[arg-type]
+            setattr(wanted, name, getattr(request, name))
+    if request.cache.HasField("cache_salt"):
+        wanted.cache_salt = request.cache.cache_salt
+    return wanted
+
+
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "logprobs", "prompt_logprobs", "beam_width", "length_penalty",
@@ -233,6 +269,12 @@ def response_of(request_id: str, delta: Delta) -> pb.GenerateResponse:
         message.usage.CopyFrom(_usage(delta.summary))
         message.timings.CopyFrom(convert.timings_to_pb(delta.summary.timings))
     return message
+
+
+def embed_response_of(request_id: str, delta: Delta, embedding: Sequence[float]) -> pb.EmbedResponse:
+    assert delta.summary is not None  # contained in the only delta
+    timings = convert.timings_to_pb(delta.summary.timings)
+    return pb.EmbedResponse(request_id=request_id, embedding=embedding, usage=_usage(delta.summary), timings=timings)
 
 
 def _usage(summary: Summary) -> pb.Usage:

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API for the same requests as gRPC: completions, chat, responses and models; also vLLM's /tokenize and
+"""OpenAI's HTTP API for the same requests as gRPC: completions, chat, responses, embeddings; also vLLM's /tokenize and
 /metrics, and the endpoints about the gateway itself (`http_about`).
 """
 
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from common.errors import InvalidArgument, NotFound, Unimplemented
 from gateway.admission.admission import Entry
-from gateway.api.answer import HttpAnswer, renamed
+from gateway.api.answer import HttpAnswer, WholeAnswer, renamed
 from gateway.api.asgi import (
     ContentOf,
     EventSender,
@@ -31,6 +31,8 @@ from gateway.api.asgi import (
     with_server_send,
 )
 from gateway.api.bodies import BodyBudget, BodyReader
+from gateway.api.embedding_reply import EmbeddingAnswer, ScoreAnswer
+from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.front import Front
 from gateway.api.http_about import About
 from gateway.api.http_frame import framed, warn
@@ -90,6 +92,8 @@ class HttpApi:
             self._route("/v1/responses", self.responses, "POST"),
             self._route("/v1/messages", self.messages, "POST", errors=messages_error),
             self._route("/v1/messages/count_tokens", model.count_tokens, "POST", errors=messages_error),
+            self._route("/v1/embeddings", self.embeddings, "POST"),
+            *(self._route(path, self.score, "POST") for path in ("/score", "/v1/score")),
             self._route("/v1/models", model.models, "GET"),
             self._route("/v1/models/{model:path}", model.models, "GET"),
             self._route("/tokenize", model.tokenize, "POST"),
@@ -153,6 +157,19 @@ class HttpApi:
 
         return await self._ask(request, MessagesBody, begin)
 
+    async def embeddings(self, request: Request) -> Response:
+        return await self._pool(request, EmbeddingBody, lambda body: EmbeddingAnswer(body, self._assets.name))
+
+    async def score(self, request: Request) -> Response:
+        return await self._pool(request, ScoreBody, lambda body: ScoreAnswer(body, self._assets.name))
+
+    async def _pool(self, request: Request, kind: type[B], begin: Callable[[B], WholeAnswer]) -> Response:
+        """Does what `_ask` does for an answer that is never streamed."""
+        with self._admission.enter(self._tenant(request)) as entry:
+            answer = begin(await self._bodies.read(request, kind))
+            content = await while_connected(request.receive, self._whole(answer, entry))
+            return Response(content, media_type="application/json")
+
     async def _ask(self, request: Request, kind: type[B], begin: Callable[[B], HttpAnswer]) -> Response:
         """Admits the request, reads its body, and answers it in the form that `begin` returns."""
         tenant = self._tenant(request)
@@ -173,7 +190,7 @@ class HttpApi:
     def _count_error(self, error: Any) -> None:
         self._metrics.failed(error.grpc_code)
 
-    async def _take(self, answer: HttpAnswer, entry: Entry) -> None:
+    async def _take(self, answer: WholeAnswer, entry: Entry) -> None:
         """Resolves the request. Raises an error if the request is invalid."""
         requests = []
         for wanted in answer.all_wanted():
@@ -185,7 +202,7 @@ class HttpApi:
         answer.take(requests)
         entry.take(requests)
 
-    async def _whole(self, answer: HttpAnswer, entry: Entry) -> bytes:
+    async def _whole(self, answer: WholeAnswer, entry: Entry) -> bytes:
         async with self._admission.answers.within(self._timeout_s):
             await self._take(answer, entry)
             outlets = [Outlet(partial(answer.add, number)) for number in range(len(answer.requests))]

@@ -36,6 +36,7 @@ class ModelApi:
             "created": self._created,
             "owned_by": "looseleaf",
             "max_model_len": self._validator.checker().max_model_len,
+            "pooling": self._validator.pooling,
         }
         if (name := request.path_params.get("model")) is not None:
             self._validator.check_model(name)

@@ -15,9 +15,11 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from common.errors import InvalidArgument, LooseleafError, Unimplemented
-from gateway.api.body_fields import UNKNOWN, fields_of, unsupported_of
+from common.errors import InvalidArgument, Unimplemented
+from gateway.api.body_fields import fields_of, unsupported_of
 from gateway.api.chat_messages import MessageBody
+from gateway.api.decoding import ANY, decoded
+from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.messages_history import TurnBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -44,27 +46,23 @@ ID_BYTES = 8
 """Number of bytes that JSON usually needs for a token id and its comma."""
 NOTHING_BYTES = 64
 """The maximum size in bytes of a value that requests nothing, for an unsupported field."""
-MAX_INTEGRAL_BYTES = 1 << 20
-"""The maximum size in bytes of a field in which numbers such as 2.0 are accepted as integers."""
 MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
 """The largest number of quotation marks in a message that belong to JSON itself: a part has 8, and a message has about
 as many.
 """
-_PATH = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
-_FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
-_MISSING = re.compile(r"Object missing required field `(?P<field>.*)`", re.DOTALL)
 _FIRST = re.compile(rb"\[\s*([^\s\]])")
 """Matches the first character of an array's first element."""
 _AFTER_LIST = re.compile(rb"\s*(?:,\s*)?([\[\]])")
 """Matches what follows a list in a list of lists: the end, or the next list."""
 _MIX = "must hold strings, or integers, or lists of integers, and not a mix"
+_PROMPTS = ("prompt", "input")
 _KINDS = "must be a string, a list of strings, token ids or a list of these, not empty"
 
 
 def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
     """Returns the size limit for a kind of body: the size of the largest prompts, plus an allowance for the rest."""
     prompts = JSON_BYTES * limits.text_bytes
-    if kind is CompletionBody:
+    if kind in (CompletionBody, EmbeddingBody, ScoreBody):
         prompts = max(prompts, MAX_BATCH_PROMPTS * max(limits.fitting_bytes, ID_BYTES * limits.max_model_len))
     elif kind is DetokenizeBody:
         prompts = ID_BYTES * limits.text_bytes
@@ -93,13 +91,13 @@ def parse_body(
             values[name] = _small_field(kind, name, part)
     missing = [f.name for f in msgspec.structs.fields(kind) if f.required and values.get(f.name) is None]
     if missing:
-        raise InvalidArgument.of(missing[0], _KINDS if missing == ["prompt"] else "must be given")
+        raise InvalidArgument.of(missing[0], _KINDS if missing[0] in _PROMPTS else "must be given")
     return kind(**values)
 
 
 def _check_nothing(name: str, part: msgspec.Raw, nothing: Any) -> None:
     small = memoryview(part).nbytes <= NOTHING_BYTES
-    given = _decoded(name, part, _ANY) if small else ...
+    given = decoded(name, part, ANY) if small else ...
     if given is not None and (type(given) is not type(nothing) or given != nothing):  # 0 is not false
         raise Unimplemented.of(name)
 
@@ -108,7 +106,7 @@ def _small_field(kind: type[Body], name: str, part: msgspec.Raw) -> Any:
     num_bytes = memoryview(part).nbytes
     if num_bytes > MAX_FIELD_BYTES:
         raise InvalidArgument.of(name, f"must take at most {MAX_FIELD_BYTES} bytes as JSON, got {num_bytes}")
-    return _decoded(name, part, _decoders(kind)[name])
+    return decoded(name, part, _decoders(kind)[name])
 
 
 @cache
@@ -118,56 +116,13 @@ def _decoders(kind: type[Body]) -> Mapping[str, msgspec.json.Decoder[Any]]:
     return {name: msgspec.json.Decoder(hints[name]) for name in small}
 
 
-def _decoded(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
-    try:
-        return decoder.decode(part)
-    except msgspec.ValidationError as error:
-        if _FLOAT_FOR_INT.match(str(error)[:200]) and memoryview(part).nbytes <= MAX_INTEGRAL_BYTES:
-            return _decoded_integral(name, part, decoder)
-        raise _violation(name, str(error)[:1000]) from None
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of(name, "must be valid JSON in UTF-8") from None
-
-
-def _decoded_integral(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """Decodes a field in which integers may be written as numbers such as 2.0."""
-    try:
-        return decoder.decode(msgspec.json.encode(_integral(_ANY.decode(part))))
-    except msgspec.ValidationError as error:
-        raise _violation(name, str(error)[:1000]) from None
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of(name, "must be valid JSON in UTF-8") from None
-
-
-def _integral(value: Any) -> Any:
-    """Returns the value with every float that is an exact 64-bit integer converted to int."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() and abs(value) < 2**63 else value
-    if isinstance(value, list):
-        return [_integral(item) for item in value]
-    return {key: _integral(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _violation(name: str, message: str) -> LooseleafError:
-    """Converts msgspec's message to one of ours: the path within the field becomes part of the field's name."""
-    found = _PATH.fullmatch(message)
-    assert found is not None  # the pattern matches anything
-    name += (found["path"] or "").replace("[...]", "")
-    if unknown := UNKNOWN.fullmatch(found["what"]):
-        return InvalidArgument.of(f"{name}.{unknown['field'][:100]}", "is not a known field")
-    if missing := _MISSING.fullmatch(found["what"]):
-        return InvalidArgument.of(f"{name}.{missing['field']}", "must be given")
-    what = found["what"].replace("`", "")
-    return InvalidArgument.of(name, f"is wrong: {what[:1].lower()}{what[1:200]}")
-
-
 # --- fields that may be large
 
 
 def _text(name: str, raw: bytes, limits: PromptLimits) -> str | None:
     if len(raw) > JSON_BYTES * limits.text_bytes + 2:
         raise InvalidArgument.of(name, f"must be at most {limits.text_bytes} bytes", TOO_LONG)
-    text: str | None = _decoded(name, raw, _TEXT)
+    text: str | None = decoded(name, raw, _TEXT)
     return text
 
 
@@ -185,11 +140,15 @@ def _prompts(name: str, raw: bytes, limits: PromptLimits) -> list[TextPrompt | I
     return [IdsPrompt(_prompt_ids(name, name, raw, limits))]
 
 
+def _texts(name: str, raw: bytes, limits: PromptLimits) -> str | list[str] | None:
+    return _strings(name, raw) if raw.startswith(b"[") else _text(name, raw, limits)
+
+
 def _strings(name: str, raw: bytes) -> list[str]:
     if _num_quotes(raw) > 4 * MAX_BATCH_PROMPTS:
         raise InvalidArgument.of(name, f"must hold at most {MAX_BATCH_PROMPTS} prompts")
     try:
-        strings: list[str] = _decoded(name, raw, _STRINGS)
+        strings: list[str] = decoded(name, raw, _STRINGS)
     except InvalidArgument:
         raise InvalidArgument.of(name, _MIX) from None
     return _at_most_a_batch(name, strings)
@@ -227,7 +186,7 @@ def _prompt_ids(
         checker.prompt_len(own_name, count)
         checker.finish()
     try:
-        ids: list[int] = _decoded(name, raw[begin:end], _IDS)
+        ids: list[int] = decoded(name, raw[begin:end], _IDS)
     except InvalidArgument:
         raise InvalidArgument.of(name, _MIX) from None
     return ids
@@ -238,14 +197,14 @@ def _tokens(name: str, raw: bytes, limits: PromptLimits) -> list[int]:
     count = raw.count(b",") + 1
     if count > limits.text_bytes:
         raise InvalidArgument.of(name, f"must hold at most {limits.text_bytes} ids, got {count}")
-    ids: list[int] = _decoded(name, raw, _IDS)
+    ids: list[int] = decoded(name, raw, _IDS)
     return ids
 
 
 def _tools(name: str, raw: bytes, limits: PromptLimits) -> list[dict[str, Any]] | None:
     if len(raw) > MAX_TOOLS_BYTES:
         raise InvalidArgument.of(name, f"must take at most {MAX_TOOLS_BYTES} bytes as JSON, got {len(raw)}")
-    tools: list[dict[str, Any]] | None = _decoded(name, raw, _TOOLS)
+    tools: list[dict[str, Any]] | None = decoded(name, raw, _TOOLS)
     return tools
 
 
@@ -261,7 +220,7 @@ def _with_parts(name: str, raw: bytes, limits: PromptLimits, *, decoder: msgspec
     if _num_quotes(raw) > MAX_QUOTES:
         what = f"must hold at most {MAX_MESSAGES} {noun} and {MAX_CONTENT_PARTS} parts of content"
         raise InvalidArgument.of(name, what)
-    return _decoded(name, raw, decoder)
+    return decoded(name, raw, decoder)
 
 
 def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
@@ -275,7 +234,6 @@ def _num_quotes(raw: bytes) -> int:
     return raw.count(b'"') - raw.count(b'\\"')
 
 
-_ANY = msgspec.json.Decoder()
 _TEXT = msgspec.json.Decoder(str | None)
 _STRINGS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
@@ -285,6 +243,9 @@ _turns = partial(_with_parts, decoder=msgspec.json.Decoder(list[TurnBody] | None
 _items = partial(_with_parts, decoder=msgspec.json.Decoder(list[InputItem] | None), noun="items")
 _READERS: Mapping[tuple[type[Body], str], Callable[[str, bytes, PromptLimits], Any]] = {
     (CompletionBody, "prompt"): _prompts,
+    (EmbeddingBody, "input"): _prompts,
+    (ScoreBody, "text_1"): _texts,
+    (ScoreBody, "text_2"): _texts,
     (ChatBody, "messages"): _messages,
     (ChatBody, "tools"): _tools,
     (ResponsesBody, "input"): _input,

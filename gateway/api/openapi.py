@@ -13,13 +13,14 @@ import msgspec
 
 from common.version import VERSION
 from gateway.api.body_fields import unsupported_of
+from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.limits import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RANGES, Range
 
 _PREFIX = "#/components/schemas/"
-_WIRE = {(CompletionBody, "prompt")}
+_WIRE = {(CompletionBody, "prompt"), (EmbeddingBody, "input")}
 """Fields whose form in JSON differs from the type that they are parsed into."""
 _STOP = f"At most {MAX_STOP_STRINGS} strings, not empty."
 
@@ -60,6 +61,11 @@ _OPERATIONS = (
     ),
     _Operation("/v1/messages/count_tokens", "countTokens", "Returns the length of a conversation in tokens.",
                CountTokensBody, {"messages": _MESSAGES}),
+    _Operation("/v1/embeddings", "createEmbedding", "Returns the embeddings of texts.", EmbeddingBody,
+               {"input": "Once upon a time"}),
+    *(_Operation(path, name, "Returns how similar texts are: the cosine of their embeddings.", ScoreBody,
+                 {"text_1": "a wolf", "text_2": ["a fox", "a mill"]})
+      for path, name in (("/score", "score"), ("/v1/score", "createScore"))),
     _Operation("/v1/models", "listModels", "Lists the model that is served."),
     _Operation("/v1/models/{model}", "getModel", "Returns one model.", parameter="model"),
     _Operation("/tokenize", "tokenize", "Returns the token ids of a text or a conversation.", TokenizeBody,
@@ -76,7 +82,7 @@ _OPERATIONS = (
 @cache
 def description(vocab_size: int, max_model_len: int) -> dict[str, Any]:
     """Returns the OpenAPI document for a model of these sizes."""
-    bodies = [operation.body for operation in _OPERATIONS if operation.body is not None]
+    bodies = list(dict.fromkeys(operation.body for operation in _OPERATIONS if operation.body is not None))
     _, components = msgspec.json.schema_components(
         [_wire_type(body) for body in bodies], ref_template=_PREFIX + "{name}"
     )
@@ -168,8 +174,8 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
             option |= {"exclusiveMinimum" if limit.above_low else "minimum": limit.low, "maximum": limit.high}
     if "truncate_prompt_tokens" in properties:
         properties["truncate_prompt_tokens"]["not"] = {"const": 0}
-    if body is CompletionBody:
-        properties["prompt"] = sizes.prompt
+    for name in [name for kind, name in _WIRE if kind is body]:
+        properties[name] = sizes.prompt
     if body is DetokenizeBody:
         ids = {"type": "array", "items": sizes.ids["items"]}  # may be longer than a prompt
         properties["tokens"] = {**ids, "description": "At most as many as the longest text that is taken has bytes."}
@@ -177,7 +183,7 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
         schema["anyOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _EITHER]
     for option in _options(properties.get("stop_token_ids", {}), "array"):
         option |= {**sizes.ids, "minItems": 0, "maxItems": MAX_STOP_TOKEN_IDS}
-    for name in ("messages", "input"):
+    for name in ("messages", "input", "text_1", "text_2"):
         for option in _options(properties.get(name, {}), "array", "string"):
             option["minItems" if option["type"] == "array" else "minLength"] = 1
     if "stop" in properties:

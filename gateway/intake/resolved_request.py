@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.types import CacheQuota, SamplingParams, StoppingParams
+from common.types import CacheQuota, Pooling, SamplingParams, StoppingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class ResolvedRequest:
     tenant: str = ""
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""
+    pooling: Pooling | None = None
+    """How the prompt becomes an embedding; None if tokens are asked for."""
     cache_quota: CacheQuota | None = None
     """The tenant's limit on cached blocks, if it has one."""
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from common.errors import FieldViolation, InvalidArgument, ModelNotFound
 from common.group_need import GroupRoom
 from common.request_ids import REQUEST_ID, new_request_id
-from common.types import SamplingParams, StoppingParams, StructuredOutput
+from common.types import Pooling, SamplingParams, StoppingParams, StructuredOutput
 from gateway.intake.assets import GenerationDefaults, ModelAssets
 from gateway.intake.group_limits import (
     check_group,
@@ -51,6 +51,7 @@ class Validator:
         timeout_s: float,
         max_model_len: Callable[[], int],
         group_rooms: Callable[[], Collection[GroupRoom]],
+        pooling: Pooling = "last",
     ) -> None:
         """Sets up the validation. `group_rooms` returns the group limits of the decode workers, or nothing if there are
         none.
@@ -63,6 +64,8 @@ class Validator:
         self._group_rooms = group_rooms
         self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
         self._cache_percent: Callable[[str], int | None] = lambda tenant: None
+        self.pooling = pooling
+        """How a text becomes an embedding."""
         self._try_grammar: Callable[[str, StructuredOutput], Awaitable[None]] = _refuse_grammar
 
     def use_grammars(self, check: Callable[[str, StructuredOutput], Awaitable[None]]) -> None:
@@ -194,6 +197,7 @@ class Validator:
             skip_special_tokens=wanted.skip_special_tokens,
             tenant=tenant,
             public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
+            pooling=self.pooling if wanted.embeds else None,
             cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),
         )
 

@@ -81,6 +81,8 @@ class Wanted:
     """Whether special tokens are left out of the text."""
     truncate_prompt_tokens: int | None = None
     """Number of tokens at the end of the prompt that are kept. -1: as many as leave room for the output."""
+    embeds: bool = False
+    """Whether the request asks for the prompt's embedding instead of tokens."""
     cache_salt: str | None = None
     priority: int | None = None
     timeout_s: float | None = None

@@ -102,7 +102,7 @@ class Attempts:
             raise too_late(state.request.timeout_s) from None
         finally:
             self._workers.keep_promise(place)
-        isolation.prefilled(is_heard_of=not state.is_beam_search)
+        isolation.prefilled(is_heard_of=state.is_heard_of)
         return _Prefilled(worker, done, isolation)
 
     async def _enter_prefill(self, state: RequestState) -> tuple[WorkerRecord, IsolationTicket]:

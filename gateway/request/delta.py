@@ -37,6 +37,8 @@ class Delta:
     stop_token_id: int | None = None
     stop_string: str | None = None
     beam_score: float | None = None
+    embedding: Sequence[float] = ()
+    """The prompt's embedding, for a request that asks for one."""
     summary: Summary | None = None
     is_first: bool = False
     """Whether this is the sample's first delta that the client sees. Set when the delta is sent, as is `is_plain`."""

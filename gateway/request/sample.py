@@ -80,6 +80,12 @@ class Sample:
         delta.token_ids.append(token_id)
         delta.text += self._detokenizer.add(token_id)
 
+    def take_embedding(self, outlet: Outlet, embedding: Sequence[float]) -> None:
+        """Ends the sample with the prompt's embedding."""
+        delta = self._pending(outlet)
+        delta.embedding = embedding
+        self.finish_reason = delta.finish_reason = FinishReason.STOP
+
     def _pending(self, outlet: Outlet) -> Delta:
         if self.delta is None:
             self.delta = Delta(self.index)

@@ -68,6 +68,11 @@ class RequestState:
         return self.request.sampling.beam_width is not None
 
     @property
+    def is_heard_of(self) -> bool:
+        """Whether decode sends tokens of the request before its end."""
+        return not self.is_beam_search and self.request.pooling is None
+
+    @property
     def open_samples(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.finish_reason is None]
 
@@ -127,6 +132,9 @@ class RequestState:
         others.
         """
         count, metrics = len(delta.token_ids), self.metrics
+        if delta.embedding:
+            metrics.prompt_done(self.summary())
+            return
         if not self.left_at:
             delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, ()
             metrics.first_token(now - self.arrived, self.summary())
@@ -178,6 +186,8 @@ class RequestState:
 
         Raises WorkerLost for an answer that does not match the request.
         """
+        if self.request.pooling is not None:
+            return self._accept_embedding(done)
         going, sent = [], [] if self.is_beam_search else self.open_samples
         if [token.sample_index for token in done.tokens] != [sample.index for sample in sent]:
             raise internal("prefill")
@@ -192,6 +202,13 @@ class RequestState:
         if len(done.ticket.branches) != branches or self.is_beam_search != done.HasField("beam_candidates"):
             raise internal("prefill")
         return self.open_samples if self.is_beam_search else going
+
+    def _accept_embedding(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
+        if not done.embedding or done.tokens or done.HasField("ticket"):
+            raise internal("prefill")
+        self.samples[0].take_embedding(self.outlet, done.embedding)
+        self._note_end(self.samples[0])
+        return []
 
     def _note_end(self, sample: Sample) -> bool:
         """Counts a sample that has just ended."""
@@ -214,6 +231,7 @@ class RequestState:
             sampling=_sampling(request.sampling, with_prompt=self.sources is None),
             stopping=convert.stopping_to_pb(request.stopping),
             priority=self.rank,
+            pooling=None if request.pooling is None else convert.POOLINGS[request.pooling],
         )
 
     def submit_request(self, done: prefill_pb2.PrefillDone, going: list[Sample]) -> decode_pb2.Submit:

@@ -79,6 +79,7 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "max_queue_wait",
         "api_key_file",
         "public_prefix_file",
+        "pooling",
         "tool_call_parser",
         "reasoning_parser",
         "ssl_certfile",

@@ -24,6 +24,9 @@ class ServeSettings(Settings):
     )
     model: str | None = Field(None, description="the same, given as a flag")
     served_model_name: str | None = Field(None, description="name in the API; default: the directory's name")
+    pooling: Literal["last", "mean"] = Field(
+        "last", description="how a text's hidden states become its embedding: the last token's, or the mean of all"
+    )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template says"
     )

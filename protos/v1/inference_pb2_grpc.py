@@ -40,6 +40,11 @@ class InferenceServiceStub:
                 request_serializer=protos_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/looseleaf.v1.InferenceService/Embed',
+                request_serializer=protos_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/looseleaf.v1.InferenceService/Tokenize',
                 request_serializer=protos_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -63,6 +68,13 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Generate streams the continuation of a prompt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embed returns the embedding of a text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +108,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -141,6 +158,33 @@ class InferenceService:
             '/looseleaf.v1.InferenceService/Generate',
             protos_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/looseleaf.v1.InferenceService/Embed',
+            protos_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            protos_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

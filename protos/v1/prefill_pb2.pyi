@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority")
+    __slots__ = ("request_id", "attempt", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class PrefillRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     cache_salt: bytes
@@ -29,7 +30,8 @@ class PrefillRequest(_message.Message):
     sampling: _types_pb2.SamplingParams
     stopping: _types_pb2.StoppingParams
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    pooling: _types_pb2.Pooling
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., pooling: _Optional[_Union[_types_pb2.Pooling, str]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("queued", "progress", "done")
@@ -66,7 +68,7 @@ class BranchToken(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[_Union[_types_pb2.TokenLogprob, _Mapping]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("ticket", "tokens", "sources", "timings", "prompt_logprobs", "load", "beam_candidates")
+    __slots__ = ("ticket", "tokens", "sources", "timings", "prompt_logprobs", "load", "beam_candidates", "embedding")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +76,7 @@ class PrefillDone(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BEAM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     ticket: _types_pb2.Ticket
     tokens: _containers.RepeatedCompositeFieldContainer[BranchToken]
     sources: _types_pb2.PromptSources
@@ -81,4 +84,5 @@ class PrefillDone(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
     load: _types_pb2.WorkerLoad
     beam_candidates: _types_pb2.BeamCandidates
-    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[BranchToken, _Mapping]]] = ..., sources: _Optional[_Union[_types_pb2.PromptSources, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ...) -> None: ...
+    embedding: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[BranchToken, _Mapping]]] = ..., sources: _Optional[_Union[_types_pb2.PromptSources, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -30,9 +30,10 @@ from decode_svc.worker import DecodeWorker
 from engine.model_runner import ModelRunner
 from engine.sequence import Chunk
 from engine.sequence import Sequence as Tokens
+from prefill_svc.events import Done, Event
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
-from prefill_svc.worker import Done, Event, PrefillWorker
+from prefill_svc.worker import PrefillWorker
 from testing.equality.cases import Case, Text
 from testing.equality.rough_parts import Request, Role, RoughAttachment
 from testing.equality.workers import DOMAIN, MAX_NUM_SEQS, Asked

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from block_store.arena.arena import Arena
 from block_store.errors import Fenced
 from block_store.ledger.scripts import LedgerScripts
+from prefill_svc.events import Done
 from prefill_svc.job import Job
-from prefill_svc.worker import Done
 from testing.equality.workers import Asked, Attachment
 from testing.ledger.lossy_redis import LossyRedis
 

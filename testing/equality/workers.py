@@ -32,9 +32,10 @@ from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
 from engine.model_runner import ModelRunner
 from engine.sequence import Sequence as Tokens
+from prefill_svc.events import Done, Event
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
-from prefill_svc.worker import Done, Event, PrefillWorker
+from prefill_svc.worker import PrefillWorker
 from testing.equality.cases import Answer, Case, Text
 from testing.ledger.store import wait_until
 from worker.grammars import Grammars

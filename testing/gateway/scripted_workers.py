@@ -13,7 +13,7 @@ from common.rpc import Protection, RpcServer
 from common.types import Role, WorkerRecord
 from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos.v1 import types_pb2 as pb
-from testing.gateway.parts import BLOCK_SIZE, Fault, Script, beam_score, expected_ids, make_record
+from testing.gateway.parts import BLOCK_SIZE, Fault, Script, beam_score, expected_embedding, expected_ids, make_record
 
 HEARTBEAT_S = 0.05
 
@@ -42,6 +42,8 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         yield prefill_pb2.PrefillResponse(done=self._done(request))
 
     def _done(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
+        if request.pooling:
+            return self._pooled(request)
         beams, prompt = request.sampling.HasField("beam_width"), request.prompt_token_ids
         tokens = [] if beams else [_first_token(request, branch, self._script) for branch in request.branches]
         going = [b for b, t in zip(request.branches, tokens, strict=True) if not t.finish_reason] if tokens else []
@@ -57,6 +59,15 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
             prompt_logprobs=[_logprob(t) for t in prompt[1:]] if request.sampling.HasField("prompt_logprobs") else [],
             load=pb.WorkerLoad(),
             beam_candidates=pb.BeamCandidates(token_ids=[5], logprobs=[-0.5]) if beams else None,
+        )
+
+    def _pooled(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
+        prompt = request.prompt_token_ids
+        return prefill_pb2.PrefillDone(
+            embedding=expected_embedding(prompt),
+            sources=pb.PromptSources(computed_tokens=len(prompt)),
+            timings=pb.Timings(queue_ns=1_000_000, prefill_ns=2_000_000),
+            load=pb.WorkerLoad(),
         )
 
 

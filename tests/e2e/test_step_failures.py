@@ -27,9 +27,10 @@ from decode_svc.worker import DecodeWorker
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Sequence
 from engine.tiny import make_checkpoint
+from prefill_svc.events import Done, Event
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
-from prefill_svc.worker import Done, Event, PrefillWorker
+from prefill_svc.worker import PrefillWorker
 
 PROMPT = list(range(5, 25))
 GREEDY, STOPPING = SamplingParams(temperature=0.0), StoppingParams(max_tokens=8)

@@ -16,6 +16,8 @@ from engine.errors import ModelError, UnsupportedModel
 from engine.foreign import attention_hook, packed_weight, row_check
 from engine.foreign.model import TransformersModel
 from engine.model_runner import ModelRunner, RunnerSettings
+from engine.sequence import Chunk, lay_out
+from testing.engine import Batch
 from testing.oracle import Oracle
 from testing.zoo import REFUSED, ZOO, make_foreign
 
@@ -75,6 +77,20 @@ def test_logits_are_those_of_transformers(checkpoint: Make, name: str) -> None:
     assert float((got.double() - want).pow(2).mean().sqrt() / want.std()) <= CLOSE_RMS
     assert torch.equal(got.argmax(-1), want.argmax(-1))
     assert len(set(want.argmax(-1).tolist())) > 20, "a model that says one thing over and over shows nothing"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mamba2", "phi3"])
+def test_hidden_states_are_those_of_transformers(checkpoint: Make, name: str) -> None:
+    directory = checkpoint(name)
+    runner = runner_of(directory)
+    tokens = prompt(runner.config.vocab_size)
+    sequence = Batch.of(runner, [tokens], 1).sequences[0]
+    sequence.pooling = "mean"
+    ours = runner.hidden_states(lay_out([Chunk(sequence, len(tokens))], runner.layout.block_size).batch)
+    model = transformers.AutoModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        theirs = model(torch.tensor([tokens])).last_hidden_state[0].double()
+    assert distance(ours.double(), theirs) < CLOSE * 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,9 +22,10 @@ from common.ticket import Ticket
 from common.types import BlockRef, Branch, SamplingParams, StoppingParams
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
+from prefill_svc.events import Done, Event
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
-from prefill_svc.worker import Done, Event, PrefillWorker
+from prefill_svc.worker import PrefillWorker
 from testing.oracle import Oracle
 
 

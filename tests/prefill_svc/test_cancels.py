@@ -13,8 +13,8 @@ import pytest
 from block_store.errors import LedgerUnavailable
 from block_store.ledger.inspection import inspect
 from common.types import Branch, SamplingParams, StoppingParams
+from prefill_svc.events import ChunkDone, Done
 from prefill_svc.job import Job
-from prefill_svc.worker import ChunkDone, Done
 
 BLOCK = 16
 PROMPT = list(range(10, 47))  # two full blocks and a partial one

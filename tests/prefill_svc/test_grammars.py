@@ -15,8 +15,8 @@ from common.types import Branch, FinishReason, SamplingParams, StoppingParams, S
 from engine import grammar_state
 from engine.grammar_state import GrammarState
 from engine.tiny import write_tokenizer
+from prefill_svc.events import Done
 from prefill_svc.job import Job
-from prefill_svc.worker import Done
 
 STOPPING = StoppingParams(max_tokens=20, stop_token_ids=(2,))
 PROMPT = list(range(10, 50))

@@ -15,8 +15,8 @@ from block_store.ledger.inspection import inspect
 from common.errors import Aborted, InvalidArgument
 from common.types import Branch, FinishReason, SamplingParams, StoppingParams
 from engine.beam_search import BeamSearch
+from prefill_svc.events import Done
 from prefill_svc.job import Job
-from prefill_svc.worker import Done
 from testing.oracle import Oracle
 
 BLOCK = 16

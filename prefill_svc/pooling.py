@@ -1,0 +1,53 @@
+"""Embeddings: the hidden states of a prompt become one vector, chunk by chunk. Plain Python and numpy.
+
+The same prompt gives the same bits in any batch and for any chunks: a hidden state does not depend on its batch, and
+the mean adds the states one after the other, in fp64, in the order of their positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.types import Pooling
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.sequence import Chunk
+
+States = npt.NDArray[np.float32]
+
+
+class Pool:
+    """One prompt's hidden states, as far as they have been computed."""
+
+    def __init__(self, pooling: Pooling) -> None:
+        self.pooling = pooling
+        self._sum: npt.NDArray[np.float64] | None = None
+
+    def add(self, states: States) -> None:
+        """Adds the states [n, h] of the next positions. With "last", only the last one of all counts."""
+        for state in states.astype(np.float64):
+            self._sum = state if self._sum is None or self.pooling == "last" else self._sum + state
+
+    def vector(self) -> list[float]:
+        """Returns the embedding, fp32 values of length 1 together. (The length of the sum is that of the mean.)"""
+        assert self._sum is not None, "no state has been added"
+        length = np.sqrt(np.sum(np.square(self._sum)))
+        vector: list[float] = (self._sum / max(length, np.finfo(np.float64).tiny)).astype(np.float32).tolist()
+        return vector
+
+
+def take_pooled(plan: list[tuple[Any, Chunk]], states: torch.Tensor) -> None:
+    """Gives the hidden states of a step's wanted rows, fp32 [R, h], to the pools of their jobs.
+
+    Must be called before `num_computed` is increased.
+    """
+    host, row = states.cpu().numpy(), 0
+    for job, chunk in plan:
+        num_rows = chunk.num_tokens if chunk.sequence.wants_every_row else int(chunk.completes)
+        job.pool.add(host[row : row + num_rows])
+        row += num_rows
