@@ -1,4 +1,4 @@
-"""Embeddings and scores over real workers: HTTP, gRPC and the `openai` client give the same bits, whatever runs beside."""
+"""Embeddings and scores over real workers: every interface gives the same bits, whatever runs beside."""
 
 from __future__ import annotations
 
