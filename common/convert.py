@@ -152,32 +152,26 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
         message.prompt_logprobs = params.prompt_logprobs
     if params.structured is not None:
         message.structured_output.CopyFrom(structured_to_pb(params.structured))
+    message.bad_token_ids.extend(pb.TokenSequence(ids=ids) for ids in params.bad_token_ids)
+    if params.allowed_token_ids is not None:
+        message.allowed_token_ids.CopyFrom(pb.TokenSequence(ids=params.allowed_token_ids))
     return message
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Converts sampling parameters. Absent fields take the defaults of `SamplingParams`."""
     plain = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "logprobs",
-        "prompt_logprobs",
-        "num_sequences",
-        "beam_width",
-        "length_penalty",
-    )
+        "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+        "logprobs", "prompt_logprobs", "num_sequences", "beam_width", "length_penalty",
+    )  # fmt: skip
     given = {name: getattr(message, name) for name in plain if message.HasField(name)}
     return SamplingParams(
         **given,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         early_stopping=_STOPPING_FROM_PB.get(message.early_stopping, False),
         structured=structured_from_pb(message.structured_output) if message.HasField("structured_output") else None,
+        bad_token_ids=tuple(tuple(sequence.ids) for sequence in message.bad_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids.ids) if message.HasField("allowed_token_ids") else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, NewType
@@ -187,6 +187,17 @@ class SamplingParams:
     """As in transformers."""
     structured: StructuredOutput | None = None
     """What the output must match; None for free text."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences that the output may not contain, none of them empty."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be drawn, at least one; None: all."""
+
+    @property
+    def named_ids(self) -> Iterator[int]:
+        """All token ids that the parameters name."""
+        yield from (token for token, _ in self.logit_bias)
+        yield from (token for ids in self.bad_token_ids for token in ids)
+        yield from self.allowed_token_ids or ()
 
     @property
     def greedy(self) -> bool:

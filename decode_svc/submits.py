@@ -89,7 +89,7 @@ def _check_ids(submit: pb.Submit, sampling: SamplingParams, stopping: StoppingPa
     """Checks token ids. An id outside the vocabulary would make every group of a step fail."""
     known = [submit.prompt_token_ids, submit.beam_candidates.token_ids, stopping.stop_token_ids]
     known += [branch.output_token_ids for branch in submit.branches]
-    largest = max([max(ids, default=0) for ids in known] + [token for token, _ in sampling.logit_bias])
+    largest = max([max(ids, default=0) for ids in known] + list(sampling.named_ids))
     if largest >= vocab_size:
         raise ValueError(f"token id {largest} is not below the vocabulary size {vocab_size}")
     if (sampling.logprobs or 0) > vocab_size:

@@ -4,9 +4,9 @@ All functions are pure and vectorised over the batch. Logits stay on their devic
 returned to the host.
 
 A row's result depends on its logits, parameters, tokens, seed, sample and position, never on the rest of the batch.
-The order and meaning of the parameters are vLLM's: logit bias and min_tokens first, then repetition, frequency and
-presence penalties, the grammar's mask, then temperature, min-p, top-k and top-p. Log-probabilities are those of the raw
-logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them.
+The order and meaning of the parameters are vLLM's: logit bias, bad words and min_tokens first, then repetition,
+frequency and presence penalties, the grammar's mask, then temperature, min-p, top-k and top-p. Log-probabilities are
+those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them.
 """
 
 from __future__ import annotations
@@ -179,18 +179,22 @@ def _may_adjust(row: SampleRow) -> bool:
     """Returns whether `_adjust` may change a row, at this or a later position."""
     if row.grammar is not None:
         return True
-    return bool(row.params.logit_bias) or row.stopping.min_tokens > 0 or row.params.has_penalties
+    params = row.params
+    banned = bool(params.bad_token_ids) or params.allowed_token_ids is not None
+    return banned or bool(params.logit_bias) or row.stopping.min_tokens > 0 or params.has_penalties
 
 
 def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
-    """Returns logits [B, vocab] after bias, min_tokens, penalties and grammars of these rows. If no row has any of
-    these, the logits are not copied. A grammar's mask takes min_tokens into account.
+    """Returns logits [B, vocab] after bias, bans, min_tokens, penalties and grammars of these rows. If no row has any
+    of these, the logits are not copied. A grammar's mask takes min_tokens into account.
     """
     biases = [(i, row) for i, row in rows if row.params.logit_bias]
     short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens and row.grammar is None]
     penalised = [(i, row) for i, row in rows if row.params.has_penalties]
     masked = [(i, row) for i, row in rows if row.grammar is not None]
-    if not (biases or short or penalised or masked):
+    narrow = [(i, row) for i, row in rows if row.params.allowed_token_ids is not None]
+    banned = [(i, ids) for i, row in rows if (ids := banned_next(row.params.bad_token_ids, row.output_ids))]
+    if not (biases or short or penalised or masked or narrow or banned):
         return logits
     logits = _copy(logits)
     flat = logits.view(-1)
@@ -198,14 +202,34 @@ def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Ten
         places = _places([(i, [token for token, _ in row.params.logit_bias]) for i, row in biases], logits.shape[1])
         values = torch.tensor([value for _, row in biases for _, value in row.params.logit_bias], dtype=logits.dtype)
         flat.index_add_(0, torch.from_numpy(places).to(logits.device), values.to(logits.device))
-    if short:
-        places = _places([(i, row.stopping.stop_token_ids) for i, row in short], logits.shape[1])
-        flat[torch.from_numpy(places).to(logits.device)] = -torch.inf
+    banned += [(i, row.stopping.stop_token_ids) for i, row in short]
+    if banned:
+        flat[torch.from_numpy(_places(banned, logits.shape[1])).to(logits.device)] = -torch.inf
     if penalised:
         _penalise(logits, penalised)
     if masked:
         _mask(logits, masked)
+    for i, row in narrow:
+        _narrow(logits[i], row.params.allowed_token_ids or ())
     return logits
+
+
+def banned_next(bad_token_ids: Seq[Seq[int]], output_ids: Seq[int]) -> list[int]:
+    """Returns the tokens that would complete one of the bad sequences after this output (vLLM's `bad_words`)."""
+    found = []
+    for *head, last in bad_token_ids:
+        start = len(output_ids) - len(head)
+        if start >= 0 and list(output_ids[start:]) == head:
+            found.append(last)
+    return found
+
+
+def _narrow(row: torch.Tensor, allowed: Seq[int]) -> None:
+    """Bans all tokens of a row [vocab] but these, in place."""
+    at = torch.tensor(allowed, device=row.device)
+    kept = row[at]
+    row.fill_(-torch.inf)
+    row[at] = kept
 
 
 def _copy(logits: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, cast
 from common import convert
 from common.types import StructuredOutput
 from protos.v1 import inference_pb2 as pb
+from protos.v1 import types_pb2 as types_pb
 
 Message = Mapping[str, str]
 """One turn of a chat: {"role": ..., "content": ...}."""
@@ -47,6 +48,10 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    """Words that the output may not contain."""
+    allowed_token_ids: Sequence[int]
+    """The only tokens that may be drawn."""
     seed: int
     logprobs: int
     """Return the log-probability of each token, and of this many most likely ones."""
@@ -106,6 +111,9 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     _set(request.sampling, "num_sequences", values, "n")
     _set_early_stopping(request, values)
     request.sampling.logit_bias.update(options.get("logit_bias", {}))
+    request.sampling.bad_words.extend(options.get("bad_words", ()))
+    if (allowed := options.get("allowed_token_ids")) is not None:
+        request.sampling.allowed_token_ids.CopyFrom(types_pb.TokenSequence(ids=allowed))
     if (structured := options.get("structured_output")) is not None:
         request.sampling.structured_output.CopyFrom(convert.structured_to_pb(structured))
     for name in _STOPPING:

@@ -97,8 +97,9 @@ def _check_ids(
     prompt: Seq[int], branches: Seq[Branch], sampling: SamplingParams, stopping: StoppingParams, vocab_size: int
 ) -> None:
     outputs = [max(branch.output_ids) for branch in branches if branch.output_ids]
-    biased = [token for token, _ in sampling.logit_bias]
-    if max(*prompt, *outputs, *biased, *stopping.stop_token_ids, 0) >= vocab_size:
+    if max(*prompt, *outputs, *sampling.named_ids, *stopping.stop_token_ids, 0) >= vocab_size:
         raise InvalidArgument.of("token ids", f"must be below the vocabulary size {vocab_size}")
+    if not all(sampling.bad_token_ids) or sampling.allowed_token_ids == ():
+        raise InvalidArgument.of("sampling", "must not have empty bad_token_ids or allowed_token_ids")
     if max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) > vocab_size:
         raise InvalidArgument.of("logprobs", f"must be at most the vocabulary size {vocab_size}")

@@ -192,6 +192,7 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
     sampling, stopping = request.sampling, request.stopping
     wanted = Wanted(
         logit_bias=list(sampling.logit_bias.items()),
+        bad_words=list(sampling.bad_words),
         stop=list(stopping.stop),
         stop_token_ids=list(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
@@ -210,6 +211,8 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
         wanted.n = sampling.num_sequences
     if sampling.HasField("early_stopping"):
         wanted.early_stopping = _early_stopping(sampling.early_stopping)
+    if sampling.HasField("allowed_token_ids"):
+        wanted.allowed_token_ids = list(sampling.allowed_token_ids.ids)
     if sampling.HasField("structured_output"):
         wanted.structured = convert.structured_from_pb(sampling.structured_output)
     if request.cache.HasField("cache_salt"):

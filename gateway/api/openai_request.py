@@ -89,6 +89,8 @@ class SamplingBody(Body, kw_only=True):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -107,6 +109,8 @@ class SamplingBody(Body, kw_only=True):
             setattr(wanted, name, getattr(self, name))
         wanted.logit_bias = logit_bias_of(self.logit_bias or {})
         wanted.stop_token_ids = self.stop_token_ids or ()
+        wanted.bad_words = self.bad_words or ()
+        wanted.allowed_token_ids = self.allowed_token_ids
         wanted.use_beam_search = bool(self.use_beam_search)
         wanted.skip_special_tokens = self.skip_special_tokens is not False
         wanted.ignore_eos = bool(self.ignore_eos)

@@ -17,7 +17,14 @@ from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.responses_request import ResponsesBody
-from gateway.intake.limits import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RANGES, Range
+from gateway.intake.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    Range,
+)
 
 _PREFIX = "#/components/schemas/"
 _WIRE = {(CompletionBody, "prompt"), (EmbeddingBody, "input")}
@@ -183,6 +190,10 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
         schema["anyOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _EITHER]
     for option in _options(properties.get("stop_token_ids", {}), "array"):
         option |= {**sizes.ids, "minItems": 0, "maxItems": MAX_STOP_TOKEN_IDS}
+    for option in _options(properties.get("allowed_token_ids", {}), "array"):
+        option |= {**sizes.ids, "maxItems": MAX_ALLOWED_TOKEN_IDS}
+    for option in _options(properties.get("bad_words", {}), "array"):
+        option["maxItems"] = MAX_BAD_WORDS
     for name in ("messages", "input", "text_1", "text_2"):
         for option in _options(properties.get(name, {}), "array", "string"):
             option["minItems" if option["type"] == "array" else "minLength"] = 1

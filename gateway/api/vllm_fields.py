@@ -11,7 +11,7 @@ from typing import Any
 
 UNSUPPORTED: Mapping[str, Any] = {
     # what may be drawn
-    "allowed_token_ids": None,
+    "allowed_token_ids": None,  # for responses
     "bad_words": [],
     "logits_processors": [],
     "repetition_detection": None,

@@ -38,6 +38,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 64
+"""Each becomes at most two sequences of tokens, so they ban fewer tokens than any vocabulary has."""
+MAX_BAD_WORD_BYTES = 256
+MAX_ALLOWED_TOKEN_IDS = 10_000
 MAX_GRAMMAR_BYTES = 64 << 10
 """Bytes of a JSON schema, a regular expression or a Lark grammar."""
 MAX_CHOICES = 1024

@@ -13,6 +13,7 @@ from common.group_need import GroupRoom
 from common.request_ids import REQUEST_ID, new_request_id
 from common.types import Pooling, SamplingParams, StoppingParams, StructuredOutput
 from gateway.intake.assets import GenerationDefaults, ModelAssets
+from gateway.intake.bans import bad_token_ids, check_bans
 from gateway.intake.group_limits import (
     check_group,
     is_beam_search,
@@ -88,12 +89,14 @@ class Validator:
         _check_rest(checker, wanted)
         check_group(checker, wanted, self._group_rooms())
         check_structured(checker, wanted)
+        check_bans(checker, wanted, self._assets.eos_token_ids)
         self._check_prompt(checker, wanted)
         if wanted.prompt == TextPrompt(""):  # a tokenizer that adds a special token would turn it into a prompt
             checker.refuse(wanted.prompt_field, "must not be empty")
         checker.finish()
         if wanted.structured is not None:
             await self._try_grammar(wanted.structured_field, wanted.structured)
+        wanted.bad_token_ids = await bad_token_ids(self._pool, wanted.bad_words)
         text, ids = await self._prompt_ids(wanted)
         if (kept := self._kept_tokens(wanted)) is not None and kept < len(ids):
             text, ids = None, ids[-kept:]
@@ -225,6 +228,8 @@ class Validator:
             length_penalty=float(_or(wanted.length_penalty, 1.0)),
             early_stopping=wanted.early_stopping or False,
             structured=wanted.structured,
+            bad_token_ids=tuple(map(tuple, wanted.bad_token_ids)),
+            allowed_token_ids=None if wanted.allowed_token_ids is None else tuple(sorted(wanted.allowed_token_ids)),
         )
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:

@@ -63,6 +63,10 @@ class Wanted:
     """A beam search as requested over HTTP, with best_of or n beams. gRPC gives a beam_width instead."""
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
+    bad_words: Sequence[str] = ()
+    bad_token_ids: Sequence[Sequence[int]] = ()
+    """The tokens of `bad_words`, once they are known."""
+    allowed_token_ids: Sequence[int] | None = None
     structured: StructuredOutput | None = None
     structured_field: str = "structured_output"
     """Name of the client's field that holds `structured`."""

@@ -64,3 +64,13 @@ def test_special_tokens_show_where_they_are_drawn(llm: LLM) -> None:
     assert hidden.text == "" and len(shown.text) >= 4
     cut = llm.client.generate([11, 12, 13], max_tokens=4, temperature=0.0, truncate_prompt_tokens=2)
     assert cut.usage.prompt_tokens == 2
+
+
+def test_bad_words_and_allowed_tokens_hold(llm: LLM) -> None:
+    asked: Any = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    free = llm.client.generate("tell me a tale", **asked)
+    word = llm.client.detokenize(free.token_ids[4:6])
+    banned = llm.client.generate("tell me a tale", **asked, bad_words=[word])
+    assert word in free.text and banned.token_ids[:5] == free.token_ids[:5] and banned.token_ids != free.token_ids
+    few = llm.client.generate("tell me a tale", **asked, allowed_token_ids=[65, 66, 67], n=3, seed=1)
+    assert all(set(sample.token_ids) <= {65, 66, 67} for sample in few.samples)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.types import SamplingParams, StoppingParams
-from engine.sampler import Sampler, SampleRow, _adjust, prompt_logprobs, sample_rows
+from engine.sampler import Sampler, SampleRow, _adjust, banned_next, prompt_logprobs, sample_rows
 from engine.sequence import Sequence
 
 VOCAB = 97
@@ -155,3 +155,22 @@ def test_prompt_logprobs_have_one_entry_per_target() -> None:
         assert [t for t, _ in entry.top] == want[i].topk(2).indices.tolist()
     assert prompt_logprobs(logits[:0], [], 2) == []
     assert [e.top for e in prompt_logprobs(logits[:1], [4], 0)] == [()]
+
+
+def test_bad_words_ban_only_the_token_that_would_complete_them() -> None:
+    bad = ((4,), (5, 6), (7, 8, 9))
+    assert banned_next(bad, []) == [4]
+    assert banned_next(bad, [5]) == [4, 6] and banned_next(bad, [5, 5]) == [4, 6] and banned_next(bad, [6]) == [4]
+    assert banned_next(bad, [1, 7, 8]) == [4, 9] and banned_next(bad, [8]) == [4]
+
+
+def test_bans_change_only_their_own_rows() -> None:
+    logits = torch.randn((3, 40), generator=torch.Generator().manual_seed(3))
+    stopping = StoppingParams(max_tokens=9)
+    free = SampleRow(SamplingParams(temperature=0.0), stopping, [5], [1, 7], 0, 2)
+    best = int(logits[1].argmax())
+    bad = SampleRow(SamplingParams(temperature=0.0, bad_token_ids=((7, best),)), stopping, [5], [1, 7], 0, 2)
+    few = SampleRow(SamplingParams(temperature=0.0, allowed_token_ids=(3, 11, 12)), stopping, [5], [1, 7], 0, 2)
+    drawn = [sampled.token_id for sampled in sample_rows(logits, [free, bad, few])]
+    second = int(logits[1].topk(2).indices[1])
+    assert drawn == [int(logits[0].argmax()), second, max((3, 11, 12), key=lambda token: logits[2, token])]

@@ -1,5 +1,4 @@
-"""Structured output on every path is equal to the oracle's, which replays all tokens through the grammar for each
-token.
+"""Structured output, bad words and allowed tokens down every path: what the oracle says, which begins anew each time.
 
 Constrained and free requests run together: greedy, sampled, n = 4, with penalties and log-probabilities.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,9 @@ class Subject:
         ]
         self.cases += [case for case in free if case.name.startswith(("greedy", "n=4", "beam"))]
         oracle = Oracle(self.runner)
+        self.cases += [
+            banned for case in free if case.name.endswith("prompt 1") for banned in banned_cases(case, oracle)
+        ]
         self.expected: list[Answer] = [
             expect(oracle, case, None if case.sampling.structured is None else partial(self.begin, case))
             for case in self.cases
@@ -84,6 +87,16 @@ class Subject:
         found = [asked.answer for asked in workers.answer(self.cases, **how)]
         assert not (wrong := differences(self.cases, self.expected, found)), "\n".join(wrong)
         workers.assert_idle()
+
+
+def banned_cases(case: Case, oracle: Oracle) -> Iterator[Case]:
+    """The case with bad words, which are what it would say otherwise; and with few tokens that it may say."""
+    said = expect(oracle, case)[0].token_ids
+    bad = tuple(ids for ids in (tuple(said[1:2]), tuple(said[3:5]), tuple(said[6:9])) if ids)
+    yield replace(case, name=f"{case.name}, bad", sampling=replace(case.sampling, bad_token_ids=bad))
+    if case.sampling.beam_width is None:
+        allowed = (*range(11, 60, 3), *case.stopping.stop_token_ids[:1])
+        yield replace(case, name=f"{case.name}, allowed", sampling=replace(case.sampling, allowed_token_ids=allowed))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +131,11 @@ def test_the_requests_are_worth_comparing(subject: Subject) -> None:
                 if text.finish_reason is FinishReason.STOP:
                     found = json.loads(subject.tokenizer.decode(text.token_ids))
                     assert set(found) <= set(SCHEMA["properties"]) and 0 <= found["age"] <= 99  # type: ignore[call-overload]
+    for case, answer in zip(subject.cases, subject.expected, strict=True):
+        for text in answer:
+            for bad in case.sampling.bad_token_ids:
+                assert not any(tuple(text.token_ids[i : i + len(bad)]) == bad for i in range(len(text.token_ids)))
+            assert set(text.token_ids) <= set(case.sampling.allowed_token_ids or text.token_ids)
     free = expect(Oracle(subject.runner), subject.cases[0])
     assert free[0].token_ids != subject.expected[0][0].token_ids
 

@@ -76,9 +76,9 @@ def test_unknown_fields_are_limited_in_size_and_do_not_hide_what_is_wrong() -> N
 
 def test_a_supported_field_takes_precedence_over_the_table_of_unsupported_ones() -> None:
     class Grown(SamplingBody, kw_only=True):
-        bad_words: list[str] | None = None
+        suffix: str | None = None
 
-    assert parse_body(Grown, b'{"bad_words": ["x"]}', LIMITS).bad_words == ["x"]
+    assert parse_body(Grown, b'{"suffix": "x"}', LIMITS).suffix == "x"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ async def test_strict_fields_refuses_them(serve: Any) -> None:
 
 async def test_a_field_that_is_not_supported_is_named_as_param(serve: Any) -> None:
     served = await serve()
-    for field in ({"suffix": "end"}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"structural_tag": "{}"}):
+    for field in ({"suffix": "end"}, {"documents": [{}]}, {"structural_tag": "{}"}):
         error = (await served.post("/v1/completions", prompt="x", **field)).json()["error"]
         assert error["param"] == next(iter(field)) and error["code"] == "unimplemented"
 
