@@ -11,7 +11,7 @@ from gateway.api.tool_choice import CHOICES, Choice, Chosen, ToolChoice, functio
 from gateway.intake.wanted import ChatPrompt
 from gateway.tools.enforce import Function
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class TemplateFields(Protocol):
@@ -58,8 +58,8 @@ def effort_variable(name: str, effort: str | None) -> dict[str, str]:
     """Returns the variable of the chat template for a reasoning effort. `name` is the field's name in errors."""
     if effort is None:
         return {}
-    if effort not in _EFFORTS:
-        raise InvalidArgument.of(name, f"must be one of {', '.join(_EFFORTS)}")
+    if effort not in EFFORTS:
+        raise InvalidArgument.of(name, f"must be one of {', '.join(EFFORTS)}")
     return {"reasoning_effort": effort}
 
 

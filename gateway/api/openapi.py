@@ -16,6 +16,7 @@ from gateway.api.body_fields import unsupported_of
 from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.openapi_rules import add_rules
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -98,6 +99,7 @@ def description(vocab_size: int, max_model_len: int) -> dict[str, Any]:
     for component in components.values():
         for option in _options(component["properties"].get("role", {}), "string"):
             option["minLength"] = 1
+    add_rules(components)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -141,8 +143,12 @@ def _without_raw(kind: Any) -> Any:
     hints = get_type_hints(kind)
     if msgspec.Raw not in hints.values() and not any(_without_raw(hint) != hint for hint in hints.values()):
         return kind
-    fields = [(field.name, _without_raw(hints[field.name]), None) for field in msgspec.structs.fields(kind)]
-    return msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=True)
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(kind):
+        found = (field.name, _without_raw(hints[field.name]))
+        fields.append(found if field.required else (*found, None))
+    strict = kind.__struct_config__.forbid_unknown_fields
+    return msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=strict, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

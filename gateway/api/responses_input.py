@@ -14,7 +14,7 @@ from gateway.api.chat_messages import call_arguments
 from gateway.intake.limits import MAX_CONTENT_PARTS
 
 ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class InputPart(msgspec.Struct):
@@ -59,7 +59,7 @@ def check_parts(name: str, contents: Sequence[object]) -> None:
         raise InvalidArgument.of(name, f"must hold at most {MAX_CONTENT_PARTS} parts of content")
 
 
-def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = _TEXT_PARTS) -> str:
+def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = TEXT_PARTS) -> str:
     """Returns the text of a message's parts. Errors use `name` for the list of parts."""
     texts: list[str] = []
     for index, part in enumerate(parts):

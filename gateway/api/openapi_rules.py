@@ -1,0 +1,82 @@
+"""Rules of the bodies that their types do not state: the values of a `type` or a role, and what each type needs.
+
+Parsing states them in sentences of its own (`chat_messages`, `responses_input`, `messages_history`, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.api import messages_history, responses_input
+from gateway.api.chat_fields import EFFORTS
+
+_FORMATS = ("text", "json_object", "json_schema")
+_VALUES: Mapping[tuple[str, str], Sequence[str]] = {
+    ("ContentPart", "type"): ("text",),
+    ("ToolCall", "type"): ("function",),
+    ("ResponseFormat", "type"): _FORMATS,
+    ("TextFormat", "type"): _FORMATS,
+    ("OutputFormat", "type"): _FORMATS,
+    ("Thinking", "type"): ("disabled",),
+    ("ToolUse", "type"): ("auto", "any", "tool", "none"),
+    ("TurnBody", "role"): messages_history.ROLES,
+    ("InputPart", "type"): (*responses_input.TEXT_PARTS, "reasoning_text"),
+    ("Reasoning", "effort"): EFFORTS,
+    ("OutputConfig", "effort"): EFFORTS,
+}
+_STRING = {"type": "string"}
+_NAME = {"type": "string", "minLength": 1}
+_GIVEN = {"not": {"type": "null"}}
+_ARGUMENTS = {"type": "string", "description": "A JSON object, as text."}
+_TEXT = {"anyOf": [_STRING, {"type": "array", "items": {"$ref": "#/components/schemas/InputPart"}}]}
+
+
+def _shape(kind: str | None, **needs: Any) -> dict[str, Any]:
+    """Returns the schema of an object of this `type` (None: any type) that has these fields."""
+    typed = {} if kind is None else {"type": {"const": kind}}
+    return {"type": "object", "properties": typed | needs, "required": [*typed, *needs]}
+
+
+_SHAPES: Mapping[str, Sequence[dict[str, Any]]] = {
+    "ContentPart": [_shape(None, text=_STRING)],
+    "InputPart": [_shape(None, text=_STRING)],
+    "ResponseFormat": [
+        _shape("text"), _shape("json_object"), _shape("json_schema", json_schema=_shape(None, schema=_GIVEN)),
+    ],
+    "TextFormat": [_shape("text"), _shape("json_object"), _shape("json_schema", schema=_GIVEN)],
+    "OutputFormat": [_shape("text"), _shape("json_object"), _shape("json_schema", schema=_GIVEN)],
+    "ToolUse": [_shape("auto"), _shape("none"), _shape("any"), _shape("tool", name=_NAME)],
+    "InputItem": [
+        {
+            "properties": {"type": {"const": "message"}},  # which is the default
+            "allOf": [_shape(None, role={"enum": list(responses_input.ROLES)}, content=_TEXT)],
+        },
+        _shape("reasoning"),
+        _shape("function_call", call_id=_NAME, name=_NAME, arguments=_ARGUMENTS),
+        _shape("function_call_output", call_id=_NAME, output=_TEXT),
+    ],
+    "ContentBlock": [
+        _shape("text", text=_STRING),
+        _shape("tool_use", id=_STRING, name=_STRING),
+        _shape("tool_result", tool_use_id=_STRING),
+        _shape("thinking"),
+        _shape("redacted_thinking"),
+    ],
+    "MessageBody": [
+        _shape(None, content=_GIVEN),
+        _shape(None, role={"const": "assistant"}, tool_calls={"type": "array", "minItems": 1}),
+    ],
+}  # fmt: skip
+"""By component: the shapes that its objects may have."""
+
+
+def add_rules(components: Mapping[str, dict[str, Any]]) -> None:
+    """Adds the rules to the schemas of the components."""
+    for (name, field), values in _VALUES.items():
+        properties = components[name]["properties"]
+        for option in (properties[field], *properties[field].get("anyOf", ())):
+            if option.get("type") == "string":
+                option["enum"] = list(values)
+    for name, shapes in _SHAPES.items():
+        components[name] |= {"anyOf": list(shapes)} if len(shapes) > 1 else {"allOf": list(shapes)}
