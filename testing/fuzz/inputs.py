@@ -30,18 +30,74 @@ _KEYS = (
     "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "use_beam_search", "cache_salt", "input",
     "instructions", "max_output_tokens", "previous_response_id", "store", "text", "include", "metadata", "tool_choice",
     "skip_special_tokens", "truncate_prompt_tokens", "return_token_ids", "bad_words", "system", "stop_sequences",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids",
+    "parallel_tool_calls", "encoding_format", "dimensions", "text_1", "text_2", "output_config", "reasoning",
+    "type", "role", "content", "name", "arguments", "call_id", "output", "parameters", "input_schema", "strict",
+    "tool_use_id", "function", "schema",
 )  # fmt: skip
 _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/tokenize", "/detokenize", "/",
     "/v1/models/x", "/v1/embeddings", "/%00", "/v1/completions/../models", "/" + "a" * 9000, "/v1/responses",
-    "/v1/messages", "/v1/messages/count_tokens", "/version", "/ping", "/load", "/openapi.json", "/docs", "/docs.js",
+    "/v1/messages", "/v1/messages/count_tokens", "/score", "/v1/score",
+    "/version", "/ping", "/load", "/openapi.json", "/docs", "/docs.js",
 )  # fmt: skip
 
 
 _STOPPING = types_pb2.StoppingParams(max_tokens=3)
 _PROMPT = [5, 6, 7, 8, 9]
+_SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+_FUNCTION = {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}
+_TOOL = {"type": "function", "function": _FUNCTION}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+_ASK = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+_CHAT = {"messages": [_ASK], "max_tokens": 3, "seed": 1}
+_RESPONSE: dict[str, Any] = {"input": "Hi", "max_output_tokens": 3}
+_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+_ITEMS = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, _ITEM,
+          {"type": "function_call_output", "call_id": "c", "output": "sun"}]  # fmt: skip
+_BLOCKS = [{"type": "text", "text": "a"}, {"type": "tool_use", "id": "c", "name": "f", "input": {"city": "Rome"}}]
+_RESULTS = [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "sun"}]}]
+_TURNS = [_ASK, {"role": "assistant", "content": _BLOCKS}, {"role": "user", "content": _RESULTS}]
+_CLAUDE = {"messages": _TURNS, "max_tokens": 3, "tools": [{"name": "f", "input_schema": _SCHEMA, "strict": True}]}
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"prompt": "Hi", "max_tokens": 3, "bad_words": ["a", "the mill"]},
+        {"prompt": [5, 6], "max_tokens": 3, "allowed_token_ids": [7, 8, 9], "n": 2},
+        {"prompt": "Hi", "max_tokens": 3, "structured_outputs": {"json": _SCHEMA}},
+        {"prompt": "Hi", "max_tokens": 3, "guided_regex": "[a-c]{2}"},
+    ],
+    "/v1/chat/completions": [
+        {**_CHAT, "tools": [_TOOL], "tool_choice": "auto"},
+        {**_CHAT, "tools": [_TOOL], "tool_choice": "required", "parallel_tool_calls": False, "stream": True},
+        {**_CHAT, "tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {**_CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}},
+        {**_CHAT, "tools": [_TOOL], "messages": [
+            _ASK, {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "sun"}]},
+    ],
+    "/v1/responses": [
+        {**_RESPONSE, "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "required", "stream": True},
+        {**_RESPONSE, "tools": [{"type": "function", **_FUNCTION}], "parallel_tool_calls": False, "input": _ITEMS},
+        {**_RESPONSE, "text": {"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA}}},
+        {**_RESPONSE, "reasoning": {"effort": "low"}, "instructions": "brief", "input": _ITEMS},
+    ],
+    "/v1/messages": [
+        {**_CLAUDE, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "stream": True},
+        {**_CLAUDE, "tool_choice": {"type": "tool", "name": "f"}, "system": [{"type": "text", "text": "brief"}]},
+        {**_CHAT, "output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
+    ],
+    "/v1/messages/count_tokens": [_CLAUDE],
+    "/v1/embeddings": [
+        {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 8},
+        {"input": [[5, 6], [7]], "truncate_prompt_tokens": 1},
+    ],
+    "/score": [{"text_1": "a", "text_2": ["b", "c"]}, {"text_1": ["a", "b"], "text_2": ["b", "c"]}],
+    "/tokenize": [{"messages": [_ASK], "tools": [_TOOL], "add_generation_prompt": False}],
+}  # fmt: skip
+"""By path: bodies that are accepted."""
+_ALL_BODIES = [body for bodies in BODIES.values() for body in bodies]
 RIGHT: dict[str, Message] = {
+    "EmbedRequest": inference_pb2.EmbedRequest(token_ids=inference_pb2.TokenIds(ids=_PROMPT)),
     "GenerateRequest": inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=_PROMPT), stopping=_STOPPING, sampling=types_pb2.SamplingParams()
     ),
@@ -169,10 +225,33 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
             return {draw.choice((*_KEYS, *_TEXTS)): json_value(draw, depth + 1) for _ in range(draw.choice((0, 1, 3)))}
 
 
-def body(draw: random.Random) -> bytes:
-    """Returns a request body that is nearly valid in most cases."""
+def disturbed(draw: random.Random, right: Any) -> Any:
+    """Returns JSON with up to four places changed, at any depth."""
+    made = json.loads(json.dumps(right))
+    for _ in range(draw.choice((0, 1, 1, 2, 4))):
+        at, key = made, None
+        while True:
+            keys: list[Any] = list(at) if isinstance(at, dict) else list(range(len(at)))
+            key = draw.choice(keys) if keys and draw.random() < 0.9 else None
+            if key is None or not isinstance(at[key], dict | list) or draw.random() < 0.3:
+                break
+            at = at[key]
+        if isinstance(at, dict):
+            at[draw.choice(_KEYS) if key is None else key] = json_value(draw, 2)
+        elif key is None or draw.random() < 0.3:
+            at.append(json_value(draw, 2))
+        else:
+            at[key] = json_value(draw, 2)
+    return made
+
+
+def body(draw: random.Random, path: str) -> bytes:
+    """Returns a request body that is nearly valid for this path in most cases."""
     if draw.random() < 0.15:
         return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
+    if draw.random() < 0.6:
+        text = json.dumps(disturbed(draw, draw.choice(BODIES.get(path) or _ALL_BODIES))).encode()
+        return almost(draw, text) if draw.random() < 0.1 else text
     right: dict[str, Any] = {
         "model": "tiny", "max_tokens": draw.randrange(1, 4), "prompt": draw.choice((_TEXTS[3], [5, 6, 7], ["a", "b"])),
         "messages": [{"role": "user", "content": "Hi"}], "max_output_tokens": draw.randrange(1, 4),
@@ -186,9 +265,9 @@ def body(draw: random.Random) -> bytes:
 
 def http(draw: random.Random) -> bytes:
     """Returns a complete request in wire format, or bytes that are not a request."""
-    content = body(draw)
+    path = draw.choice((*_PATHS[:2], *BODIES) * 3 + _PATHS)
+    content = body(draw, path)
     method = draw.choice(("POST",) * 6 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW", "\xff"))
-    path = draw.choice((*_PATHS[:2], "/v1/responses", "/v1/messages") * 6 + _PATHS)
     length = draw.choice((len(content),) * 8 + (0, 1, -1, 10**12, len(content) + 3))
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", f"Content-Length: {length}"]
     if draw.random() < 0.3:

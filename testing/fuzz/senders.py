@@ -101,7 +101,9 @@ async def _status_of(call: Any) -> str:
 
 
 async def send_http(draw: random.Random, address: str) -> str:
-    """Returns the status of the response; CLOSED if the connection was closed without one; HANG if none came."""
+    """Returns the status of the response; CLOSED if the connection was closed without one; HANG if none came. The
+    status of an error of the server comes with the end of the response and the beginning of the request.
+    """
     host, port = address.rsplit(":", 1)
     request = inputs.http(draw)
     try:
@@ -113,9 +115,11 @@ async def send_http(draw: random.Random, address: str) -> str:
                 if draw.random() < 0.97:  # the gateway waits 30 s for the rest of a body
                     writer.write_eof()
                 head = await reader.read(64)
-                if draw.random() < 0.9:
-                    await reader.read(1 << 20)
-                return head.split(b" ", 2)[1].decode() if head.startswith(b"HTTP/1.") else "CLOSED"
+                rest = await reader.read(1 << 20) if draw.random() < 0.9 else b""
+                if not head.startswith(b"HTTP/1."):
+                    return "CLOSED"
+                status = head.split(b" ", 2)[1].decode()
+                return status if status < "500" else f"{status}: {rest[-300:]!r} to {request[:2000]!r}"
             return "CLOSED"
     except TimeoutError:
         return "HANG"

@@ -1,10 +1,10 @@
 // Vercel's `ai` with @ai-sdk/openai-compatible, and with @ai-sdk/openai, whose default is the Responses API.
 import { createOpenAI } from '@ai-sdk/openai'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
-import { Output, generateText, isStepCount, streamText, tool } from 'ai'
+import { Output, embedMany, generateText, isStepCount, streamText, tool } from 'ai'
 import { z } from 'zod'
 import assert from 'node:assert/strict'
-import { MODEL, TOOLS_URL, URL, refused, works } from './tried.mjs'
+import { MODEL, TOOLS_URL, URL, works } from './tried.mjs'
 
 const options = { name: 'looseleaf', apiKey: 'none', includeUsage: true, supportsStructuredOutputs: true }
 const provider = createOpenAICompatible({ ...options, baseURL: `${URL}/v1` })
@@ -74,7 +74,15 @@ await works('errors: APICallError with the reason', async () => {
   assert.match(error.message, /another/)
 })
 
-await refused('embeddings', 'there is no POST /v1/embeddings', async () => {
-  const { embed } = await import('ai')
-  await embed({ model: provider.embeddingModel(MODEL), value: 'wolf', maxRetries: 0 })
+await works('embedMany', async () => {
+  const { embeddings } = await embedMany({ model: provider.embeddingModel(MODEL), values: ['wolf', 'fox'], maxRetries: 0 })
+  assert.ok(embeddings.length === 2 && embeddings[0].length > 8)
+})
+
+await works('@ai-sdk/openai: default (responses) with tools', async () => {
+  const model = createOpenAI({ baseURL: `${TOOLS_URL}/v1`, apiKey: 'none' })(MODEL)
+  const weather = tool({ inputSchema: z.object({ city: z.enum(['Paris', 'Rome']) }) })
+  const toolChoice = { type: 'tool', toolName: 'weather' }
+  const reply = await generateText({ ...ask, model, maxOutputTokens: 100, tools: { weather }, toolChoice })
+  assert.ok(['Paris', 'Rome'].includes(reply.toolCalls[0].input.city))
 })

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
-from tried import MODEL, URL, refused, run, works
+from tried import MODEL, TOOLS_URL, URL, refused, run, works
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
+agent = anthropic.Anthropic(base_url=TOOLS_URL, api_key="none", max_retries=0)
 ASK: Any = [{"role": "user", "content": "Tell me a story."}]
 asked: Any = {
     "model": MODEL,
@@ -68,8 +69,28 @@ def errors() -> None:
             raise AssertionError(f"{fields} was taken")
 
 
-@refused("tools", "tools")
+@works("tools: an enforced call (also streamed), whose result is sent back")
 def tools() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    told: Any = {"model": MODEL, "max_tokens": 100, "tools": [{"name": "get_weather", "input_schema": schema}]}
+    choice: Any = {"type": "tool", "name": "get_weather"}
+    message = agent.messages.create(**told, messages=ASK, tool_choice=choice, extra_body={"temperature": 0})
+    [call] = message.content
+    assert message.stop_reason == "tool_use" and call.input["city"] in ("Paris", "Rome")
+    with agent.messages.stream(**told, messages=ASK, tool_choice=choice, extra_body={"temperature": 0}) as events:
+        assert events.get_final_message().content[0].input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sun"}
+    turns: Any = [*ASK, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    assert agent.messages.create(**told | {"max_tokens": 8}, messages=turns).usage
+
+
+@refused("tools with the built-in model, whose template does not support them", "tools")
+def no_tools() -> None:
     client.messages.create(**asked, tools=[{"name": "now", "input_schema": {"type": "object"}}])
 
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
-from tried import MODEL, TOOLS_URL, URL, refused, run, works
+from tried import MODEL, TOOLS_URL, URL, run, works
 
 OPTIONS: dict[str, Any] = {"model": MODEL, "api_key": "none", "max_retries": 0, "temperature": 0}
 chat = ChatOpenAI(base_url=f"{URL}/v1", max_tokens=24, **OPTIONS)
@@ -97,12 +97,26 @@ def responses() -> None:
     assert model.invoke(ASK).text == chat.invoke(ASK).content
 
 
-@refused("embeddings", "404")
+@works(
+    "OpenAIEmbeddings: a query, documents",
+    "OpenAIEmbeddings needs check_embedding_ctx_length=False, because otherwise it sends token ids of tiktoken, and "
+    "chunk_size=64",
+)
 def embeddings() -> None:
-    from langchain_openai import OpenAIEmbeddings
+    model = OpenAIEmbeddings(
+        base_url=f"{URL}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False, chunk_size=64
+    )
+    documents = model.embed_documents(["wolf", "fox"] * 40)
+    assert len(documents) == 80 and documents[0] == documents[2] == model.embed_query("wolf")
 
-    OpenAIEmbeddings(base_url=f"{URL}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False, max_retries=0
-                     ).embed_query("wolf")  # fmt: skip
+
+@works("Responses API with tools: an enforced call, whose result is sent back")
+def responses_tools() -> None:
+    model = ChatOpenAI(base_url=f"{TOOLS_URL}/v1", max_tokens=100, use_responses_api=True, **OPTIONS)
+    message = model.bind_tools([get_weather], tool_choice="get_weather", strict=True).invoke(ASK)
+    [call] = message.tool_calls
+    told = get_weather.invoke(call)
+    assert model.bind_tools([get_weather]).invoke([*ASK, message, told]).usage_metadata
 
 
 run()

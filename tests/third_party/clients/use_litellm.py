@@ -11,7 +11,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it downloads it
 
 import litellm
 from pydantic import BaseModel, Field
-from tried import MODEL, TOOLS_URL, URL, refused, run, works
+from tried import MODEL, TOOLS_URL, URL, run, works
 
 ASK = [{"role": "user", "content": "Tell me a story."}]
 TOOL = {
@@ -115,9 +115,23 @@ def errors() -> None:
         raise AssertionError(f"{fields} was taken")
 
 
-@refused("embeddings", "NotFoundError")
+@works("anthropic provider with tools: an enforced call")
+def anthropic_tools() -> None:
+    reply = litellm.completion(
+        model=f"anthropic/{MODEL}", messages=ASK, api_base=TOOLS_URL, api_key="none", max_tokens=100, temperature=0,
+        tools=[TOOL], tool_choice="required",
+    )  # fmt: skip
+    call = reply.choices[0].message.tool_calls[0]
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+
+@works("embedding(): openai, hosted_vllm")
 def embeddings() -> None:
-    litellm.embedding(model=f"openai/{MODEL}", input=["wolf"], api_base=f"{URL}/v1", api_key="none")
+    for provider in ("openai", "hosted_vllm"):
+        reply = litellm.embedding(
+            model=f"{provider}/{MODEL}", input=["wolf", "fox"], api_base=f"{URL}/v1", api_key="none"
+        )
+        assert len(reply.data) == 2 and len(reply.data[0]["embedding"]) > 8
 
 
 run()

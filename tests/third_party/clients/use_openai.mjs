@@ -3,7 +3,7 @@ import OpenAI from 'openai'
 import { zodResponseFormat } from 'openai/helpers/zod'
 import { z } from 'zod'
 import assert from 'node:assert/strict'
-import { MODEL, TOOLS_URL, URL, refused, works } from './tried.mjs'
+import { MODEL, TOOLS_URL, URL, works } from './tried.mjs'
 
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: 'none', maxRetries: 0 })
 const agent = new OpenAI({ baseURL: `${TOOLS_URL}/v1`, apiKey: 'none', maxRetries: 0 })
@@ -98,7 +98,20 @@ await works('errors: BadRequestError with param, NotFoundError', async () => {
   assert.deepEqual(await wrong({ model: 'another' }), ['NotFoundError', 'model'])
 })
 
-await refused('embeddings', '404', () => client.embeddings.create({ model: MODEL, input: 'wolf' }))
+await works('embeddings', async () => {
+  const reply = await client.embeddings.create({ model: MODEL, input: ['wolf', 'fox'] })
+  assert.equal(reply.data.length, 2)
+  assert.ok(Math.abs(reply.data[0].embedding.reduce((sum, x) => sum + x * x, 0) - 1) < 1e-5)
+})
 
-await refused('tools in responses', 'tools', () =>
-  agent.responses.create({ model: MODEL, input: 'hi', tools: [{ type: 'function', name: 'now', parameters: {} }] }))
+await works('tools in responses: an enforced call, whose result is sent back', async () => {
+  const tool = { type: 'function', name: 'get_weather', parameters, strict: true }
+  const options = { model: MODEL, tools: [tool], temperature: 0 }
+  const input = [{ role: 'user', content: 'Tell me a story.' }]
+  const forced = { ...options, tool_choice: 'required', parallel_tool_calls: false }
+  const reply = await agent.responses.create({ ...forced, input })
+  const call = reply.output[0]
+  assert.ok(cities.includes(JSON.parse(call.arguments).city))
+  const told = { type: 'function_call_output', call_id: call.call_id, output: 'sun' }
+  assert.ok((await agent.responses.create({ ...options, input: [...input, call, told], max_output_tokens: 8 })).usage)
+})

@@ -194,15 +194,31 @@ def errors() -> None:
     assert chat()._request_id
 
 
-@refused("embeddings", "NotFoundError")
-def embeddings() -> None:
-    client.embeddings.create(model=MODEL, input="wolf")
-
-
-@refused("tools in responses", "tools")
+@works("tools in responses: an enforced call (also streamed), whose result is sent back; text_format")
 def responses_tools() -> None:
-    tool: Any = {"type": "function", "name": "now", "parameters": {}, "strict": False}
-    agent.responses.create(model=MODEL, input="hi", tools=[tool])
+    tool: Any = {"type": "function", "strict": True, **WEATHER["function"]}
+    asked: Any = {"model": MODEL, "tools": [tool], "temperature": 0}
+    forced: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    reply = agent.responses.create(**asked, **forced, input="Tell me a story.")
+    [made] = reply.output
+    assert json.loads(made.arguments)["city"] in ("Paris", "Rome")
+    with agent.responses.stream(**asked, **forced, input="Tell me a story.") as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == made.arguments
+    told: Any = {"type": "function_call_output", "call_id": made.call_id, "output": "sun"}
+    history: Any = [{"role": "user", "content": "Tell me a story."}, *reply.output, told]
+    assert agent.responses.create(**asked, input=history, max_output_tokens=8).usage
+    parsed = client.responses.parse(model=MODEL, input="A hero.", text_format=Hero, max_output_tokens=200)
+    assert isinstance(parsed.output_parsed, Hero)
+
+
+@works("embeddings: texts, base64, dimensions")
+def embeddings() -> None:
+    reply = client.embeddings.create(model=MODEL, input=["wolf", "fox"])
+    vectors = [item.embedding for item in reply.data]
+    assert len(vectors) == 2 and all(abs(sum(x * x for x in vector) - 1) < 1e-5 for vector in vectors)
+    [cut] = client.embeddings.create(model=MODEL, input="wolf", dimensions=8, encoding_format="float").data
+    assert len(cut.embedding) == 8 and cut.embedding[0] * vectors[0][0] > 0
 
 
 @refused("images", "image_url")
