@@ -1,4 +1,4 @@
-"""Structured output, bad words and allowed tokens down every path: what the oracle says, which begins anew each time.
+"""Structured output, bad words and allowed tokens on every path equal the oracle's, which begins anew for each token.
 
 Constrained and free requests run together: greedy, sampled, n = 4, with penalties and log-probabilities.
 """
