@@ -1,6 +1,5 @@
-"""The forward pass of a worker: weights, the arena's views, one step (long: everything that a step needs is here).
-
-Does not depend on sequences, schedulers, Redis or RPC.
+"""The forward pass of a worker: weights, the arena's views, one step. Does not depend on sequences, schedulers, Redis
+or RPC.
 
 All methods are called from one thread at a time (a worker's step thread).
 """

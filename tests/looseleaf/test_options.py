@@ -20,6 +20,8 @@ EVERYTHING: dict[str, Any] = {
     "frequency_penalty": -1.0,
     "repetition_penalty": 1.5,
     "logit_bias": {7: -4.0},
+    "bad_words": ["fox", "the wolf"],
+    "allowed_token_ids": [5, 6],
     "seed": 11,
     "logprobs": 2,
     "prompt_logprobs": 1,
@@ -48,7 +50,16 @@ def test_the_table_above_is_complete() -> None:
     assert set(EVERYTHING) == set(get_type_hints(GenerateOptions))
 
 
-_CONVERTED = {"timeout", "logit_bias", "stop", "n", "early_stopping", "structured_output"}
+_CONVERTED = {
+    "timeout",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "stop",
+    "n",
+    "early_stopping",
+    "structured_output",
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(EVERYTHING) - _CONVERTED))
@@ -151,3 +162,9 @@ def test_a_value_of_the_wrong_type_names_the_option(name: str, value: Any) -> No
 def test_a_turn_must_have_role_and_content() -> None:
     with pytest.raises(TypeError, match="message 1"):
         build_request([{"role": "user", "content": "a"}, {"role": "user", "text": "b"}], {})
+
+
+def test_what_may_be_said_arrives() -> None:
+    sampling = build_request("x", {"bad_words": ["fox", "the wolf"], "allowed_token_ids": [5, 6]}).sampling
+    assert list(sampling.bad_words) == ["fox", "the wolf"] and list(sampling.allowed_token_ids.ids) == [5, 6]
+    assert not build_request("x", {}).sampling.HasField("allowed_token_ids")
