@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,7 +12,7 @@ from common.errors import InvalidArgument, LooseleafError
 from common.guard import Check, Context
 from common.request_ids import HEADER, take_request_id
 from common.types import EarlyStopping
-from gateway.admission.admission import Admission
+from gateway.admission.admission import Admission, Entry
 from gateway.api.credentials import Authenticator
 from gateway.api.embedding_reply import shortened
 from gateway.api.front import Front
@@ -39,32 +40,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._metrics = front.metrics
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        with self._admitted(context) as entry:
+            await self._stream(await self._resolved(wanted_of(request), entry, context), context)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        with self._admitted(context) as entry:
+            resolved = await self._resolved(embed_wanted_of(request), entry, context)
+            found = await self._embedded(resolved)
+            dimensions = request.dimensions if request.HasField("dimensions") else None
+            return embed_response_of(resolved.request_id, found, shortened(found.embedding, dimensions))
+
+    @contextmanager
+    def _admitted(self, context: Context) -> Iterator[Entry]:
+        """Admits a request. Counts the errors that it raises."""
         try:
-            tenant = self._authenticator.tenant(_authorization(context))
-            with self._admission.enter(tenant) as entry:
-                wanted = wanted_of(request)
-                wanted.timeout_s = _time_left(context)
-                resolved = await self._validator.resolve(wanted, tenant)
-                entry.take([resolved])
-                await self._stream(resolved, context)
+            with self._admission.enter(self._authenticator.tenant(_authorization(context))) as entry:
+                yield entry
         except LooseleafError as error:
             self._metrics.failed(error.grpc_code)
             raise
 
-    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        try:
-            tenant = self._authenticator.tenant(_authorization(context))
-            with self._admission.enter(tenant) as entry:
-                wanted = embed_wanted_of(request)
-                wanted.timeout_s = _time_left(context)
-                resolved = await self._validator.resolve(wanted, tenant)
-                entry.take([resolved])
-                found = await self._embedded(resolved)
-                dimensions = request.dimensions if request.HasField("dimensions") else None
-                return embed_response_of(resolved.request_id, found, shortened(found.embedding, dimensions))
-        except LooseleafError as error:
-            self._metrics.failed(error.grpc_code)
-            raise
+    async def _resolved(self, wanted: Wanted, entry: Entry, context: Context) -> ResolvedRequest:
+        wanted.timeout_s = _time_left(context)
+        resolved = await self._validator.resolve(wanted, entry.tenant)
+        entry.take([resolved])
+        return resolved
 
     async def _embedded(self, request: ResolvedRequest) -> Delta:
         deltas: list[Delta] = []

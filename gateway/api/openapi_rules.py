@@ -1,6 +1,6 @@
-"""Rules of the bodies that their types do not state: the values of a `type` or a role, and what each type needs.
+"""Rules of the bodies that their types do not express: the values of a `type` or a role, and what each type needs.
 
-Parsing states them in sentences of its own (`chat_messages`, `responses_input`, `messages_history`, ...).
+The modules that convert the bodies check these rules (`chat_messages`, `responses_input`, `messages_history`, ...).
 """
 
 from __future__ import annotations
