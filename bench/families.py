@@ -1,5 +1,5 @@
 """`python -m bench.families`: compares every family of the zoo with transformers and writes the table in
-docs/models.md.
+docs/models.md. A family that has an implementation of ours is run by it.
 
 Uses tiny random checkpoints in fp32 on this CPU. The distance is the largest difference between a logit and that of
 transformers, as a fraction of the logits' standard deviation, over 150 positions in chunks of 24. The table also shows
@@ -42,8 +42,8 @@ def rows() -> Iterator[str]:
     """Returns the lines of the table."""
     yield f"transformers {transformers.__version__}, torch {torch.__version__}."
     yield ""
-    yield "| checkpoint | architecture | attention | distance | rows fp32 | rows bf16 |"
-    yield "|---|---|---|---|---|---|"
+    yield "| checkpoint | architecture | runs | attention | distance | rows fp32 | rows bf16 |"
+    yield "|---|---|---|---|---|---|---|"
     for name in sorted(ZOO):
         with tempfile.TemporaryDirectory() as directory:
             yield row(name, make_foreign(directory, ZOO[name]))
@@ -53,7 +53,7 @@ def rows() -> Iterator[str]:
             try:
                 runner_of(path, "float32")
             except ModelError as error:
-                yield f"| {name} | refused: {str(error).replace(directory, 'DIRECTORY')} | | | | |"
+                yield f"| {name} | refused: {str(error).replace(directory, 'DIRECTORY')} | | | | | |"
             else:
                 raise AssertionError(f"{name} is no longer refused")
 
@@ -70,7 +70,9 @@ def row(name: str, path: Path) -> str:
         want = reference.eval()(tokens[None]).logits[0].double()
     distance = float((got - want).abs().max() / want.std())
     bits = ["same" if steady(runner_of(path, dtype), ids) else "differ" for dtype in ("float32", "bfloat16")]
-    return f"| {name} | {type(reference).__name__} | {peculiar(runner)} | {distance:.1e} | {bits[0]} | {bits[1]} |"
+    runs = "by transformers" if isinstance(runner.model, TransformersModel) else "natively"
+    what = f"{name} | {type(reference).__name__} | {runs} | {peculiar(runner)}"
+    return f"| {what} | {distance:.1e} | {bits[0]} | {bits[1]} |"
 
 
 def steady(runner: ModelRunner, ids: list[int]) -> bool:
@@ -81,21 +83,24 @@ def steady(runner: ModelRunner, ids: list[int]) -> bool:
 
 def peculiar(runner: ModelRunner) -> str:
     """Describes the layers' attention where it differs from causal attention over all keys."""
-    assert isinstance(runner.model, TransformersModel)
-    layers = list(runner.model.layers.values())
-    found = []
-    if states := len(runner.model.states):
-        found.append(f"states in {states} of {len(runner.model.memories)} layers")
+    model, layers, found = runner.model, runner.config.layers, []
+    if states := sum(layer.state_bytes > 0 for layer in layers):
+        found.append(f"states in {states} of {len(layers)} layers")
+    attending = sum(layer.attends for layer in layers)
     if windowed := sum(layer.window is not None for layer in layers):
-        found.append("window" if windowed == len(layers) else f"window in {windowed} of {len(layers)} layers")
-    found += [what for what in ("softcap", "sinks") if any(getattr(layer, what) is not None for layer in layers)]
-    if any(layer.key_dim != layer.value_dim for layer in layers):
-        found.append("keys wider than values")
+        found.append("window" if windowed == attending else f"window in {windowed} of {attending} layers")
+    if isinstance(model, TransformersModel):
+        facts = list(model.layers.values())
+        found += [what for what in ("softcap", "sinks") if any(getattr(layer, what) is not None for layer in facts)]
+        if any(layer.key_dim != layer.value_dim for layer in facts):
+            found.append("keys wider than values")
+    elif runner.config.softcap is not None:
+        found.append("softcap")
     return ", ".join(found) or "full"
 
 
 def runner_of(path: Path, dtype: str) -> ModelRunner:
-    how = {"dtype": dtype, "model_impl": "transformers", "device": "cpu", "block_size": 16}
+    how = {"dtype": dtype, "device": "cpu", "block_size": 16}
     return ModelRunner(RunnerSettings(path, **how))  # type: ignore[arg-type]
 
 

@@ -20,6 +20,8 @@ from engine.config import ARCHITECTURES, ModelConfig, read_json
 from engine.errors import ModelError, UnsupportedModel
 
 INSTALL = "pip install 'looseleaf[gguf]'"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""The families whose tensors are read from GGUF files."""
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that states what Llama 3.1 and later write as `rope_scaling`."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -38,7 +40,7 @@ def make_directory(file: Path, directory: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # transformers may raise any error for a malformed file
         raise UnsupportedModel(f"transformers cannot read {file}: {error!r}"[:300]) from error
-    families = {family: name for name, family in ARCHITECTURES.items()}
+    families = {family: name for name, family in ARCHITECTURES.items() if family in FAMILIES}
     if found.get("model_type") not in families:
         supported = ", ".join(families)
         raise UnsupportedModel(f"GGUF files of {architecture} are not supported; supported are {supported}")

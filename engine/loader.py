@@ -163,14 +163,17 @@ class Weights:
         found = self._source.take(name, shape, dtype)
         return self._count(torch.empty(shape, dtype=dtype, device=self.device).copy_(found))
 
-    def linear(self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False) -> PackedLinear:
-        """Returns the projections `names` (each [out, size_in]) as one, outputs in order; optionally with their
-        biases.
+    def linear(
+        self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False, is_router: bool = False
+    ) -> PackedLinear:
+        """Returns the projections `names` (each [out, size_in]) as one, outputs in order; optionally with their biases.
+        A router of experts is not rounded: it is small, and a small error in it chooses other experts.
         """
         parts = [Matrix(name, out, size_in) for name, out in zip(names, outs, strict=True)]
         dtype = self._target.dtype
         biases = [self._source.take(f"{part.name}.bias", (part.n_out,), dtype) for part in parts] if bias else []
-        return self._packed(self._weight(parts), self._count(torch.cat(biases)) if bias else None)
+        weight = self._weight(parts, rounded=not is_router)
+        return self._packed(weight, self._count(torch.cat(biases)) if bias else None)
 
     def pack(self, weight: torch.Tensor) -> PackedLinear:
         """Returns a linear layer of a parameter that is also used elsewhere. It is counted again if packing copies
@@ -189,7 +192,7 @@ class Weights:
             self.num_bytes += sum(part.num_bytes for part in weight)
         return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self._target.dtype)
 
-    def _weight(self, parts: Sequence[Matrix]) -> torch.Tensor | list[QuantizedWeight]:
+    def _weight(self, parts: Sequence[Matrix], *, rounded: bool) -> torch.Tensor | list[QuantizedWeight]:
         """Returns matrices one below the other, in private memory."""
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
@@ -199,7 +202,7 @@ class Weights:
             count_fallback("quantized linear", f"only some of {parts[0].name} and its like are", "dequantized")
         dtype = self._target.dtype
         floats = [weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight for weight in found]
-        return self._rounded(torch.cat(floats))
+        return self._rounded(torch.cat(floats)) if rounded else torch.cat(floats)
 
     def _matrix(self, matrix: Matrix) -> torch.Tensor | QuantizedWeight:
         dtype = self._target.dtype

@@ -129,7 +129,8 @@ class ModelRunner:
     def numerics(self) -> str:
         """The settings that affect the bits of K and V, in addition to model and layout (`engine.numerics`)."""
         foreign = f" {self.model.numerics}" if isinstance(self.model, TransformersModel) else ""
-        return self._numerics + foreign
+        rope = " rope=long" if self.config.rope is not None and self.config.rope.is_long(self.max_model_len) else ""
+        return self._numerics + rope + foreign
 
     @property
     def num_threads(self) -> int:

@@ -44,6 +44,12 @@ class RopeConfig:
         """Returns how many dimensions of a head are rotated, the first ones."""
         return int(head_dim * self.partial)
 
+    def is_long(self, max_len: int) -> bool:
+        """Returns whether LongRoPE takes `long_factors` in a server whose longest sequence has `max_len` tokens. As in
+        vLLM, the choice does not depend on the sequence, so that a key does not depend on later tokens.
+        """
+        return self.kind == "longrope" and max_len > self.original_max_len
+
 
 def read_rope(
     raw: dict[str, Any],

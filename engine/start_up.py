@@ -101,6 +101,9 @@ def _can_capture(runner: ModelRunner) -> bool:
     if runner.attention_by_layer:
         logger.info("no CUDA graphs: the model is that of transformers, or has several KV groups")
         return False
+    if runner.config.experts is not None:
+        logger.info("no CUDA graphs: experts are chosen on the host")
+        return False
     if not runner.attention.capturable:
         logger.info("no CUDA graphs: attention provider %s cannot be captured", runner.attention.name)
     return runner.attention.capturable

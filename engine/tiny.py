@@ -26,6 +26,22 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+_GEMMA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+}
+PECULIAR: dict[Family, dict[str, Any]] = {
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "phi3": {"sliding_window": 24},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+"""Keys that only these families have, or have other values of."""
+
 TEXT = """\
 A prompt's cache of keys and values is not a bound notebook. It is a binder of loose leaves, and a block table is the
 binder's index. When a reader comes back with the same first pages, the leaves are there; when two readers share a first
@@ -60,7 +76,8 @@ def make_checkpoint(
     """Writes config, weights, tokenizer and chat template of a random model. Returns the directory.
 
     `overrides` are keys of config.json. Matrices and biases are normally distributed with `std`, and norm weights are
-    near 1, so that tests detect a missing bias or norm. The same arguments give the same weights.
+    near 1 (near 0 if the model adds 1), so that tests detect a missing bias or norm. The same arguments give the same
+    weights.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -73,7 +90,7 @@ def make_checkpoint(
     for name, shape in parameter_shapes(config):
         values = torch.randn(shape, generator=generator) * std
         is_norm = len(shape) == 1 and not name.endswith(".bias")
-        tensors[name] = (values / 3 + 1 if is_norm else values).to(dtype)
+        tensors[name] = (values / 3 + (not config.norm_offset) if is_norm else values).to(dtype)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(path)
     return path
@@ -115,7 +132,7 @@ def hf_config(family: Family) -> dict[str, Any]:
         config["sliding_window"] = None
     if family in ("qwen2", "qwen3"):
         config["use_sliding_window"] = False
-    return config
+    return config | PECULIAR.get(family, {})
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -124,24 +141,44 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def _llama_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    h, i = c.hidden_size, c.intermediate_size
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    h = c.hidden_size
     yield "model.embed_tokens.weight", (c.vocab_size, h)
     for n in range(c.num_layers):
         at = f"model.layers.{n}."
-        yield at + "input_layernorm.weight", (h,)
-        yield at + "post_attention_layernorm.weight", (h,)
-        for name, out in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            yield from _linear_shapes(f"{at}self_attn.{name}", out, h, c.qkv_bias)
-        yield from _linear_shapes(f"{at}self_attn.o_proj", h, q, c.o_bias)
-        if c.qk_norm:
-            yield at + "self_attn.q_norm.weight", (c.head_dim,)
-            yield at + "self_attn.k_norm.weight", (c.head_dim,)
-        for name, out, size_in in (("gate_proj", i, h), ("up_proj", i, h), ("down_proj", h, i)):
-            yield from _linear_shapes(f"{at}mlp.{name}", out, size_in, c.mlp_bias)
+        sandwich = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if c.sandwich_norms else ()
+        for name in ("input_layernorm", "post_attention_layernorm", *sandwich):
+            yield f"{at}{name}.weight", (h,)
+        yield from _attention_shapes(c, f"{at}self_attn.")
+        yield from _mlp_shapes(c, n, at)
     yield "model.norm.weight", (h,)
     if not c.tie_embeddings:
         yield "lm_head.weight", (c.vocab_size, h)
+
+
+def _attention_shapes(c: ModelConfig, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    h, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    parts = [("qkv_proj", q + 2 * kv)] if c.fused_projections else [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+    for name, out in parts:
+        yield from _linear_shapes(at + name, out, h, c.qkv_bias)
+    yield from _linear_shapes(at + "o_proj", h, q, c.o_bias)
+    for name in ("q_norm", "k_norm") if c.qk_norm else ():
+        yield f"{at}{name}.weight", (c.head_dim,)
+
+
+def _mlp_shapes(c: ModelConfig, layer: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    h, i = c.hidden_size, c.intermediate_size
+    if c.experts is not None and layer not in c.experts.dense_layers:
+        router, experts, gate, up, down = c.experts.names
+        i = c.experts.intermediate_size
+        yield f"{at}{router}.weight", (c.experts.count, h)
+        for n in range(c.experts.count):
+            for name, shape in ((gate, (i, h)), (up, (i, h)), (down, (h, i))):
+                yield f"{at}{experts}.{n}.{name}.weight", shape
+        return
+    parts = [("gate_up_proj", 2 * i)] if c.fused_projections else [("gate_proj", i), ("up_proj", i)]
+    for name, out in parts:
+        yield from _linear_shapes(f"{at}mlp.{name}", out, h, c.mlp_bias)
+    yield from _linear_shapes(f"{at}mlp.down_proj", h, i, c.mlp_bias)
 
 
 def _opt_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,4 +1,6 @@
-"""RMS norm, optionally after adding a residual. As in Hugging Face's Llama: normalise in fp32, round, multiply."""
+"""RMS norm, optionally after adding a residual. As in Hugging Face's Llama: normalise in fp32, round, multiply. With an
+fp32 weight as in its Gemma: normalise and multiply in fp32, round.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def rms_norm_reference(
     """Reference for `rms_norm`, in plain torch."""
     summed = x if residual is None else x + residual
     wide = summed.float()
-    out = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    out = (normed.to(weight.dtype) * weight).to(x.dtype)
     return out if residual is None else (out, summed)
 
 
@@ -30,12 +33,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[T
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Computes the root mean square layer norm (Zhang and Sennrich 2019) over the last dimension.
 
-    x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype.
+    x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype, or in fp32.
     Returns the norm of x, or with a residual (norm of x + residual, x + residual), the sum rounded to the dtype.
     A row is summed in an order that depends only on its length. Raises ValueError if shapes or dtypes do not fit.
     """
-    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
-        raise ValueError("weight must be [hidden] in the dtype of x")
+    if weight.shape != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError("weight must be [hidden] in the dtype of x or in fp32")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError("residual must be like x")
     if on_triton(x):

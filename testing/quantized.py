@@ -23,6 +23,8 @@ from engine.config import Family
 from engine.tiny import make_checkpoint
 
 GROUP = 32
+ROUTER = ".gate.weight"
+"""How the names of routers end, which these formats leave as they are."""
 Ints = npt.NDArray[np.int64]
 
 
@@ -49,7 +51,7 @@ def make_quantized(directory: Path, twin: Path, form: Format, family: Family = "
     tensors = load_file(twin / "model.safetensors")
     quantized: dict[str, Tensor] = {}
     for name, tensor in list(tensors.items()):
-        if ".layers." in name and tensor.dim() == 2:
+        if ".layers." in name and tensor.dim() == 2 and not name.endswith(ROUTER):
             stored = form.store(tensor)
             quantized |= {name.removesuffix("weight") + suffix: each for suffix, each in stored.tensors.items()}
             tensors[name] = stored.numbers.float().contiguous()

@@ -18,11 +18,12 @@ from torch.nn.functional import embedding
 from engine.config import ModelConfig
 from engine.loader import Weights
 from engine.models.attention import Attention, LayerCache, StepMetadata
+from engine.models.mlp import Mixture, Mlp
 from engine.models.rope import cos_sin_table
 from engine.rope_config import RopeConfig
 from kernels.linear import PackedLinear
 from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
+from kernels.softcap import softcap_
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +37,46 @@ class DecoderLayer:
     cos_sin: torch.Tensor  # fp32 [max_len, rotated dimensions]
     window: int | None
     o: PackedLinear  # q -> h
-    post_norm: torch.Tensor  # [h]
-    gate_up: PackedLinear  # h -> 2 i
-    down: PackedLinear  # i -> h
+    attention_norm: torch.Tensor | None  # [h], of what attention returns
+    mlp_norm: torch.Tensor  # [h]
+    mlp: Mlp | Mixture
+    output_norm: torch.Tensor | None  # [h], of what the MLP returns
 
     @classmethod
     def load(cls, config: ModelConfig, weights: Weights, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
         c, at = config, f"model.layers.{index}."
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        attn, mlp = f"{at}self_attn.", f"{at}mlp."
+        q, kv, attn = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, f"{at}self_attn."
+        names, sizes = [f"{attn}q_proj", f"{attn}k_proj", f"{attn}v_proj"], [q, kv, kv]
+        if c.fused_projections:
+            names, sizes = [f"{attn}qkv_proj"], [q + 2 * kv]
+        after_attention = f"{at}post_attention_layernorm"
         layer = cls(
-            input_norm=weights.tensor(f"{at}input_layernorm.weight", c.hidden_size),
-            qkv=weights.linear(
-                [f"{attn}q_proj", f"{attn}k_proj", f"{attn}v_proj"], [q, kv, kv], c.hidden_size, bias=c.qkv_bias
-            ),
-            q_norm=weights.tensor(f"{attn}q_norm.weight", c.head_dim) if c.qk_norm else None,
-            k_norm=weights.tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
+            input_norm=load_norm(c, weights, f"{at}input_layernorm"),
+            qkv=weights.linear(names, sizes, c.hidden_size, bias=c.qkv_bias),
+            q_norm=load_norm(c, weights, f"{attn}q_norm", c.head_dim) if c.qk_norm else None,
+            k_norm=load_norm(c, weights, f"{attn}k_norm", c.head_dim) if c.qk_norm else None,
             cos_sin=cos_sin,
             window=c.layers[index].window,
             o=weights.linear([f"{attn}o_proj"], [c.hidden_size], q, bias=c.o_bias),
-            post_norm=weights.tensor(f"{at}post_attention_layernorm.weight", c.hidden_size),
-            gate_up=weights.linear(
-                [f"{mlp}gate_proj", f"{mlp}up_proj"], [c.intermediate_size] * 2, c.hidden_size, bias=c.mlp_bias
-            ),
-            down=weights.linear([f"{mlp}down_proj"], [c.hidden_size], c.intermediate_size, bias=c.mlp_bias),
+            attention_norm=load_norm(c, weights, after_attention) if c.sandwich_norms else None,
+            mlp_norm=load_norm(c, weights, f"{at}pre_feedforward_layernorm" if c.sandwich_norms else after_attention),
+            mlp=_load_mlp(c, weights, index, at),
+            output_norm=load_norm(c, weights, f"{at}post_feedforward_layernorm") if c.sandwich_norms else None,
         )
         weights.layer_done()
         return layer
+
+
+def _load_mlp(c: ModelConfig, weights: Weights, index: int, at: str) -> Mlp | Mixture:
+    if c.experts is None or index in c.experts.dense_layers:
+        return Mlp.load(c, weights, f"{at}mlp.")
+    return Mixture.load(c, c.experts, weights, at)
+
+
+def load_norm(c: ModelConfig, weights: Weights, name: str, size: int | None = None) -> torch.Tensor:
+    """Returns the weight of an RMS norm [size or h]. One that is fp32 multiplies before the result is rounded."""
+    weight = weights.tensor(f"{name}.weight", size or c.hidden_size)
+    return 1.0 + weight.float() if c.norm_offset else weight
 
 
 class Decoder:
@@ -78,11 +92,12 @@ class Decoder:
 
         tables = [table(c.window_rope or c.rope if layer.window else c.rope) for layer in c.layers]
         self.eps = c.norm_eps
-        self._vocab_size = c.vocab_size
+        self._vocab_size, self._embed_scale = c.vocab_size, c.embed_scale
         self.attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim)
+        self._logits_softcap = c.logits_softcap
         self.embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         self.layers = [DecoderLayer.load(c, weights, i, tables[i]) for i in range(c.num_layers)]
-        self.norm = weights.tensor("model.norm.weight", c.hidden_size)
+        self.norm = load_norm(c, weights, "model.norm")
         tied = c.tie_embeddings
         self.lm_head = weights.pack(self.embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
         weights.finish(allowed=["lm_head.weight"] if tied else [])
@@ -98,15 +113,20 @@ class Decoder:
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype, or in fp32
+        if they have a softcap.
+        """
         x = self.hidden(token_ids, step, caches, rows)
-        return self.lm_head(x) if len(x) else x.new_empty((0, self._vocab_size))
+        logits = self.lm_head(x) if len(x) else x.new_empty((0, self._vocab_size))
+        return logits if self._logits_softcap is None else softcap_(logits.float(), self._logits_softcap)
 
     def hidden(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns the hidden states [R, h] of `rows` after the last norm, from which `forward` computes the logits."""
         residual = embedding(token_ids, self.embed)  # [T, h]
+        if self._embed_scale != 1.0:
+            residual = residual * torch.tensor(self._embed_scale, dtype=residual.dtype)
         x = rms_norm(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -115,11 +135,15 @@ class Decoder:
                 if not len(rows):
                     return residual[:0]
                 x, residual = x[rows], residual[rows]
-            x, residual = rms_norm(layer.o(x), layer.post_norm, self.eps, residual)
-            x = layer.down(silu_mul(layer.gate_up(x)))
+            x = self._normed(layer.o(x), layer.attention_norm)
+            x, residual = rms_norm(x, layer.mlp_norm, self.eps, residual)
+            x = self._normed(layer.mlp(x), layer.output_norm)
             norm = self.norm if index == last else self.layers[index + 1].input_norm
             x, residual = rms_norm(x, norm, self.eps, residual)
         return x
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else rms_norm(x, weight, self.eps)
 
     def _attend(self, index: int, qkv: torch.Tensor, cache: LayerCache, step: StepMetadata) -> torch.Tensor:
         layer, (q, k, v) = self.layers[index], self.attention.split(qkv)

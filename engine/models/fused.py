@@ -8,7 +8,7 @@ the threads that answer RPCs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from engine.config import ModelConfig
 from engine.kv_groups import LayerGroup
 from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.mlp import Mixture, Mlp
 from engine.step import StepInput
 from kernels.cpu import amx, linear_int
 from kernels.cpu.forward import Group, Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
@@ -35,7 +36,7 @@ def objection(decoder: Decoder, caches: Sequence[LayerCache]) -> str | None:
 
 
 def _linears(decoder: Decoder) -> list[PackedLinear]:
-    layers = [linear for layer in decoder.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    layers = [linear for layer in decoder.layers for linear in (layer.qkv, layer.o, *layer.mlp.linears)]
     return [*layers, decoder.lm_head]
 
 
@@ -53,7 +54,8 @@ class FusedDecoder:
         self._kept = (decoder, list(caches))  # what the addresses are of
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         places = [group_of[index] for index in range(len(decoder.layers))]
-        self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, caches, places))
+        self._experts = [_experts(layer) for layer in decoder.layers]
+        self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, caches, places, self._experts))
         self._model = _model(decoder, config, caches[0].keys, self._layers)
         self._groups = (Group * len(groups))()
         self._pass = Pass(groups=ctypes.addressof(self._groups))
@@ -108,22 +110,47 @@ class FusedDecoder:
 def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.Array[Layer]) -> Model:
     max_pos, rotary = decoder.layers[0].cos_sin.shape
     block, head, slot, _ = keys.stride()
+    dtype, experts = decoder.embed.dtype, c.experts
     return Model(
         embed=pointer(decoder.embed), layers=ctypes.addressof(layers), norm=pointer(decoder.norm),
         lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
         heads=c.num_heads, kv_heads=c.num_kv_heads, d=c.head_dim, max_pos=max_pos, rotary=rotary,
-        is_bf16=decoder.embed.dtype == torch.bfloat16, num_blocks=keys.shape[0], block_size=keys.shape[2],
-        cache_block=block, cache_head=head, cache_slot=slot, eps=c.norm_eps, scale=c.scale_of_scores,
-        softcap=c.softcap or 0.0,
+        is_bf16=dtype == torch.bfloat16, inner=max(linear.in_features for linear in _downs(decoder)),
+        gelu=c.activation == "gelu_tanh", wide_norms=decoder.norm.dtype == torch.float32,
+        num_experts=experts.count if experts else 0, per_token=experts.per_token if experts else 0,
+        renormalize=experts.renormalize if experts else 0, round_weights=experts.round_weights if experts else 0,
+        num_blocks=keys.shape[0], block_size=keys.shape[2], cache_block=block, cache_head=head, cache_slot=slot,
+        eps=c.norm_eps, scale=c.scale_of_scores, softcap=c.softcap or 0.0, logits_softcap=c.logits_softcap or 0.0,
+        embed_scale=torch.tensor(c.embed_scale, dtype=dtype).item(),
     )  # fmt: skip
 
 
-def _layer(layer: DecoderLayer, cache: LayerCache, group: int) -> Layer:
-    return Layer(
-        pointer(layer.input_norm), pointer(layer.q_norm), pointer(layer.k_norm), pointer(layer.post_norm),
-        pointer(cache.keys), pointer(cache.values), pointer(layer.cos_sin),
-        _linear(layer.qkv), _linear(layer.o), _linear(layer.gate_up), _linear(layer.down), group, layer.window or 0,
+def _downs(decoder: Decoder) -> Iterator[PackedLinear]:
+    for layer in decoder.layers:
+        mlps = layer.mlp.experts[:1] if isinstance(layer.mlp, Mixture) else [layer.mlp]
+        yield from (mlp.down for mlp in mlps)
+
+
+def _layer(layer: DecoderLayer, cache: LayerCache, group: int, experts: ctypes.Array[Linear]) -> Layer:
+    found = Layer(
+        input_norm=pointer(layer.input_norm), q_norm=pointer(layer.q_norm), k_norm=pointer(layer.k_norm),
+        attention_norm=pointer(layer.attention_norm), mlp_norm=pointer(layer.mlp_norm),
+        output_norm=pointer(layer.output_norm), keys=pointer(cache.keys), values=pointer(cache.values),
+        cos_sin=pointer(layer.cos_sin), qkv=_linear(layer.qkv), o=_linear(layer.o), group=group,
+        window=layer.window or 0,
     )  # fmt: skip
+    if isinstance(layer.mlp, Mlp):
+        found.gate_up, found.down = map(_linear, layer.mlp.linears)
+    else:
+        found.router, found.experts = _linear(layer.mlp.router), ctypes.addressof(experts)
+    return found
+
+
+def _experts(layer: DecoderLayer) -> ctypes.Array[Linear]:
+    """Returns the projections of a layer's experts; none if it has one MLP."""
+    experts = layer.mlp.experts if isinstance(layer.mlp, Mixture) else ()
+    linears = [_linear(linear) for expert in experts for linear in expert.linears]
+    return (Linear * len(linears))(*linears)
 
 
 def _linear(linear: PackedLinear) -> Linear:

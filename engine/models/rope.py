@@ -37,7 +37,7 @@ def inverse_frequencies(rope: RopeConfig, width: int, max_len: int) -> torch.Ten
     if rope.kind == "yarn":
         return _yarn(rope, width)
     if rope.kind == "longrope":
-        factors = rope.long_factors if max_len > rope.original_max_len else rope.short_factors
+        factors = rope.long_factors if rope.is_long(max_len) else rope.short_factors
         return 1.0 / (torch.tensor(factors) * _wavelengths(rope.theta, width))
     return plain
 

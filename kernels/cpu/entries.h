@@ -7,9 +7,14 @@
 
 LL_EXPORT int ll_rms_norm(void* out, const void* x, const void* weight, const void* residual, void* summed,
                           int64_t rows, int64_t n, int64_t x_row, int64_t residual_row, int64_t is_bf16,
-                          int64_t threads, float eps);
+                          int64_t is_wide, int64_t threads, float eps);
 LL_EXPORT int ll_silu_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16,
                           int64_t threads);
+LL_EXPORT int ll_gelu_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16,
+                          int64_t threads);
+LL_EXPORT int ll_softcap(float* x, int64_t n, int64_t threads, float cap);
+LL_EXPORT int ll_route(float* weights, int64_t* experts, const void* scores, int64_t rows, int64_t num_experts,
+                       int64_t per_token, int64_t renormalize, int64_t round_weights, int64_t is_bf16);
 LL_EXPORT int ll_write_blocks(void* q, const void* k, const void* v, const int64_t* positions, const int64_t* slots,
                               void* key_cache, void* value_cache, const float* cos_sin, int64_t q_token,
                               int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head,

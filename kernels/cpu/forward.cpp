@@ -1,4 +1,4 @@
-// A whole pass of a Llama-like decoder in one call. It calls the other entry points exactly as engine/models/decoder.py
+// A whole pass of a decoder in one call. It calls the other entry points exactly as engine/models/decoder.py
 // does one by one, so the bits are the same. It avoids the way through Python and torch between them: some thirty calls
 // per layer, each of which also lets other Python threads run.
 //
@@ -21,10 +21,11 @@ struct Linear {
 };
 
 struct Layer {
-    const void *input_norm, *q_norm, *k_norm, *post_norm;
+    const void *input_norm, *q_norm, *k_norm, *attention_norm, *mlp_norm, *output_norm;
     void *keys, *values;
     const float* cos_sin;
-    Linear qkv, o, gate_up, down;
+    const Linear* experts;  // gate_up and down of each in turn; null: one MLP
+    Linear qkv, o, gate_up, down, router;
     int64_t group, window;  // index of the KV group; 0: no window
 };
 
@@ -34,8 +35,9 @@ struct Model {
     const void* norm;
     Linear lm_head;
     int64_t num_layers, vocab, heads, kv_heads, d, max_pos, rotary, is_bf16;
+    int64_t inner, gelu, wide_norms, num_experts, per_token, renormalize, round_weights;
     int64_t num_blocks, block_size, cache_block, cache_head, cache_slot;
-    float eps, scale, softcap;  // scale and softcap (0: none) of attention's scores
+    float eps, scale, softcap, logits_softcap, embed_scale;  // scale and softcap of attention's scores; softcap 0: none
 };
 
 // Where the layers of a KV group write and read.
@@ -55,21 +57,33 @@ struct Pass {
     int64_t num_tokens, num_seqs, num_rows, threads;
 };
 
+// Scratch memory that is given out from the front. kernels/cpu/forward.py counts in the same way.
+struct Room {
+    char* free;
+    char* take(int64_t bytes) {
+        char* at = free;
+        free += (bytes + 63) / 64 * 64;
+        return at;
+    }
+};
+
+// x += y * weight, rounded as two operations.
+template <class T>
+void add_scaled(T* x, const T* y, float weight, int64_t n) {
+    for_vectors(n, [&](int64_t i, auto count) {
+        const vf scaled = rounded_to(load_upto(y + i, count) * splat(weight), x);
+        store_upto(x + i, load_upto(x + i, count) + scaled, count);
+    });
+}
+
 struct Forward {
     const Model& m;
     const Pass& p;
     const int64_t size = m.is_bf16 ? 2 : 4, hidden = m.lm_head.n_in, q_width = m.heads * m.d;
-    const int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.d, inner = m.layers[0].down.n_in;
-    char* free = static_cast<char*>(p.scratch);
-    char *residual = take(p.num_tokens * hidden), *normed = take(p.num_tokens * hidden),
-         *projected = take(p.num_tokens * hidden), *shared = free;
-
-    // kernels/cpu/forward.py counts in the same way.
-    char* take(int64_t elements) {
-        char* at = free;
-        free += (elements * size + 63) / 64 * 64;
-        return at;
-    }
+    const int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.d;
+    Room room{static_cast<char*>(p.scratch)};
+    char *residual = room.take(p.num_tokens * hidden * size), *normed = room.take(p.num_tokens * hidden * size),
+         *projected = room.take(p.num_tokens * hidden * size);
 
     int linear(const Linear& l, const void* x, void* out, int64_t rows) const {
         if (l.entry) return l.entry(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, p.threads);
@@ -80,13 +94,34 @@ struct Forward {
     int norm(const void* weight, const void* add, int64_t rows) const {
         const void* x = add ? add : residual;
         return ll_rms_norm(normed, x, weight, add ? residual : nullptr, add ? residual : nullptr, rows, hidden, hidden,
-                           hidden, m.is_bf16, p.threads, m.eps);
+                           hidden, m.is_bf16, m.wide_norms, p.threads, m.eps);
+    }
+
+    // projected = norm(projected), if the layer normalises what a sublayer returns.
+    int norm_output(const void* weight, int64_t rows) const {
+        if (!weight) return 0;
+        return ll_rms_norm(projected, projected, weight, nullptr, nullptr, rows, hidden, hidden, hidden, m.is_bf16,
+                           m.wide_norms, p.threads, m.eps);
+    }
+
+    template <class T>
+    void scale_row(T* to, const T* from) const {
+        for_vectors(hidden, [&](int64_t i, auto count) {
+            store_upto(to + i, load_upto(from + i, count) * splat(m.embed_scale), count);
+        });
     }
 
     int embed() const {
         for (int64_t t = 0; t < p.num_tokens; ++t) {
             if (p.tokens[t] < 0 || p.tokens[t] >= m.vocab) return 5;
-            std::memcpy(residual + t * hidden * size, m.embed + p.tokens[t] * hidden * size, hidden * size);
+            char* to = residual + t * hidden * size;
+            const char* from = m.embed + p.tokens[t] * hidden * size;
+            if (m.embed_scale == 1.f)
+                std::memcpy(to, from, hidden * size);
+            else if (m.is_bf16)
+                scale_row(reinterpret_cast<bf16*>(to), reinterpret_cast<const bf16*>(from));
+            else
+                scale_row(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from));
         }
         return 0;
     }
@@ -95,8 +130,9 @@ struct Forward {
     void head_norms(const Layer& layer, char* qkv) const {
         team_for(p.num_tokens >= 16 ? p.threads : 1, p.num_tokens, [&](int64_t t) {
             char *q = qkv + t * qkv_width * size, *k = q + q_width * size;
-            ll_rms_norm(q, q, layer.q_norm, nullptr, nullptr, m.heads, m.d, m.d, 0, m.is_bf16, 1, m.eps);
-            ll_rms_norm(k, k, layer.k_norm, nullptr, nullptr, m.kv_heads, m.d, m.d, 0, m.is_bf16, 1, m.eps);
+            ll_rms_norm(q, q, layer.q_norm, nullptr, nullptr, m.heads, m.d, m.d, 0, m.is_bf16, m.wide_norms, 1, m.eps);
+            ll_rms_norm(k, k, layer.k_norm, nullptr, nullptr, m.kv_heads, m.d, m.d, 0, m.is_bf16, m.wide_norms, 1,
+                        m.eps);
         });
     }
 
@@ -125,31 +161,82 @@ struct Forward {
             if (p.rows[i] != i) std::memcpy(from + i * width * size, from + p.rows[i] * width * size, width * size);
     }
 
-    int mlp(const Layer& layer, const void* next_norm, char* gate_up, int64_t rows) {
-        if (int error = norm(layer.post_norm, projected, rows)) return error;
-        if (int error = linear(layer.gate_up, normed, gate_up, rows)) return error;
-        char* product = gate_up + (rows * 2 * inner * size + 63) / 64 * 64;
-        ll_silu_mul(product, gate_up, rows, inner, 2 * inner, m.is_bf16, p.threads);
-        if (int error = linear(layer.down, product, projected, rows)) return error;
+    // out = down(activation(gate) * up) of x.
+    int gated(const Linear& gate_up, const Linear& down, const void* x, void* out, int64_t rows, Room room) const {
+        const int64_t inner = down.n_in;
+        char *both = room.take(rows * 2 * inner * size), *product = room.take(rows * inner * size);
+        if (int error = linear(gate_up, x, both, rows)) return error;
+        (m.gelu ? ll_gelu_mul : ll_silu_mul)(product, both, rows, inner, 2 * inner, m.is_bf16, p.threads);
+        return linear(down, product, out, rows);
+    }
+
+    // projected = the sum of what each row's experts make of `normed`, by weight, in the order of their numbers. An
+    // expert computes all rows that chose it at once, and a row is added to by one expert after the other.
+    int mixture(const Layer& layer, int64_t rows, Room room) const {
+        const int64_t k = m.per_token, row_bytes = hidden * size;
+        char* scores = room.take(rows * m.num_experts * size);
+        float* weights = reinterpret_cast<float*>(room.take(rows * k * 4));
+        int64_t* chosen = reinterpret_cast<int64_t*>(room.take(rows * k * 8));
+        int64_t* members = reinterpret_cast<int64_t*>(room.take(rows * 8));
+        char *inputs = room.take(rows * row_bytes), *outputs = room.take(rows * row_bytes);
+        if (int error = linear(layer.router, normed, scores, rows)) return error;
+        ll_route(weights, chosen, scores, rows, m.num_experts, k, m.renormalize, m.round_weights, m.is_bf16);
+        std::memset(projected, 0, rows * row_bytes);
+        for (int64_t e = 0; e < m.num_experts; ++e) {
+            int64_t count = 0;
+            for (int64_t i = 0; i < rows * k; ++i)
+                if (chosen[i] == e) members[count++] = i;
+            if (!count) continue;
+            for (int64_t i = 0; i < count; ++i)
+                std::memcpy(inputs + i * row_bytes, normed + members[i] / k * row_bytes, row_bytes);
+            const Linear& gate_up = layer.experts[2 * e];
+            if (int error = gated(gate_up, layer.experts[2 * e + 1], inputs, outputs, count, room)) return error;
+            for (int64_t i = 0; i < count; ++i)
+                add_row(projected + members[i] / k * row_bytes, outputs + i * row_bytes, weights[members[i]]);
+        }
+        return 0;
+    }
+
+    void add_row(char* to, const char* from, float weight) const {
+        if (m.is_bf16)
+            add_scaled(reinterpret_cast<bf16*>(to), reinterpret_cast<const bf16*>(from), weight, hidden);
+        else
+            add_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), weight, hidden);
+    }
+
+    // Adds `projected`, what attention returned, to the residual, then the MLP's output. normed = the norm of the sum.
+    int mlp(const Layer& layer, const void* next_norm, int64_t rows) {
+        if (int error = norm_output(layer.attention_norm, rows)) return error;
+        if (int error = norm(layer.mlp_norm, projected, rows)) return error;
+        if (int error = layer.experts ? mixture(layer, rows, room)
+                                      : gated(layer.gate_up, layer.down, normed, projected, rows, room))
+            return error;
+        if (int error = norm_output(layer.output_norm, rows)) return error;
         return norm(next_norm, projected, rows);
     }
 
-    int logits() const {
-        if (!m.is_bf16) return linear(m.lm_head, normed, p.logits, p.num_rows);
-        if (int error = linear(m.lm_head, normed, shared, p.num_rows)) return error;
-        const bf16* from = reinterpret_cast<const bf16*>(shared);
+    int logits(Room room) const {
         const int64_t n = p.num_rows * m.vocab;
-        team_for(n >= (1 << 16) ? p.threads : 1, (n + W - 1) / W, [&](int64_t i) {
-            store_upto(p.logits + i * W, load_upto(from + i * W, n - i * W), n - i * W);
-        });
-        return 0;
+        if (m.is_bf16) {
+            char* rounded = room.take(n * size);
+            if (int error = linear(m.lm_head, normed, rounded, p.num_rows)) return error;
+            const bf16* from = reinterpret_cast<const bf16*>(rounded);
+            team_for(n >= (1 << 16) ? p.threads : 1, (n + W - 1) / W, [&](int64_t i) {
+                store_upto(p.logits + i * W, load_upto(from + i * W, n - i * W), n - i * W);
+            });
+        } else if (int error = linear(m.lm_head, normed, p.logits, p.num_rows)) {
+            return error;
+        }
+        return m.logits_softcap ? ll_softcap(p.logits, n, p.threads, m.logits_softcap) : 0;
     }
 
     int run() {
         const Awake awake;
         if (int error = embed()) return error;
         if (int error = norm(m.layers[0].input_norm, nullptr, p.num_tokens)) return error;
-        char *qkv = shared, *attended = shared + (p.num_tokens * qkv_width * size + 63) / 64 * 64;
+        Room attention = room;
+        char *qkv = attention.take(p.num_tokens * qkv_width * size),
+             *attended = attention.take(p.num_tokens * q_width * size);
         for (int64_t i = 0; i < m.num_layers; ++i) {
             const Layer& layer = m.layers[i];
             const bool is_last = i + 1 == m.num_layers;
@@ -158,9 +245,9 @@ struct Forward {
             if (is_last && p.rows) keep_wanted(attended, q_width), keep_wanted(residual, hidden);
             const int64_t rows = is_last ? p.num_rows : p.num_tokens;
             if (int error = linear(layer.o, attended, projected, rows)) return error;
-            if (int error = mlp(layer, is_last ? m.norm : m.layers[i + 1].input_norm, shared, rows)) return error;
+            if (int error = mlp(layer, is_last ? m.norm : m.layers[i + 1].input_norm, rows)) return error;
         }
-        return logits();
+        return logits(room);
     }
 };
 

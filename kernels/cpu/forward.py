@@ -1,4 +1,4 @@
-"""A whole pass of a Llama-like decoder as one C call: the structures of forward.cpp, and the call.
+"""A whole pass of a decoder as one C call: the structures of forward.cpp, and the call.
 
 Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last. Does not depend on steps.
 """
@@ -28,26 +28,32 @@ class Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Parameters of one layer and the addresses of its keys and values in the arena. q_norm and k_norm may be null, and
-    a window of 0 is none.
+    """Parameters of one layer and the addresses of its keys and values in the arena. All norms but those before the
+    sublayers may be null, and a window of 0 is none. `experts` has two Linears for each, gate_up and down; if it is
+    null, the layer has one MLP.
     """
 
     _fields_ = [
-        *((name, PTR) for name in ("input_norm", "q_norm", "k_norm", "post_norm", "keys", "values", "cos_sin")),
-        *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, PTR) for name in ("input_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm", "output_norm")),
+        *((name, PTR) for name in ("keys", "values", "cos_sin", "experts")),
+        *((name, Linear) for name in ("qkv", "o", "gate_up", "down", "router")),
         *((name, I64) for name in ("group", "window")),
     ]
 
 
 class Model(ctypes.Structure):
-    """Parameters and sizes. `cache_*` are the strides of a layer's keys and values, in elements."""
+    """Parameters and sizes. `cache_*` are the strides of a layer's keys and values, in elements. `inner` is the width
+    of the widest MLP or expert. With `wide_norms` the weights of norms are fp32. A softcap of 0 is none.
+    """
 
     _fields_ = [
         *((name, PTR) for name in ("embed", "layers", "norm")),
         ("lm_head", Linear),
         *((name, I64) for name in ("num_layers", "vocab", "heads", "kv_heads", "d", "max_pos", "rotary")),
-        *((name, I64) for name in ("is_bf16", "num_blocks", "block_size", "cache_block", "cache_head", "cache_slot")),
-        *((name, F32) for name in ("eps", "scale", "softcap")),
+        *((name, I64) for name in ("is_bf16", "inner", "gelu", "wide_norms")),
+        *((name, I64) for name in ("num_experts", "per_token", "renormalize", "round_weights")),
+        *((name, I64) for name in ("num_blocks", "block_size", "cache_block", "cache_head", "cache_slot")),
+        *((name, F32) for name in ("eps", "scale", "softcap", "logits_softcap", "embed_scale")),
     ]
 
 
@@ -94,19 +100,19 @@ def entry(library: CpuLibrary) -> Entry | None:
 def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
     """Returns the number of bytes of scratch memory that a pass needs. Must agree with forward.cpp."""
     size = 2 if model.is_bf16 else 4
-
-    def taken(*elements: int) -> int:
-        return sum(-(-count * size // ALIGNMENT) * ALIGNMENT for count in elements)
-
-    hidden, q_width = model.lm_head.n_in, model.heads * model.d
+    hidden, q_width, most = model.lm_head.n_in, model.heads * model.d, max(num_tokens, num_rows)
     qkv_width = q_width + 2 * model.kv_heads * model.d
-    attention = taken(num_tokens * qkv_width, num_tokens * q_width)
-    mlp = max(
-        taken(rows * layer.gate_up.n_out, rows * layer.down.n_in)
-        for layer in [ctypes.cast(model.layers, ctypes.POINTER(Layer))[0]]
-        for rows in (num_tokens, num_rows)
-    )
-    return taken(*[num_tokens * hidden] * 3) + max(attention, mlp, taken(num_rows * model.vocab))
+    attention = _taken(num_tokens * qkv_width * size, num_tokens * q_width * size)
+    mlp = _taken(most * 2 * model.inner * size, most * model.inner * size)
+    if model.num_experts:
+        of_rows = (model.num_experts * size, model.per_token * 4, model.per_token * 8, 8, hidden * size, hidden * size)
+        mlp += _taken(*(most * each for each in of_rows))
+    logits = _taken(num_rows * model.vocab * size)
+    return _taken(*[num_tokens * hidden * size] * 3) + max(attention, mlp, logits)
+
+
+def _taken(*num_bytes: int) -> int:
+    return sum(-(-count // ALIGNMENT) * ALIGNMENT for count in num_bytes)
 
 
 def address(array: npt.NDArray[np.generic]) -> int:

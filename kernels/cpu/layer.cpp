@@ -1,5 +1,5 @@
-// The rest of a layer: RMS norm, the elementwise half of SwiGLU, RoPE with the write into slots, and block copies. One
-// thread always computes a whole row (or token, or block), in an order fixed by its length.
+// The rest of a layer: RMS norm, the elementwise half of a gated MLP, RoPE with the write into slots, and block copies.
+// One thread always computes a whole row (or token, or block), in an order fixed by its length.
 #include "simd.h"
 #include "team.h"
 
@@ -9,8 +9,9 @@ namespace {
 constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements; below, waking threads costs more than it saves
 
 // Distributes the vectors over four sums in turn. With ADD, `summed` = x + residual, and the norm is that of `summed`.
-template <bool ADD, class T>
-void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t n, float eps) {
+// A weight of x's type (Llama) multiplies the rounded norm, an fp32 weight (Gemma) the norm before it is rounded.
+template <bool ADD, class T, class Weight>
+void rms_norm_row(T* out, const T* x, const Weight* weight, const T* residual, T* summed, int64_t n, float eps) {
     vf acc[4] = {};
     const auto add = [&](vf& sum, int64_t i, auto count) __attribute__((always_inline)) {
         vf v = load_upto(x + i, count);
@@ -31,7 +32,7 @@ void rms_norm_row(T* out, const T* x, const T* weight, const T* residual, T* sum
     const vf inverse = splat(1.f / std::sqrt(mean + eps));
     const T* from = ADD ? summed : x;
     for_vectors(n, [&](int64_t at, auto count) {
-        vf normed = rounded_to(load_upto(from + at, count) * inverse, x);
+        vf normed = rounded_to(load_upto(from + at, count) * inverse, weight);
         store_upto(out + at, normed * load_upto(weight + at, count), count);
     });
 }
@@ -42,12 +43,16 @@ LL_INLINE vf exp_minus(vf g) {
     return x > limit ? splat(INFINITY) : exp2v(x > limit ? limit : x);
 }
 
-template <class T>
-void silu_mul_row(T* out, const T* x, int64_t n) {
+// Both activations are gate * sigmoid(z). silu: z = gate. gelu, in its tanh form: z = 2 sqrt(2/pi) (gate + 0.044715
+// gate^3), because 1 + tanh(y) = 2 sigmoid(2y).
+template <bool GELU, class T>
+void gate_mul_row(T* out, const T* x, int64_t n) {
     for_vectors(n, [&](int64_t i, auto count) {
         vf gate = load_upto(x + i, count), up = load_upto(x + n + i, count);
-        vf silu = rounded_to(gate / (splat(1.f) + exp_minus(gate)), x);
-        store_upto(out + i, silu * up, count);
+        vf z = gate;
+        if constexpr (GELU) z = gate * fma(gate * gate, splat(0.0713548162726f), splat(1.59576912161f));
+        vf activated = rounded_to(gate / (splat(1.f) + exp_minus(z)), x);
+        store_upto(out + i, activated * up, count);
     });
 }
 
@@ -111,20 +116,29 @@ struct Write {
     }
 };
 
-template <class T>
-void rms_norm(T* out, const T* x, const T* weight, const T* residual, T* summed, int64_t rows, int64_t n,
+template <class T, class Weight>
+void rms_norm(T* out, const T* x, const Weight* weight, const T* residual, T* summed, int64_t rows, int64_t n,
               int64_t x_row, int64_t residual_row, int64_t threads, float eps) {
     team_for(rows * n >= PARALLEL_FROM ? threads : 1, rows, [&](int64_t r) {
         const T* row = x + r * x_row;
         residual ? rms_norm_row<true>(out + r * n, row, weight, residual + r * residual_row, summed + r * n, n, eps)
-                 : rms_norm_row<false, T>(out + r * n, row, weight, nullptr, nullptr, n, eps);
+                 : rms_norm_row<false>(out + r * n, row, weight, (const T*)nullptr, (T*)nullptr, n, eps);
     });
 }
 
-template <class T>
-void silu_mul(T* out, const T* x, int64_t rows, int64_t n, int64_t x_row, int64_t threads) {
+template <bool GELU, class T>
+void gate_mul(T* out, const T* x, int64_t rows, int64_t n, int64_t x_row, int64_t threads) {
     team_for(rows * n >= PARALLEL_FROM ? threads : 1, rows,
-             [&](int64_t r) { silu_mul_row(out + r * n, x + r * x_row, n); });
+             [&](int64_t r) { gate_mul_row<GELU>(out + r * n, x + r * x_row, n); });
+}
+
+template <bool GELU>
+int gate_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16, int64_t threads) {
+    if (is_bf16)
+        gate_mul<GELU>(static_cast<bf16*>(out), static_cast<const bf16*>(x), rows, n, x_row, threads);
+    else
+        gate_mul<GELU>(static_cast<float*>(out), static_cast<const float*>(x), rows, n, x_row, threads);
+    return 0;
 }
 
 }  // namespace
@@ -132,24 +146,35 @@ void silu_mul(T* out, const T* x, int64_t rows, int64_t n, int64_t x_row, int64_
 
 LL_EXPORT int ll_rms_norm(void* out, const void* x, const void* weight, const void* residual, void* summed,
                           int64_t rows, int64_t n, int64_t x_row, int64_t residual_row, int64_t is_bf16,
-                          int64_t threads, float eps) {
-    auto run = [&](auto tag) {
+                          int64_t is_wide, int64_t threads, float eps) {
+    auto run = [&](auto tag, auto weight_tag) {
         using T = decltype(tag);
-        ll::rms_norm(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(weight),
+        ll::rms_norm(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const decltype(weight_tag)*>(weight),
                      static_cast<const T*>(residual), static_cast<T*>(summed), rows, n, x_row, residual_row, threads,
                      eps);
     };
-    is_bf16 ? run(ll::bf16{}) : run(float{});
+    if (!is_bf16) return run(float{}, float{}), 0;
+    is_wide ? run(ll::bf16{}, float{}) : run(ll::bf16{}, ll::bf16{});
     return 0;
 }
 
 LL_EXPORT int ll_silu_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16,
                           int64_t threads) {
-    using ll::bf16;
-    if (is_bf16)
-        ll::silu_mul(static_cast<bf16*>(out), static_cast<const bf16*>(x), rows, n, x_row, threads);
-    else
-        ll::silu_mul(static_cast<float*>(out), static_cast<const float*>(x), rows, n, x_row, threads);
+    return ll::gate_mul<false>(out, x, rows, n, x_row, is_bf16, threads);
+}
+
+LL_EXPORT int ll_gelu_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16,
+                          int64_t threads) {
+    return ll::gate_mul<true>(out, x, rows, n, x_row, is_bf16, threads);
+}
+
+// x[i] = cap * tanh(x[i] / cap), in place.
+LL_EXPORT int ll_softcap(float* x, int64_t n, int64_t threads, float cap) {
+    using namespace ll;
+    team_for(n >= PARALLEL_FROM ? threads : 1, (n + W - 1) / W, [&](int64_t i) {
+        const int64_t left = n - i * W;
+        store_upto(x + i * W, capped(load_upto(x + i * W, left), 1.f, cap), left);
+    });
     return 0;
 }
 

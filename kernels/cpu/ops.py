@@ -1,5 +1,6 @@
-"""The C entry points as torch operators (namespace `looseleaf`), so that no build is tied to a torch version.
+"""The C entry points as torch operators, one table of them all (long: every operator has a wrapper here).
 
+The namespace is `looseleaf`, and no build is tied to a torch version.
 Every operator writes into tensors that the caller passes and returns nothing. The number of threads is torch's.
 """
 
@@ -43,8 +44,11 @@ _SIGNATURES: dict[str, list[type]] = {
     "ll_attention": [PTR] * 7 + [I64] * 22 + [PTR] + [F32] * 2,
     "ll_write_blocks": [PTR] * 8 + [I64] * 22,
     "ll_copy_blocks": [PTR] * 4 + [I64] * 7,
-    "ll_rms_norm": [PTR] * 5 + [I64] * 6 + [F32],
+    "ll_rms_norm": [PTR] * 5 + [I64] * 7 + [F32],
     "ll_silu_mul": [PTR] * 2 + [I64] * 5,
+    "ll_gelu_mul": [PTR] * 2 + [I64] * 5,
+    "ll_softcap": [PTR] + [I64] * 2 + [F32],
+    "ll_route": [PTR] * 3 + [I64] * 6,
     "ll_convolution": [PTR] * 8 + [I64] * 14,
     "ll_recurrence": [PTR] * 11 + [I64] * 12,
     "ll_sample": [PTR] * 9 + [I64] * 4,
@@ -141,17 +145,22 @@ def _rms_norm(
     rows, hidden = x.shape
     _call(
         "ll_rms_norm", out.data_ptr(), x.data_ptr(), weight.data_ptr(), _pointer(residual), _pointer(summed),
-        rows, hidden, x.stride(0), 0 if residual is None else residual.stride(0), _dtype(x), torch.get_num_threads(),
-        eps,
+        rows, hidden, x.stride(0), 0 if residual is None else residual.stride(0), _dtype(x),
+        int(weight.dtype == torch.float32), torch.get_num_threads(), eps,
     )  # fmt: skip
 
 
-def _silu_mul(out: Tensor, x: Tensor) -> None:
+def _gate_mul(name: str, out: Tensor, x: Tensor) -> None:
     _last_contiguous(out, x)
     rows, width = x.shape
+    _call(name, out.data_ptr(), x.data_ptr(), rows, width // 2, x.stride(0), _dtype(x), torch.get_num_threads())
+
+
+def _route(weights: Tensor, experts: Tensor, scores: Tensor, renormalize: bool, round_weights: bool) -> None:
+    how = (int(renormalize), int(round_weights), _dtype(scores))
     _call(
-        "ll_silu_mul", out.data_ptr(), x.data_ptr(), rows, width // 2, x.stride(0), _dtype(x), torch.get_num_threads()
-    )
+        "ll_route", weights.data_ptr(), experts.data_ptr(), scores.data_ptr(), *scores.shape, weights.shape[1], *how
+    )  # fmt: skip
 
 
 def _states(states: Tensor, block_table: Tensor) -> tuple[int, ...]:
@@ -253,7 +262,16 @@ _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(b!)? summed) -> ()",
         _rms_norm,
     ),
-    "silu_mul": ("(Tensor(a!) out, Tensor x) -> ()", _silu_mul),
+    "silu_mul": ("(Tensor(a!) out, Tensor x) -> ()", functools.partial(_gate_mul, "ll_silu_mul")),
+    "gelu_mul": ("(Tensor(a!) out, Tensor x) -> ()", functools.partial(_gate_mul, "ll_gelu_mul")),
+    "softcap": (
+        "(Tensor(a!) x, float cap) -> ()",
+        lambda x, cap: _call("ll_softcap", x.data_ptr(), x.numel(), torch.get_num_threads(), cap),
+    ),
+    "route": (
+        "(Tensor(a!) weights, Tensor(b!) experts, Tensor scores, bool renormalize, bool round_weights) -> ()",
+        _route,
+    ),
     "convolution": (
         "(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(b!) states, Tensor block_table, "
         "Tensor context_lens, Tensor cu_seqlens, int block_size) -> ()",

@@ -182,15 +182,6 @@ void score_rows(Tile<T>& t, int row, int g, int n) {
     if (at < n) score_block<T, R, 1, AHEAD>(t, row, at, g);
 }
 
-// Returns cap * tanh(x * scale / cap), the softcap that Gemma 2 applies to scores.
-LL_INLINE vf capped(vf x, float scale, float cap) {
-    const vf y = x * splat(scale / cap), most = splat(20.f);  // tanh is 1 beyond it
-    const vf magnitude = vmax(y, -y), bounded = magnitude > most ? most : magnitude;
-    const vf e = exp2v(bounded * splat(-2.f * LOG2E));
-    const vf t = (splat(1.f) - e) / (splat(1.f) + e);
-    return splat(cap) * (y < vf{} ? -t : t);
-}
-
 // Replaces one row's scores by weights 2^(score * scale - m), and by 0 for the rest of the tile's range [lo, hi).
 template <class T>
 void softmax_row(Tile<T>& t, int row, int lo, int hi) {

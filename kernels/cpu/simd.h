@@ -175,6 +175,15 @@ LL_INLINE float exp2s(float x) { return exp2v(splat(x))[0]; }
 
 constexpr float LOG2E = 1.44269504088896341f;
 
+// Returns cap * tanh(x * scale / cap), the softcap that Gemma 2 applies to scores and logits.
+LL_INLINE vf capped(vf x, float scale, float cap) {
+    const vf y = x * splat(scale / cap), most = splat(20.f);  // tanh is 1 beyond it
+    const vf magnitude = vmax(y, -y), bounded = magnitude > most ? most : magnitude;
+    const vf e = exp2v(bounded * splat(-2.f * LOG2E));
+    const vf t = (splat(1.f) - e) / (splat(1.f) + e);
+    return splat(cap) * (y < vf{} ? -t : t);
+}
+
 #if defined(LL_AVX512)
 #define LL_LO 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define LL_HI 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31

@@ -50,7 +50,9 @@ def rms_norm_kernel(
     mean = tl.sum(wide * wide, axis=1) / WIDTH
     inverse = 1.0 / tl.sqrt(mean + eps)
     weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0)
-    normed = (wide * inverse[:, None]).to(x.dtype).to(tl.float32)
+    normed = wide * inverse[:, None]
+    if weight.dtype != tl.float32:  # rounded before it is multiplied
+        normed = normed.to(x.dtype).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + col, (normed * weight.to(tl.float32)).to(x.dtype), mask=mask)
 
 

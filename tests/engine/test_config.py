@@ -65,7 +65,7 @@ def test_generation_config_wins_for_the_end_of_sequence(tmp_path: Path) -> None:
     ("family", "override", "words"),
     [
         ("llama", {"architectures": ["BertModel"]}, ["BertModel", "LlamaForCausalLM", "OPTForCausalLM"]),
-        ("llama", {"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "no native implementation"]),
+        ("llama", {"architectures": ["GlmForCausalLM"]}, ["GlmForCausalLM", "no native implementation"]),
         ("llama", {"architectures": [], "model_type": "t5"}, ["t5"]),
         ("llama", {"is_encoder_decoder": True}, ["is_encoder_decoder"]),
         ("llama", {"quantization_config": {"quant_method": "eetq"}}, ["quantization_config", "eetq"]),
@@ -75,6 +75,9 @@ def test_generation_config_wins_for_the_end_of_sequence(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ("llama", {"head_dim": 12}, ["head_dim 12"]),
         ("llama", {"dtype": "float8_e4m3fn"}, ["float8_e4m3fn"]),
+        ("phi3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "longrope"]),
+        ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma2", {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
         ("opt", {"activation_function": "gelu"}, ["activation_function", "gelu"]),
         ("opt", {"layer_norm_elementwise_affine": False}, ["layer_norm_elementwise_affine"]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 9,
@@ -94,7 +97,7 @@ def test_what_is_not_supported_is_refused_by_name(
     ("override", "words"),
     [
         ({"architectures": ["BertModel"]}, "BertModel is not a decoder-only language model"),
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not a decoder-only"),  # model_type llama
+        ({"architectures": ["GlmForCausalLM"]}, "GlmForCausalLM is not a decoder-only"),  # model_type llama
         ({"quantization_config": {"quant_method": "eetq"}}, "quantization_config (eetq) is not supported"),
         ({"dtype": "float8_e4m3fn"}, "checkpoint dtype float8_e4m3fn"),
     ],
@@ -123,6 +126,8 @@ def test_what_only_transformers_supports_is_run_by_it_and_said(
         (json.dumps(hf_config("llama") | {"num_hidden_layers": "many"}), "bad value"),
         (json.dumps(hf_config("llama") | {"num_key_value_heads": 3}), "cannot share 3 KV heads"),
         (json.dumps(hf_config("llama") | {"rope_scaling": {"rope_type": "linear"}}), "bad value"),
+        (json.dumps(hf_config("gemma2") | {"num_hidden_layers": 7}), "layer_types names 4 layers of 7"),
+        (json.dumps(hf_config("mixtral") | {"num_experts_per_tok": 9}), "cannot have 9 of 4 experts"),
     ],
 )
 def test_unreadable_configs_are_errors_that_name_the_file(text: str | None, words: str, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from testing.oracle import Oracle
 
 PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
 
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen2-mixed", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "mixtral"
+)  # fmt: skip
 MIXED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 """One layer with full attention, the others with a window: several KV groups."""
 
@@ -45,7 +48,7 @@ def logits_of(runner: ModelRunner, budget: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2-mixed"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits_as_call_by_call(family: str, dtype: str, threads: int, tmp_path: Path) -> None:
     """With chunks of 16 tokens, some chunks compute no logits. A chunk of 300 contains whole prompts."""
     base: Any = family.removesuffix("-mixed")

@@ -74,7 +74,9 @@ def test_a_file_gives_the_logits_of_the_same_numbers(name: str, tmp_path: Path) 
     layer = runner.model.layers[1]
     expected = {"llama-q8_0": "int8", "qwen3-f16": "simd", "qwen3-q5_1": "int8"}.get(name, "int4")
     assert layer.qkv.how == expected
-    assert layer.down.how == ("simd" if name in ("qwen3-f16", "qwen3-q5_1") else "int8" if "_m" in name else expected)
+    assert layer.mlp.linears[1].how == (
+        "simd" if name in ("qwen3-f16", "qwen3-q5_1") else "int8" if "_m" in name else expected
+    )
 
 
 def test_the_tokenizer_is_the_files(tmp_path: Path) -> None:

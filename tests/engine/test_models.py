@@ -30,6 +30,11 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "opt": ("opt", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {"attention_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
     "mistral-window-64": ("mistral", {"sliding_window": 64}),
     "qwen2-all-layers-windowed": (
         "qwen2",

@@ -35,7 +35,8 @@ def reference_logits(directory: Path, tokens: list[int], dtype: torch.dtype = to
     """Returns the logits of transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **how).eval()
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]
 
@@ -60,14 +61,14 @@ def test_a_format_gives_the_logits_of_the_same_numbers(name: str, tmp_path: Path
     assert distance(Oracle(runner).logits(tokens, chunk=24), reference_logits(tmp_path / "twin", tokens)) < NEAR
     assert isinstance(runner.model, Decoder)
     kind = "simd" if "f" in name.split("-")[0] else "int8" if name in ("gptq-8", "int-quantized") else "int4"
-    assert {runner.model.layers[1].qkv.how, runner.model.layers[1].down.how} == {kind}
+    assert {runner.model.layers[1].qkv.how, runner.model.layers[1].mlp.linears[1].how} == {kind}
     if kind != "simd":
         whole = sum(t.numel() * 4 for t in load_file(tmp_path / "twin" / "model.safetensors").values())
         assert runner.weights_bytes < 0.55 * whole  # the embedding and the output matrix are not quantized
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-def test_formats_serve_families_with_biases_and_head_norms(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral"])
+def test_formats_serve_all_families(family: Family, tmp_path: Path) -> None:
     make_quantized(tmp_path / "quantized", tmp_path / "twin", FORMATS["awq"], family, seed=2)
     tokens = prompt(60)
     ours = Oracle(runner_of(tmp_path / "quantized")).logits(tokens)
@@ -106,10 +107,11 @@ def test_a_pass_in_one_call_has_the_bits_of_many_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_models_of_transformers_are_rounded_except_for_their_routers(quantization: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_experts_are_rounded_and_routers_are_not(impl: Any, quantization: Any, tmp_path: Path) -> None:
     make_foreign(tmp_path, ZOO["mixtral"], seed=3)
     tokens = prompt(40)
-    ours = Oracle(runner_of(tmp_path, quantization=quantization)).logits(tokens)
+    ours = Oracle(runner_of(tmp_path, quantization=quantization, model_impl=impl)).logits(tokens)
     unrounded = reference_logits(tmp_path, tokens, torch.float32)  # its experts do not support float64
     tensors = load_file(tmp_path / "model.safetensors")
     for name, tensor in tensors.items():
@@ -188,7 +190,7 @@ def test_a_quantized_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
 
 
 def test_families_without_an_implementation_of_ours_are_refused(tmp_path: Path) -> None:
-    make_foreign(tmp_path, ZOO["gemma2"])
+    make_foreign(tmp_path, ZOO["glm4"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": FORMATS["awq"].config}))
     with pytest.raises(UnsupportedModel, match=r"quantization_config \(awq\) needs a native implementation"):

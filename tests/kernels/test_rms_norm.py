@@ -13,11 +13,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 4, 80), (0, 64), (2, 1000), (7, 33)])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_matches_float64(isa: str, dtype: torch.dtype, shape: tuple[int, ...], with_residual: bool) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_matches_float64(isa: str, dtype: torch.dtype, shape: tuple[int, ...], with_residual: bool, wide: bool) -> None:
     x, residual, weight = (torch.randn(s).to(dtype) for s in (shape, shape, shape[-1:]))
+    weight = weight.float() if wide else weight
     summed = x + residual if with_residual else x
-    wide = summed.double()
-    want = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    exact = summed.double()
+    want = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     if with_residual:
         got, new_residual = rms_norm(x, weight, 1e-5, residual)
         assert torch.equal(new_residual, summed)
@@ -28,8 +30,10 @@ def test_matches_float64(isa: str, dtype: torch.dtype, shape: tuple[int, ...], w
     assert torch.allclose(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_rounds_like_hugging_face(native_isa: str) -> None:
-    x, weight = torch.randn(64, 768).bfloat16(), torch.randn(768).bfloat16()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounds_like_hugging_face(native_isa: str, dtype: torch.dtype) -> None:
+    """Llama's weights are bf16, Gemma's fp32."""
+    x, weight = torch.randn(64, 768).bfloat16(), torch.randn(768).to(dtype)
     same = rms_norm(x, weight, 1e-5) == rms_norm_reference(x, weight, 1e-5)
     assert same.float().mean() > 0.999  # the order of the sum may change a rounding
 

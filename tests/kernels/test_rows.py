@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
+from kernels.experts import route
+from kernels.gelu_mul import gelu_mul
 from kernels.linear import PackedLinear
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
@@ -24,6 +26,7 @@ from kernels.quantization import Bits, quantize
 from kernels.rms_norm import rms_norm
 from kernels.sampling import log_softmax_top, sample
 from kernels.silu_mul import silu_mul
+from kernels.softcap import softcap_
 from kernels.write_blocks import write_blocks
 
 ROWS = 48  # with the widths below, every kernel uses several threads
@@ -39,6 +42,21 @@ def _rms_norm(dtype: torch.dtype, scatter: Any) -> Compute:
 def _silu_mul(dtype: torch.dtype, scatter: Any) -> Compute:
     x = torch.randn(ROWS, 2 * 1001).to(dtype)
     return lambda rows: (silu_mul(x[rows]),)
+
+
+def _gelu_mul(dtype: torch.dtype, scatter: Any) -> Compute:
+    x = torch.randn(ROWS, 2 * 1001).to(dtype)
+    return lambda rows: (gelu_mul(x[rows]),)
+
+
+def _softcap(dtype: torch.dtype, scatter: Any) -> Compute:
+    x = 30 * torch.randn(ROWS, 1001)
+    return lambda rows: (softcap_(x[rows].clone(), 20.0),)
+
+
+def _route(dtype: torch.dtype, scatter: Any) -> Compute:
+    scores = torch.randn(ROWS, 61).to(dtype)
+    return lambda rows: route(scores[rows], 7, renormalize=True, round_weights=False)
 
 
 def _linear(dtype: torch.dtype, scatter: Any) -> Compute:
@@ -122,8 +140,8 @@ def _paged_prefill(dtype: torch.dtype, scatter: Any) -> Compute:
 
 
 KERNELS: list[Callable[[torch.dtype, Any], Compute]] = [
-    _rms_norm, _silu_mul, _linear, _linear_int, _linear_int8, _write_blocks, _copy_blocks, _sampling,
-    _paged_attention, _paged_prefill,
+    _rms_norm, _silu_mul, _gelu_mul, _softcap, _route, _linear, _linear_int, _linear_int8, _write_blocks, _copy_blocks,
+    _sampling, _paged_attention, _paged_prefill,
 ]  # fmt: skip
 
 

@@ -49,8 +49,9 @@ def test_a_million_tokens_of_llama_8b(capsys: pytest.CaptureFixture[str]) -> Non
 def test_parameters_are_those_of_the_files_or_of_the_definition(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    native, foreign = make_checkpoint(tmp_path / "a"), make_foreign(tmp_path / "b", ZOO["gemma2"])
-    for directory in (native, foreign):
+    names = ("gemma2", "mixtral", "phi3", "qwen3-moe", "glm4")
+    made = [make_foreign(tmp_path / name, ZOO[name]) for name in names]
+    for directory in (make_checkpoint(tmp_path / "llama"), *made):
         with_files = planned(capsys, str(directory), "--memory", "8")
         (directory / "model.safetensors").unlink()
         assert planned(capsys, str(directory), "--memory", "8") == with_files

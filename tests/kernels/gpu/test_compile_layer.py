@@ -37,7 +37,7 @@ def _rms_norm(width: int, dtype: str, residual: bool, cc: int) -> Case:
 def _silu_mul(dtype: str, cc: int) -> Case:
     tile = silu_mul.tile_for(14_336)
     types = f"out_ptr=*{dtype}:16 x_ptr=*{dtype}:16 width=i32:16 x_row=i32:16"
-    return _case("silu_mul:silu_mul_kernel", types, {"TILE": tile}, cc, num_warps=warps_for(tile))
+    return _case("silu_mul:silu_mul_kernel", types, {"TILE": tile, "GELU": False}, cc, num_warps=warps_for(tile))
 
 
 def _linear(out_features: int, dtype: str, bias: bool, cc: int) -> Case:

@@ -31,6 +31,10 @@ def test_matches_float64(device: str, dtype: torch.dtype, shape: tuple[int, ...]
         got = rms_norm(x, weight, 1e-5)
     assert got.shape == x.shape and got.dtype == dtype
     assert torch.allclose(got.double(), want, rtol=tolerance_of(dtype), atol=tolerance_of(dtype))
+    if not with_residual:
+        got = rms_norm(x, weight.float(), 1e-5)
+        assert got.dtype == dtype
+        assert torch.allclose(got.double(), want, rtol=tolerance_of(dtype), atol=tolerance_of(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.silu_mul import silu_mul
+from kernels.gpu.silu_mul import gelu_mul, silu_mul
 from testing.gpu_kernels import tolerance_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,6 +23,8 @@ def test_matches_float64(device: str, dtype: torch.dtype, shape: tuple[int, ...]
     got = silu_mul(x)
     assert got.shape == up.shape and got.dtype == dtype
     assert torch.allclose(got.double(), gate * gate.sigmoid() * up, rtol=tolerance_of(dtype), atol=1e-6)
+    want = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert torch.allclose(gelu_mul(x).double(), want, rtol=max(1e-5, tolerance_of(dtype)), atol=1e-5)
 
 
 def test_extremes_stay_finite(device: str) -> None:

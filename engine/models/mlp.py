@@ -1,0 +1,91 @@
+"""The second half of a decoder layer: a gated MLP, or experts of which every token takes a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import Activation, ExpertsConfig, ModelConfig
+from engine.loader import Weights
+from kernels.experts import route
+from kernels.gelu_mul import gelu_mul
+from kernels.linear import PackedLinear
+from kernels.silu_mul import silu_mul
+
+GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(activation(gate) * up); h hidden, i intermediate."""
+
+    gate_up: PackedLinear  # h -> 2 i
+    down: PackedLinear  # i -> h
+    activation: Activation
+
+    @classmethod
+    def load(cls, c: ModelConfig, weights: Weights, at: str) -> Mlp:
+        """`at` is the prefix of the MLP's tensors in the checkpoint."""
+        h, i = c.hidden_size, c.intermediate_size
+        names, sizes = ([f"{at}gate_up_proj"], [2 * i]) if c.fused_projections else _parts(at, i)
+        return cls(
+            weights.linear(names, sizes, h, bias=c.mlp_bias),
+            weights.linear([f"{at}down_proj"], [h], i, bias=c.mlp_bias),
+            c.activation,
+        )
+
+    @property
+    def linears(self) -> Sequence[PackedLinear]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [T, h] to [T, h]."""
+        return self.down(GATED[self.activation](self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The weighted sum of each token's experts. An expert computes all tokens that chose it at once; its results are
+    added in the order of the experts' numbers, so that a token's bits do not depend on the others.
+    """
+
+    router: PackedLinear  # h -> experts
+    experts: Sequence[Mlp]
+    how: ExpertsConfig
+
+    @classmethod
+    def load(cls, c: ModelConfig, how: ExpertsConfig, weights: Weights, at: str) -> Mixture:
+        """`at` is the prefix of the layer's tensors in the checkpoint."""
+        h, i = c.hidden_size, how.intermediate_size
+        router, experts, gate, up, down = how.names
+
+        def expert(number: int) -> Mlp:
+            own = f"{at}{experts}.{number}."
+            gate_up = weights.linear([f"{own}{gate}", f"{own}{up}"], [i, i], h)
+            return Mlp(gate_up, weights.linear([f"{own}{down}"], [h], i), c.activation)
+
+        scores = weights.linear([f"{at}{router}"], [how.count], h, is_router=True)
+        return cls(scores, [expert(number) for number in range(how.count)], how)
+
+    @property
+    def linears(self) -> Sequence[PackedLinear]:
+        return self.router, *(linear for expert in self.experts for linear in expert.linears)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [T, h] to [T, h]."""
+        how = self.how
+        weights, chosen = route(
+            self.router(x), how.per_token, renormalize=how.renormalize, round_weights=how.round_weights
+        )
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            answer = self.experts[number](x[rows])
+            out[rows] += (answer.float() * weights[rows, places, None]).to(x.dtype)
+        return out
+
+
+def _parts(at: str, size: int) -> tuple[list[str], list[int]]:
+    return [f"{at}gate_proj", f"{at}up_proj"], [size, size]

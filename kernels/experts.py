@@ -1,0 +1,34 @@
+"""The choice of experts for each token of a mixture."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.loader import current
+
+
+def route_reference(scores: Tensor, per_token: int, *, renormalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
+    """Reference for `route`, in plain torch."""
+    odds = scores.float().softmax(dim=-1)
+    weights, experts = odds.topk(per_token, dim=-1)
+    weights = weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
+    weights = weights.to(scores.dtype).float() if round_weights else weights
+    experts, order = experts.sort(dim=-1)
+    return weights.gather(-1, order), experts
+
+
+def route(scores: Tensor, per_token: int, *, renormalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
+    """Returns the `per_token` likeliest experts of every token and their weights: fp32 and int64 [T, per_token], in
+    ascending order of the experts' numbers.
+
+    scores: [T, experts], bf16 or fp32. A weight is the softmax, over all experts, in fp32; with `renormalize` a token's
+    weights are scaled to a sum of 1; with `round_weights` they are rounded to the dtype of the scores. Of equally
+    likely experts the CPU kernel takes the first. A row's result does not depend on the other rows.
+    """
+    if current().handle is None or scores.device.type != "cpu" or scores.dtype not in (torch.bfloat16, torch.float32):
+        return route_reference(scores, per_token, renormalize=renormalize, round_weights=round_weights)
+    weights = torch.empty((len(scores), per_token))
+    experts = torch.empty((len(scores), per_token), dtype=torch.int64)
+    torch.ops.looseleaf.route(weights, experts, scores.contiguous(), renormalize, round_weights)
+    return weights, experts
