@@ -72,7 +72,7 @@ def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
             except ValueError as error:
                 raise StartupError(f"--api-key-file {path}, line {number}: {error}") from None
     if not tenants:
-        raise StartupError(f"--api-key-file {path} holds no key")
+        raise StartupError(f"--api-key-file {path} contains no key")
     return ApiKeys(tenants, {name: _completed(found) for name, found in limits.items()})
 
 
@@ -88,7 +88,7 @@ def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, Tena
     for setting in settings:
         name, value = _limit(setting)
         if getattr(limits[tenant], name) not in (None, value):
-            raise ValueError(f"{name} of {tenant} is given twice, and not the same")
+            raise ValueError(f"{name} of {tenant} is given twice, with different values")
         limits[tenant] = replace(limits[tenant], **{name: value})
 
 
@@ -96,7 +96,9 @@ def _limit(setting: str) -> tuple[str, int]:
     name, separator, text = setting.partition("=")
     known = [f.name for f in fields(TenantLimits)]
     if not separator or name not in known:
-        raise ValueError(f"{name[:40]!r} is no limit; after the key may follow {', '.join(f'{k}=...' for k in known)}")
+        raise ValueError(
+            f"{name[:40]!r} is not a limit; the key may be followed by {', '.join(f'{k}=...' for k in known)}"
+        )
     lowest, highest = _RANGES[name]
     if not text.removeprefix("-").isdecimal() or len(text) > 11 or not lowest <= int(text) <= highest:
         raise ValueError(f"{name} must be a whole number from {lowest} to {highest}, got {text[:40]!r}")

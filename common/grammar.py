@@ -55,7 +55,7 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
         last = max(tokenizer.get_vocab().values(), default=0)
         return LLTokenizer(text, n_vocab=max(vocab_size, last + 1), eos_token=list(eos) or None)
     except Exception as error:  # both libraries raise plain Exception
-        raise GrammarError("cannot be used: this model's tokenizer does not suit grammars") from error
+        raise GrammarError("cannot be used: this model's tokenizer does not support grammars") from error
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class GroupNeed:
 
         The prompt's full blocks are shared. Each sequence has private blocks for its other positions. While a
         sequence's sealed partial block is copied so that it can be written to, the sequence has both the block and the
-        copy. In a group that has come back, every sequence has such a block.
+        copy. In a returning group, every sequence has such a block.
         """
         shared = self.prompt_len // block_size
         return shared + self.width * (blocks_of(self.prompt_len + self.max_tokens, block_size) - shared + 1)

@@ -1,4 +1,4 @@
-"""Ids of requests. They are accepted from clients within limits, and shown in a request's log lines. Independent of
+"""Ids of requests. They are accepted from clients within limits, and shown in a request's log lines. Does not depend on
 protocols.
 """
 

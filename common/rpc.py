@@ -138,7 +138,9 @@ class RpcServer:
         except RuntimeError:
             self.port = 0
         if self.port == 0:
-            raise StartupError(f"cannot listen on {self._address}: the port is occupied or the address is not ours")
+            raise StartupError(
+                f"cannot listen on {self._address}: the port is occupied or the address does not belong to this machine"
+            )
 
     async def start(self) -> None:
         """Starts to serve, but does not report that it is ready. Binds first if `bind` has not been called."""

@@ -62,7 +62,7 @@ def internal_server(settings: ServerSettings) -> RpcServer:
     if door is None and not is_loopback(settings.host):
         raise StartupError(f"--host {settings.host} can be reached from other machines: it needs a --secret-file")
     if door is None:
-        logger.warning("no --secret-file: every process of this machine may make internal calls here")
+        logger.warning("no --secret-file: every process on this machine may make internal calls")
     if trust.certificates is None and not is_loopback(settings.host):
         logger.warning("--host %s without --tls-cert: internal calls are not encrypted", settings.host)
     credentials = None if trust.certificates is None else trust.certificates.server_credentials()

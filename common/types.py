@@ -83,8 +83,8 @@ class KvSpec:
         """Returns the index of the first block that positions from `num_computed` on read. The last computed block
         counts as needed in any case. A state is read from that block alone, as if the window were 1.
 
-        A sequence releases the blocks before it, and continues from a cached prefix of that length if the others are
-        there. Schedulers and the ledger know nothing more of a kind of attention.
+        A sequence releases the blocks before it, and continues from a cached prefix of that length if the others exist.
+        Schedulers and the ledger use no other property of a kind of attention.
         """
         if not self.slides:
             return 0

@@ -1,1 +1,1 @@
-"""The memory-bound half of Looseleaf: takes over block tables and produces tokens."""
+"""The decode service, the memory-bound phase: it takes over block tables and produces tokens."""

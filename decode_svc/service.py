@@ -49,7 +49,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         loop, steps = asyncio.get_running_loop(), Outgoing[Step]()
 
-        def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # the step thread calls it, then goes on
+        def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread
             loop.call_soon_threadsafe(steps.put, (outputs, load))
 
         session, compiling = WorkerSession(send), Compiling(self._grammars)

@@ -71,7 +71,7 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
     if len(submit.branches) != len(submit.ticket.branches):
         raise ValueError("branches must be as many as the ticket's")
     if len(samples) != len(submit.branches):
-        raise ValueError("branches: a sample_index stands twice")
+        raise ValueError("branches: a sample_index occurs twice")
     if candidates is None:
         if len(samples) > sampling.num_sequences or max(samples, default=0) >= sampling.num_sequences:
             raise ValueError(f"branches: more than num_sequences, which is {sampling.num_sequences}")

@@ -134,7 +134,7 @@ class SwapSpace:
         """Returns the blocks with the sequence's KV, per KV group; the source of a copy that was only planned."""
         end = blocks_of(sequence.num_computed, self.block_size)
         kept = [table[table.first : end] for table in sequence.tables]
-        for refs, source in zip(kept, sequence.copy_from, strict=False):  # which is empty if nothing is copied
+        for refs, source in zip(kept, sequence.copy_from, strict=False):  # `copy_from` is empty if nothing is copied
             refs[-1] = source
         return kept
 

@@ -297,8 +297,8 @@ class DecodeWorker:
         self._progress.take(plan, logits)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:
-        """Applies the reader rule. Returns False if stale groups were rejected. With them go all groups whose states a
-        step has advanced that does not count.
+        """Applies the reader rule. Returns False if stale groups were rejected. If the step has already run, its result
+        is discarded, and all groups whose states it has advanced are also rejected.
         """
         stale = self._blocks.stale(plan, step, copies)
         if stale:
@@ -328,7 +328,7 @@ class DecodeWorker:
         self._draining = True
 
     def reject_all(self, rejection: Rejection) -> None:
-        """Rejects every group. The gateways have them prefilled again for other workers."""
+        """Rejects every group. The gateways prefill the groups again for other workers."""
         for group in self._groups():
             self._reject(group, rejection)
         self._outbox.flush(self.load)

@@ -29,13 +29,13 @@ from gateway.api.http_options import HttpOptions
 from gateway.api.key_ring import KeyRing
 from gateway.api.server import (
     HttpServer,
+    announce_shutdown,
     bind_grpc,
     bind_http,
     drain,
     grpc_bounds,
     http_bounds,
     raise_file_limit,
-    say_goodbye,
     watch_blocks,
     watch_readiness,
 )
@@ -91,7 +91,7 @@ async def main(settings: GatewaySettings) -> None:
         )
         await discovery.check()
     except (BlockStoreError, ValueError):
-        raise StartupError("--redis-url: the Redis there cannot be reached") from None
+        raise StartupError("--redis-url: Redis cannot be reached at that address") from None
     workers.use_ledgers(discovery.cached_tokens, discovery.end_ticket)
 
     def max_model_len() -> int:
@@ -166,8 +166,8 @@ async def main(settings: GatewaySettings) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, key_ring.reload)
     await wait_for_signal(asyncio.Event())
     is_leaving.set()
-    logger.info("leaving: health says no; the ports close in %.1f s", settings.drain_delay)
-    await say_goodbye(grpc_server, settings.drain_delay)
+    logger.info("shutting down: health checks fail; the ports close in %.1f s", settings.drain_delay)
+    await announce_shutdown(grpc_server, settings.drain_delay)
     logger.info("draining: at most %.0f s", settings.drain_s)
     admission.draining = True
     await drain(admission.answers, grpc_server, http_server, settings.drain_s)

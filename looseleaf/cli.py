@@ -65,6 +65,6 @@ def _guarded(module: str, argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone; this keeps the interpreter from complaining at exit
+    except BrokenPipeError:  # the reader of our output has ended; prevents an error of the interpreter at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -163,7 +163,7 @@ def _set(message: object, name: str, values: Mapping[str, object], option: str |
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"option {option!r}: {value!r} is not a value it takes") from error
+        raise type(error)(f"option {option!r}: {value!r} is not a valid value") from error
 
 
 def _set_early_stopping(request: pb.GenerateRequest, values: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ def _set_early_stopping(request: pb.GenerateRequest, values: Mapping[str, Any]) 
     if value is None:
         return
     if not isinstance(value, bool) and value != "never":
-        raise ValueError(f"option 'early_stopping': {value!r} is not a value it takes (True, False or 'never')")
+        raise ValueError(f"option 'early_stopping': {value!r} is not a valid value (True, False or 'never')")
     request.sampling.early_stopping = convert.early_stopping_to_pb(value)
 
 

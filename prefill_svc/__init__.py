@@ -1,1 +1,1 @@
-"""The compute-bound half of Looseleaf: fills KV blocks for prompts and hands them over."""
+"""The prefill service, the compute-bound phase: it fills KV blocks for prompts and hands them over."""

@@ -29,7 +29,7 @@ Plan = list[tuple[Job, Chunk]]
 
 def _tell_back(again: list[int]) -> None:
     """Logs the sequences that came back from decode. `again` contains, for each sequence, the number of tokens that are
-    computed a second time.
+    recomputed.
     """
     logger.info(
         "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
@@ -78,7 +78,8 @@ class GroupBlocks:
         return True
 
     def grow(self, chunk: Chunk) -> bool:
-        """Allocates the blocks that a chunk needs and `admit` has left out, all or none. Returns whether it has all."""
+        """Allocates the blocks that a chunk needs and that `admit` did not allocate, all or none. Returns whether the
+        chunk has all its blocks."""
         num_blocks = blocks_of(chunk.end, self._block_size)
         missing = [max(0, num_blocks - len(table)) for table in chunk.sequence.tables]
         if not any(missing):

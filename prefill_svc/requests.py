@@ -75,12 +75,14 @@ def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: Reques
     if sampling.width < sampling.num_sequences or sampling.num_sequences < 1:
         raise InvalidArgument.of("num_sequences", "must be at least 1, and at most beam_width")
     if sampling.beam_width is not None and (len(branches) > 1 or branches[0].output_ids or branches[0].sample_index):
-        raise InvalidArgument.of("branches", "must be one without output tokens, sample_index 0, for a beam search")
+        raise InvalidArgument.of(
+            "branches", "must be a single branch without output tokens, with sample_index 0, for a beam search"
+        )
     if sampling.beam_width is not None and sampling.structured is not None:
         raise InvalidArgument.of("structured_output", "may not be given with a beam search")
     indices = {branch.sample_index for branch in branches}
     if len(indices) < len(branches):
-        raise InvalidArgument.of("branches", "must have a sample_index each of its own")
+        raise InvalidArgument.of("branches", "must each have a different sample_index")
     if max(indices) >= sampling.num_sequences:
         limit = sampling.num_sequences
         raise InvalidArgument.of("branches", f"must have a sample_index below num_sequences, which is {limit}")

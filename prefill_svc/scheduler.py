@@ -40,7 +40,7 @@ class PrefillScheduler:
     def add(self, job: Job) -> None:
         """Queues a job. Raises ResourceExhausted if `max_queue` prompts are already waiting."""
         if self.num_waiting >= self._max_queue:
-            raise ResourceExhausted(f"the prefill queue holds its {self._max_queue} requests", retry_after_s=1.0)
+            raise ResourceExhausted(f"the prefill queue is full with {self._max_queue} requests", retry_after_s=1.0)
         heapq.heappush(self._waiting, _Waiting(job.priority, self._arrivals, job))
         self._arrivals += 1
 

@@ -38,7 +38,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillResponse]:
         if self.draining:
-            raise Unavailable("this worker shuts down", retry_after_s=0.1)
+            raise Unavailable("this worker is shutting down", retry_after_s=0.1)
         take_request_id(request.request_id)
         job = job_of(request, self._limits)
         await self._grammars.prepare(job.sequences)

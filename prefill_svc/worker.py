@@ -167,9 +167,9 @@ class PrefillWorker:
         self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step, has_run: bool = False) -> bool:
-        """Applies the reader rule: every block must still have the generation that the block table states. Returns
-        False if stale jobs were aborted. If a step has run that does not count, all jobs whose states it has advanced
-        are aborted too.
+        """Applies the reader rule: every block must still have the generation in the block table. Returns False if
+        stale jobs were aborted. If the step has already run, its result is discarded, and all jobs whose states it has
+        advanced are also aborted.
         """
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:
@@ -244,7 +244,7 @@ class PrefillWorker:
             self._blocks.release(job.sequences)
         elif self._parked.pop(job, None) is not None:
             self._blocks.forget(job)
-        else:  # the caller has gone before it was told of the ticket
+        else:  # the caller left before it got the ticket
             self._blocks.end_ticket(job)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:

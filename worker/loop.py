@@ -38,7 +38,7 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
         return role.work()
     except Fenced:
         role.start_over("the worker's lease was over")
-    except LedgerUnavailable as error:  # nothing is lost: `HeldBlocks` goes on without the ledger for as long as it can
+    except LedgerUnavailable as error:  # nothing is lost: `HeldBlocks` continues without the ledger as long as possible
         logger.warning("a step ended early: %s", error)
     except (LedgerError, ArenaError) as error:
         logger.error("the ledger refused: %s", error)

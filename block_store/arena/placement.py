@@ -101,7 +101,7 @@ def _export(
         blocks.close()
         if owner == "store":
             raise NoDeviceMemory(f"{error}; this host has no CUDA IPC, which --memory-owner store needs") from error
-        _LOG.warning("no CUDA IPC (%s): the worker owns the arena's memory, and its end loses all KV", error)
+        _LOG.warning("no CUDA IPC (%s): the worker owns the arena's memory, and all KV is lost when it ends", error)
         return None
 
 

@@ -36,13 +36,15 @@ class Prefault:
         try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread only: model loading comes first
         except OSError as error:
-            _LOG.info("shared memory is taken without idle priority: %s", error.strerror)
+            _LOG.info("shared memory is allocated without idle priority: %s", error.strerror)
         while not self._known.is_set() and self.num_bytes < self._most_bytes:
             size = min(_PIECE_BYTES, self._most_bytes - self.num_bytes)
             try:
                 os.posix_fallocate(self._fd, self.num_bytes, size)
             except OSError as error:  # if the arena needs more, its creation raises the error
-                _LOG.info("only %d bytes of shared memory were taken ahead: %s", self.num_bytes, error.strerror)
+                _LOG.info(
+                    "only %d bytes of shared memory were allocated in advance: %s", self.num_bytes, error.strerror
+                )
                 return
             self.num_bytes += size
 

@@ -72,7 +72,7 @@ class OutageCalls:
             return operation()
         except StaleDataset as error:
             self.is_unsure = True
-            raise LedgerUnavailable(f"the ledger is built anew: {error}") from error
+            raise LedgerUnavailable(f"the ledger is being rebuilt: {error}") from error
         except LedgerUnavailable:
             self.is_unsure = True
             raise

@@ -51,8 +51,8 @@ class Rejoining:
             return False
         if fixed.dataset == holder.ledger.dataset:
             return False
-        # Steps go on. They get no new blocks, since the old ledger refuses their calls, so the set of held blocks only
-        # shrinks.
+        # Steps continue. They get no new blocks, since the old ledger refuses their calls, so the set of held blocks
+        # only shrinks.
         standings = holder.assert_held(fixed.dataset, self._everything())
         with self.lock:
             holder.join()

@@ -108,7 +108,7 @@ class Reserve:
         refs = calls.call(lambda: holder.alloc(num_blocks))
         holder.lease.num_available -= num_blocks
         if arena.rebuild_count != calls.rebuild_count:
-            raise LedgerUnavailable("the ledger is built anew")
+            raise LedgerUnavailable("the ledger is being rebuilt")
         if any(ref.generation >> 32 != calls.rebuild_count for ref in refs):
             calls.contradicted(reason := "a generation that this ledger cannot issue")
             raise LedgerUnavailable(reason)
@@ -121,5 +121,5 @@ class Reserve:
             raise LedgerUnavailable(str(error)) from error
         # A rebuild that began since then may not have seen us in the header (`rebuild`), so the blocks are not ours.
         if arena.rebuild_count != calls.rebuild_count:
-            raise LedgerUnavailable("the ledger is built anew")
+            raise LedgerUnavailable("the ledger is being rebuilt")
         self._refs.update(dict.fromkeys(refs))

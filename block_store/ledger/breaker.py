@@ -51,11 +51,11 @@ class Breaker:
             self.num_opened += 1
             if self._opened_at - self._said_at >= LOG_EVERY_S:
                 self._said_at = self._opened_at
-                _LOG.warning("%s goes on without the ledger (time %d): %s", self._name, self.num_opened, reason)
+                _LOG.warning("%s continues without the ledger (outage %d): %s", self._name, self.num_opened, reason)
 
     def close(self) -> None:
         """Closes the breaker, because the ledger answers again."""
         if self.is_open:
             self._closed.set()
             if self._said_at == self._opened_at:
-                _LOG.warning("%s has the ledger again after %.1f s", self._name, time.monotonic() - self._opened_at)
+                _LOG.warning("%s can use the ledger again after %.1f s", self._name, time.monotonic() - self._opened_at)

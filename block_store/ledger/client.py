@@ -216,7 +216,7 @@ class LedgerClient:
             raise
         except LedgerError as error:
             _LOG.warning("could not ask for a rebuild: %s", error)
-        self.breaker.open(f"it must be built anew: {reason}")
+        self.breaker.open(f"it must be rebuilt: {reason}")
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
         """Registers in a rebuilt ledger and asserts `refs` there: all blocks that are held, may be written to, or are
@@ -250,5 +250,5 @@ class LedgerClient:
         try:
             self.ledger.unregister(self.epoch)
         except LedgerError as error:
-            _LOG.warning("holder %s could not unregister, its lease will run out: %s", self.name, error)
+            _LOG.warning("holder %s could not unregister; its lease will expire: %s", self.name, error)
         self.fenced.set()

@@ -106,8 +106,8 @@ class OrderedLane:
             self.on_fenced()
 
     def distrust(self, reason: object) -> None:
-        """Asks for a rebuild of a ledger that cannot be trusted, and goes on without the ledger until then."""
-        self.breaker.open(f"it must be built anew: {reason}")
+        """Asks for a rebuild of a ledger that cannot be trusted, and continues without the ledger until then."""
+        self.breaker.open(f"it must be rebuilt: {reason}")
         try:
             self.ledger.distrust()
         except LedgerError as error:
@@ -119,13 +119,13 @@ class OrderedLane:
             if not self.breaker.refuses():
                 self.ledger.give_up(ticket)
         except LedgerError as error:
-            _LOG.info("ticket %d is left to its lease: %s", ticket.epoch, error)
+            _LOG.info("ticket %d expires with its lease: %s", ticket.epoch, error)
 
     def _check_open(self) -> None:
         if self.fenced.is_set():
             raise Fenced(f"holder {self.name} (epoch {self.epoch}) is fenced or closed")
         if self.breaker.refuses():
-            raise LedgerUnavailable(f"{self.name} goes on without the ledger")
+            raise LedgerUnavailable(f"{self.name} continues without the ledger")
 
     def _settle(self, key: Key | None, pending: Callable[[CallId], object]) -> None:
         """Repeats the unanswered call.

@@ -84,7 +84,7 @@ class Reaper:
         except LedgerUnavailable as error:
             return self._look_for_another(error)
         except (StaleDataset, LedgerDamaged) as error:
-            _LOG.error("the ledger of arena %s is void (%s): it is built anew", self._record.arena_id, error)
+            _LOG.error("the ledger of arena %s is void (%s) and will be rebuilt", self._record.arena_id, error)
             return self._rebuild()
         self._note(report)
         return report.more
@@ -92,13 +92,13 @@ class Reaper:
     def _look_for_another(self, error: LedgerUnavailable) -> bool:
         try:
             if self._redis.follow() or self._redis.run_id != self._arena.fixed.run_id:
-                _LOG.error("another Redis answers: the ledger of arena %s is built anew", self._record.arena_id)
+                _LOG.error("a different Redis answers: the ledger of arena %s will be rebuilt", self._record.arena_id)
                 return self._rebuild()
         except (redis.ConnectionError, redis.TimeoutError):
             pass
         if not self._is_silent:
             self._is_silent = True
-            _LOG.warning("no sweep: %s (said once)", error)
+            _LOG.warning("no sweep: %s (logged once)", error)
         return False
 
     def _rebuild(self) -> bool:
@@ -106,7 +106,7 @@ class Reaper:
             self._redis.follow()
             self._ledger.dataset = rebuild(self._redis.client, self._arena)
         except (redis.ConnectionError, redis.TimeoutError, StaleDataset) as error:
-            _LOG.warning("the ledger could not be built, the next sweep tries again: %s", error)
+            _LOG.warning("the ledger could not be built; the next sweep tries again: %s", error)
             return False
         self._record = replace(self._record, dataset=self._ledger.dataset, run_id=self._redis.run_id)
         self._waiting, self._tick, self._is_silent = (), 0, False
@@ -115,6 +115,6 @@ class Reaper:
     def _note(self, report: ReapReport) -> None:
         self._waiting, self._tick, self._is_silent = report.waiting_slots, report.tick, False
         if report.postponed:
-            _LOG.warning("the last sweep was too long ago: every lease is renewed, nobody is reaped")
+            _LOG.warning("the last sweep was too long ago: every lease is renewed, and no holder is reaped")
         if report.reaped or report.num_unquarantined:
             _LOG.info("reaped holders %s, freed %d blocks", list(report.reaped), report.num_unquarantined)

@@ -2,7 +2,7 @@
 damage (docs/design.md, Ledger: rebuild).
 
 Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; all others
-are free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests go on.
+are free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests continue.
 
 The order of steps ensures that no block is allocated twice and that no worker writes into another's block. A writer
 first records its generation, slot and state in the header and then reads the rebuild count. It writes into the block

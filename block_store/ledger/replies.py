@@ -48,7 +48,7 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:
-        raise errors.LedgerDamaged(f"{what}: what Redis has cannot be read: {error}") from error
+        raise errors.LedgerDamaged(f"{what}: the data in Redis cannot be read: {error}") from error
 
 
 def unpack_beat(reply: bytes) -> tuple[int, str]:
@@ -84,7 +84,7 @@ def unpack_reaped(reply: bytes) -> ReapReport:
     epochs = tuple(Epoch(int(epoch)) for epoch in reaped.split(",") if epoch)
     slots = tuple(sorted(int(float(slot)) for slot in waiting.split(",") if slot))
     if slots and not 0 <= slots[0] <= slots[-1] < 1 << 32:
-        raise ValueError(f"{slots} are no writer slots")
+        raise ValueError(f"{slots} are not writer slots")
     return ReapReport(epochs, int(freed), postponed == "1", slots, more == "1", int(now))
 
 
@@ -105,6 +105,6 @@ def refusal(reply: bytes) -> errors.LedgerError:
         case "GONE":
             return errors.Gone("the ticket was claimed or has expired")
         case "STALE_DATASET":
-            return errors.StaleDataset("the ledger was built anew")
+            return errors.StaleDataset("the ledger was rebuilt")
         case _:
             return errors.OutOfOrder("the call's number is below the holder's last one")

@@ -16,6 +16,6 @@ def with_password(url: str, file: Path | None) -> str:
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     if ":" in user:
-        raise StartupError("--redis-url has a password already, --redis-password-file names another one")
+        raise StartupError("--redis-url already contains a password; --redis-password-file gives another one")
     password = quote(read_secret(file, "--redis-password-file"), safe="")
     return urlunsplit(parts._replace(netloc=f"{user}:{password}@{host}"))

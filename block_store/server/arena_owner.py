@@ -104,7 +104,7 @@ class ArenaOwner:
             most_bytes = min(limits.room_bytes, limits.budget_bytes - limits.reserve_bytes)
             self._ahead = Prefault(self._directory, max(0, most_bytes))
         except OSError as error:
-            _LOG.info("shared memory is taken when the arena is made: %s", error.strerror)
+            _LOG.info("shared memory will be allocated when the arena is made: %s", error.strerror)
 
     def _create_on_host(self, layout: KvLayout, num_blocks: int) -> Arena:
         try:
@@ -149,7 +149,7 @@ class ArenaOwner:
 
     def _lose(self, arena: Arena) -> None:
         """Ends an arena: no process that has it mapped may use it any more, and its ledger refuses every call."""
-        _LOG.info("arena %s is over: its blocks, its ledger and its files are given up", arena.arena_id)
+        _LOG.info("arena %s has ended: its blocks, ledger and files are removed", arena.arena_id)
         arena.declare_lost()
         try:
             LedgerScripts.attach(self._redis.client, arena).forget()
@@ -166,7 +166,7 @@ class ArenaOwner:
         wanted = self._settings.device
         if wanted != "auto" and (wanted == "cuda") != bool(device_uuid):
             raise ArenaError(
-                f"this block store has --device {wanted}, its workers compute on {place_name(device_uuid)}"
+                f"this block store has --device {wanted}, but its workers run on {place_name(device_uuid)}"
             )
 
     def _open_device(self, uuid: bytes) -> CudaDevice:

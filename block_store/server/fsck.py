@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, help="of the arena")
     parser.add_argument("redis_url")
     parser.add_argument("--digests", action="store_true", help="compare the bytes of sealed blocks too")
-    parser.add_argument("--repair", action="store_true", help="have the ledger built anew if there are differences")
+    parser.add_argument("--repair", action="store_true", help="rebuild the ledger if there are differences")
     options = parser.parse_args(argv)
     try:
         return check(options.directory, options.redis_url, digests=options.digests, and_repair=options.repair)
@@ -174,7 +174,7 @@ def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -
     if not findings.differences:
         return 3 if findings.silent else 0
     if and_repair and repair(arena, ledger):
-        print("the ledger was built anew")
+        print("the ledger was rebuilt")
         return 0
     return 1
 

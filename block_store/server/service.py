@@ -73,7 +73,7 @@ class BlockStoreServicer:
             )
         if arena.layout.fingerprint != layout.fingerprint:
             raise FailedPrecondition(
-                f"worker {request.worker_id} has another KV layout than the arena in {arena.directory}"
+                f"worker {request.worker_id} has a different KV layout from the arena in {arena.directory}"
             )
         if request.floor_blocks > arena.num_blocks:
             raise FailedPrecondition(
@@ -127,9 +127,9 @@ class BlockStoreServicer:
             assert ledger is not None
             await asyncio.to_thread(ledger.check_readable, ticket, refs)
         except NotHolder as error:
-            raise PermissionDenied(f"the ticket does not hold what is to be read: {error}") from error
+            raise PermissionDenied(f"the ticket does not hold the requested blocks: {error}") from error
         except Gone as error:
-            raise Aborted("there is no such ticket any more") from error
+            raise Aborted("the ticket no longer exists") from error
         except BlockStoreError as error:
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
 
@@ -137,9 +137,11 @@ class BlockStoreServicer:
         if self._made.done():  # the future of an arena that has since been lost
             self._made = asyncio.get_running_loop().create_future()
         if self._needs and self._layout is not None and self._layout.fingerprint != layout.fingerprint:
-            raise FailedPrecondition(f"worker {request.worker_id} has another KV layout than the workers before it")
+            raise FailedPrecondition(f"worker {request.worker_id} has a different KV layout from the workers before it")
         if self._needs and self._device_uuid != request.device_uuid:
-            raise FailedPrecondition(f"worker {request.worker_id} computes elsewhere than the workers before it")
+            raise FailedPrecondition(
+                f"worker {request.worker_id} runs on a different device from the workers before it"
+            )
         self._layout, self._device_uuid, made = layout, request.device_uuid, self._made
         self._needs[request.worker_id] = WorkerNeeds(
             request.weights_bytes, request.peak_activation_bytes, request.max_model_len, request.floor_blocks

@@ -152,7 +152,7 @@ def device_limits(
 def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> DeviceLimits:
     """Returns the limits of this node: the given budget, and 90 % of the free shared memory for the blocks.
 
-    If no budget is given: half of the available memory, and at most 4 GiB for the blocks.
+    Without a given budget, it is half of the available memory, with at most 4 GiB for the blocks.
     """
     stat = os.statvfs(directory)
     shared = int(stat.f_bavail * stat.f_frsize * SHARED_MEMORY_SHARE)
@@ -165,7 +165,7 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     """Returns MemAvailable, or what remains of the control group's limit (version 1 or 2, if any) if that is less."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:
-        raise CannotSize(f"{proc / 'meminfo'} does not say MemAvailable; give --memory-budget")
+        raise CannotSize(f"{proc / 'meminfo'} has no MemAvailable; give --memory-budget")
     pairs = (
         (cgroup / "memory.max", cgroup / "memory.current"),
         (cgroup / "memory/memory.limit_in_bytes", cgroup / "memory/memory.usage_in_bytes"),

@@ -69,7 +69,9 @@ class Admission:
         message. Raises the same errors.
         """
         if self.draining:
-            raise self._refusal(Reason.DRAINING, Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S))
+            raise self._refusal(
+                Reason.DRAINING, Unavailable("this gateway is shutting down", retry_after_s=RETRY_AFTER_S)
+            )
         self._check_room(tenant, 1)
         self._check_wait(tenant, 0)
         self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)

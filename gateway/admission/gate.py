@@ -194,7 +194,7 @@ class Gate:
             back = self._returning.pop(0).future
             back.set_result(None)
             back.get_loop().call_later(RETURN_POLL_S, self.wake)
-            return  # the groups behind it go later, after this one has reached its worker
+            return  # the groups behind it follow after this one has reached its worker
         for waiter in self._with_reserve():
             self._admit(waiter, reserved=True)
         while self._queues:

@@ -48,5 +48,5 @@ class OpenAnswers:
 
     def _why(self) -> LooseleafError:
         if self._ended:
-            return Unavailable("this gateway shuts down", retry_after_s=RETRY_AFTER_S)
+            return Unavailable("this gateway is shutting down", retry_after_s=RETRY_AFTER_S)
         return DeadlineExceeded("the client did not read its answer in time")

@@ -85,7 +85,7 @@ async def read_body(request: Request, limit: int, take: Callable[[int], None]) -
     except TimeoutError:
         raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
-        raise Cancelled("the client went away") from None
+        raise Cancelled("the client has disconnected") from None
     return body
 
 
@@ -98,7 +98,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Cancelled("the client went away")
+            raise Cancelled("the client has disconnected")
         return task.result()
     finally:
         gone.cancel()

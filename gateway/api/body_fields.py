@@ -52,7 +52,7 @@ def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Calla
     parts = [getattr(found, name) for name in found.__struct_fields__]
     known = sum(memoryview(part).nbytes for part in parts if part is not None)
     if len(raw) - known > MAX_FIELD_BYTES:
-        raise InvalidArgument.of("body", f"has fields that are not known, of more than {MAX_FIELD_BYTES} bytes")
+        raise InvalidArgument.of("body", f"has unknown fields of more than {MAX_FIELD_BYTES} bytes")
     for name in _NAMES.decode(raw):
         if name not in found.__struct_fields__:
             on_unknown(name)

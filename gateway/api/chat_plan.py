@@ -96,7 +96,7 @@ class ChatPlanner:
         if template is None:
             return
         if prompt.tools and not template.takes_tools:
-            raise InvalidArgument.of("tools", "cannot be used: the model's chat template does not know tools")
+            raise InvalidArgument.of("tools", "cannot be used: the model's chat template does not support tools")
         for index, message in enumerate(prompt.messages):
             if "tool_calls" in message and not template.takes_calls:
                 what = "cannot be used: the model's chat template does not know tool calls"

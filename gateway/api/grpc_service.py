@@ -169,8 +169,8 @@ def _metadata(context: Context, name: str) -> str | None:
 
 
 def _time_left(context: Context) -> float | None:
-    """Returns the seconds until the client's deadline, or None if there is no deadline (grpc.aio then gives None or a
-    time beyond any limit).
+    """Returns the seconds until the client's deadline, or None if there is no deadline (grpc.aio then returns None or a
+    very large time).
     """
     left = context.time_remaining()
     return None if left is None or left > RANGES["timeout"].high else left

@@ -125,7 +125,7 @@ class HttpApi:
     def _tenant(self, request: Request) -> str:
         address = request.client.host if request.client is not None else ""
         authorization = request.headers.get("authorization")
-        if authorization is None and (key := request.headers.get("x-api-key")):  # as Anthropic's clients send the key
+        if authorization is None and (key := request.headers.get("x-api-key")):  # as Anthropic's clients do
             authorization = f"Bearer {key}"
         return self._authenticator.tenant(authorization, address)
 
@@ -198,7 +198,7 @@ class HttpApi:
                 requests.append(await self._validator.resolve(wanted, entry.tenant))
             except InvalidArgument as error:
                 raise renamed(error, answer.field_names) from None
-            await asyncio.sleep(0)  # streams can go on between two prompts of a batch
+            await asyncio.sleep(0)  # lets streams continue between two prompts of a batch
         answer.take(requests)
         entry.take(requests)
 

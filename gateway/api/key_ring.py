@@ -34,7 +34,7 @@ class KeyRing:
         try:
             keys = read_keys(self._api_key, self._api_key_file)
         except StartupError as error:
-            logger.error("the keys stay as they were: %s", error)
+            logger.error("the old keys stay in effect: %s", error)
             return
         self._authenticator.replace(keys.tenants)
         self._tenants.replace(keys.limits, time.monotonic())

@@ -150,7 +150,7 @@ class CompletionBody(SamplingBody, kw_only=True):
             if self.echo and self.logprobs is not None:
                 item.prompt_logprobs = self.logprobs
             if self.scores_only:
-                item.max_tokens = 1  # a worker always draws one token; it is not shown
+                item.max_tokens = 1  # a worker always samples one token; the answer omits it
         return wanted
 
 

@@ -159,7 +159,7 @@ class Answer:
 
     def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
         """Returns the chunks for deltas of request `number`. The chunks of the stream's last delta include the usage
-        and the account.
+        and the `looseleaf` object.
         """
         first, events = number * self._samples, b""
         for delta in deltas:
@@ -255,7 +255,8 @@ class Answer:
         return str(self._tokenizer.decode(choice.request.prompt_ids, skip_special_tokens=True))
 
     def _summary(self, summary: Summary) -> Summary:
-        """Returns the summary. If the request wants no tokens, the token that a worker always draws does not count."""
+        """Returns the summary. If the request asks for no tokens, the token that a worker always samples does not
+        count."""
         if not self._scores_only:
             return summary
         return replace(summary, completion_tokens=0)

@@ -98,7 +98,7 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-async def say_goodbye(server: RpcServer, seconds: float) -> None:
+async def announce_shutdown(server: RpcServer, seconds: float) -> None:
     """For `seconds`, tells load balancers that the gateway is about to stop, while it continues to serve. A second
     signal ends the wait.
     """
@@ -144,7 +144,9 @@ def bind_grpc(server: RpcServer, port: int) -> None:
     try:
         server.bind()
     except StartupError:
-        raise StartupError(f"port {port} is occupied or the address is not ours; give another --grpc-port") from None
+        raise StartupError(
+            f"port {port} is occupied or the address does not belong to this machine; give another --grpc-port"
+        ) from None
 
 
 def raise_file_limit() -> int:

@@ -26,7 +26,7 @@ UNSUPPORTED: Mapping[str, Any] = {
     "prompt_embeds": None,
     "mm_processor_kwargs": None,
     "media_io_kwargs": None,
-    # answers
+    # the form of answers
     "spaces_between_special_tokens": True,
     "return_tokens_as_token_ids": False,
     "include_reasoning": True,

@@ -125,7 +125,7 @@ class Discovery:
         try:
             await self._in_thread(lambda: ledger.give_up(ticket.id))
         except BlockStoreError as error:
-            logger.info("ticket %d is left to its lease: %s", ticket.id.epoch, error)
+            logger.info("ticket %d expires with its lease: %s", ticket.id.epoch, error)
 
     def _lookup_failed(self, error: Exception) -> None:
         self.fallbacks.note("lookup", f"{type(error).__name__}; routing by load alone")
@@ -169,9 +169,9 @@ class Discovery:
         records = list(self._records.values())
         known = frozenset((record.worker_id, record.arena_id) for record in records)
         for worker_id, _ in known - self._known:
-            logger.info("worker %s has come", worker_id)
+            logger.info("worker %s has joined", worker_id)
         for worker_id, _ in self._known - known:
-            logger.info("worker %s has gone", worker_id)
+            logger.info("worker %s has left", worker_id)
         self._known = known
         self._on_records(records)
 

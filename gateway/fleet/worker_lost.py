@@ -58,7 +58,7 @@ def incarnation(worker: WorkerRecord) -> str:
 
 
 def is_death(error: grpc.aio.AioRpcError) -> bool:
-    """Returns whether the peer's process has ended, as far as can be told. After a keepalive timeout the process may
+    """Returns whether the error shows that the peer's process has ended. After a keepalive timeout, the process may
     only be frozen, so it does not count as ended.
     """
     return error.code() is grpc.StatusCode.UNAVAILABLE and "timeout" not in (error.details() or "")

@@ -74,7 +74,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the prompt: by default one that asks the assistant to answer, or, with `continue_final_message`, to
-        go on with the last message. Raises InvalidArgument if the template refuses the messages.
+        continue the last message. Raises InvalidArgument if the template refuses the messages.
         """
         prepared = [_prepared(message) for message in messages]
         if continue_final_message:
@@ -102,7 +102,7 @@ class ChatTemplate:
                 size += len(piece)
                 if time.thread_time() > until:
                     raise InvalidArgument.of(
-                        "messages", f"took the chat template more than {MAX_TEMPLATE_CPU_S * 1000:.0f} ms"
+                        "messages", f"need more than {MAX_TEMPLATE_CPU_S * 1000:.0f} ms in the chat template"
                     )
                 if size > MAX_PROMPT_BYTES:
                     raise InvalidArgument.of("messages", f"must be at most {MAX_PROMPT_BYTES} bytes as a prompt")

@@ -88,7 +88,7 @@ class GrammarTrials:
                 except TimeoutError:
                     raise Unavailable("the grammar could not be compiled in time", retry_after_s=1.0) from None
                 except ConnectionError:
-                    logger.warning("the process that tries grammars has ended; it is started again")
+                    logger.warning("the process that tries grammars has ended and is restarted")
         raise failure
 
     async def _started(self) -> _TrialProcess:

@@ -145,7 +145,7 @@ class Attempts:
             state.prompt_logprobs = done.prompt_logprobs
         if again:
             lengths = [len(sample.output_ids) for sample in state.open_samples]
-            logger.debug("request %s goes on at token %s", state.request.request_id, lengths)
+            logger.debug("request %s continues at token %s", state.request.request_id, lengths)
         return done
 
     # --- the second half

@@ -147,7 +147,7 @@ class RequestState:
         assert last.finish_reason is not None
         last.summary, self.outcome = self.summary(), last.finish_reason.value
 
-    # --- what comes in: it is pending in the outlet until that is flushed
+    # --- input: it stays pending in the outlet until the outlet is flushed
 
     def accept_token(self, sample_index: int, output_index: int, token_id: int) -> bool:
         """Accepts a token that is not the worker's last. Returns True if the token ended the sample here, by a stop
@@ -216,7 +216,7 @@ class RequestState:
         self.num_open -= ended
         return ended
 
-    # --- what goes out
+    # --- output: messages for workers
 
     def prefill_request(self) -> prefill_pb2.PrefillRequest:
         request = self.request

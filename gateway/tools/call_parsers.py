@@ -59,7 +59,7 @@ class CallParser(ABC):
         except StopIteration:
             pass
         else:
-            raise AssertionError("the reader goes on after the end")
+            raise AssertionError("the reader continues after the end")
         if self._space and not self.num_calls:
             self._out.append(Content("".join(self._space)))
         return self._taken()
@@ -69,7 +69,7 @@ class CallParser(ABC):
         pieces, self._out = merged(self._out), []
         return pieces
 
-    # --- what the text turned out to be
+    # --- results of reading
 
     def begin(self, name: str) -> None:
         self._end_arguments()

@@ -84,7 +84,7 @@ async def order() -> tuple[str, list[str]]:
 
     threading.Thread(target=read, name="order", daemon=True).start()
     if not (text := await line):
-        raise StartupError("nobody wants a spare worker any more")
+        raise StartupError("the launcher has ended, so no spare worker is needed")
     package, flags = json.loads(text)
     return package, filled(flags)
 

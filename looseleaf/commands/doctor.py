@@ -106,11 +106,13 @@ def cpu_kernels() -> str:
     kernels = importlib.import_module("kernels")
     directory = Path(str(kernels.__file__)).parent
     if not hasattr(kernels, "__version__") or not (directory / "paged_attention.py").exists():
-        raise Problem(f"{directory} is another package of that name; uninstall Hugging Face's `kernels` here")
+        raise Problem(f"{directory} is a different package with that name; uninstall Hugging Face's `kernels` here")
     cpu: Any = importlib.import_module("kernels.cpu")
     library = cpu.load()
     if library is None:
-        raise Problem("the C++ kernels are not built, torch's are slower; `pip install -e .` with a C++ compiler")
+        raise Problem(
+            "the C++ kernels are not built, and torch's are slower; run `pip install -e .` with a C++ compiler"
+        )
     return f"C++, {getattr(library, 'isa', 'built')}"
 
 
@@ -120,7 +122,9 @@ def gpu() -> str:
         return f"none, the CPU computes: {obstacle}"
     cuda: Any = importlib.import_module("torch").cuda
     if not cuda.is_available():
-        raise Problem(f"the driver sees a GPU but torch, built for CUDA {torch_cuda()}, does not; is the driver older?")
+        raise Problem(
+            f"the driver sees a GPU but torch, built for CUDA {torch_cuda()}, does not; the driver may be too old"
+        )
     found = map(cuda.get_device_properties, range(cuda.device_count()))
     devices = ", ".join(f"{p.name} sm_{p.major}{p.minor} {p.total_memory / 2**30:.0f} GiB" for p in found)
     return f"{devices}; `serve` takes the first, prefill and decode in one process"

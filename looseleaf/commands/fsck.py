@@ -25,7 +25,7 @@ class FsckSettings(Settings):
         None, description="Redis server of the ledger; default: the one that the running block store uses"
     )
     digests: bool = Field(False, description="also compare the bytes of sealed blocks with their digests")
-    repair: bool = Field(False, description="have the ledger rebuilt if there are differences; requests go on")
+    repair: bool = Field(False, description="rebuild the ledger if there are differences; requests continue")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     directory = Path(settings.directory)
     if (redis_url := settings.redis_url) is None:
         if (found := operator_file.read(directory)) is None:
-            raise StartupError(f"no block store of yours runs in {directory}; give the URL of its Redis")
+            raise StartupError(f"you have no running block store in {directory}; give the URL of its Redis")
         redis_url = found.redis_url
     try:
         return check(directory, redis_url, digests=settings.digests, and_repair=settings.repair)

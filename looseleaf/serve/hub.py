@@ -50,8 +50,8 @@ def fetch(name: str) -> Path:
         raise StartupError(f"{where}, and {ENDPOINT} does not show it without `hf auth login`") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise StartupError(
-            f"{where}, and {ENDPOINT} cannot be reached; where it can, run `hf download {name} --local-dir "
-            f"{name.partition('/')[2]}`, copy that directory here and name it"
+            f"{where}, and {ENDPOINT} cannot be reached; on a machine with access, run `hf download {name} --local-dir "
+            f"{name.partition('/')[2]}`, copy that directory here and pass its path"
         ) from error
 
 

@@ -35,8 +35,8 @@ def settled(settings: ServeSettings) -> ServeSettings:
         roles = "both" if together else "split"
     if roles == "both" and not paired:
         raise StartupError(
-            f"--prefill {settings.prefill} and --decode {settings.decode} must be equal where each process hosts both "
-            "roles; --roles split has them apart"
+            f"--prefill {settings.prefill} and --decode {settings.decode} must be equal if each process hosts both "
+            "roles; --roles split runs them in separate processes"
         )
     return settings.model_copy(update={"device": device, "roles": roles})
 
@@ -54,11 +54,11 @@ def describe(asked: ServeSettings, settings: ServeSettings) -> str:
     """
     cores, threads = usable_cores(), threads_per_worker(settings)
     if settings.roles == "both":
-        how, other = "prefill and decode in one process", "split has them apart"
+        how, other = "prefill and decode in one process", "split runs them in separate processes"
     else:
-        how, other = "prefill and decode apart", "both puts them into one process"
+        how, other = "prefill and decode in separate processes", "both runs them in one process"
     if settings.device == "cpu":
-        turns = ", by turns" if settings.roles == "both" or by_turns(settings) else ""
+        turns = ", taking turns" if settings.roles == "both" or by_turns(settings) else ""
         how += f"{turns}, {threads} thread{'s' * (threads != 1)} each"
     if asked.roles != "auto":
         why = f"--roles {asked.roles}"

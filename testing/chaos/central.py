@@ -50,7 +50,7 @@ def store_kill_on(run: Run, stack: Stack) -> Report:
     report.told("longest gap p50, p99 of those in flight at a kill", _two(gaps))
     report.told("store back, p50, most", f"{percentile(back, 0.5):.2f} s, {max(back):.2f} s")
     after = stack.arena.fixed
-    report.none("ledgers that were built anew", int(after.dataset != before.dataset or after.is_lost), 1, "looks")
+    report.none("rebuilt ledgers", int(after.dataset != before.dataset or after.is_lost), 1, "looks")
     _tell_ledger(report, stack)
     return report
 

@@ -103,7 +103,7 @@ def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tup
     while (now := time.monotonic()) < stopped + FROZEN_S:
         if not found:
             found += [(line.at, True) for line, _ in stack.lines(silent, service="gateway", since=stopped)]
-            found += [(line.at, False) for line, _ in stack.lines(f"worker {name} has gone", since=stopped)]
+            found += [(line.at, False) for line, _ in stack.lines(f"worker {name} has left", since=stopped)]
             if name.startswith("prefill") and _prefills_silent(stack) > silent_before:
                 found.append((now, True))
         time.sleep(POLL_S)

@@ -48,7 +48,7 @@ def garble_on(run: Run, stack: Stack) -> Report:
         answers = traffic.stop()
     judge(report, stack, answers, most_failed=MOST_FAILED)
     report.told("values changed", ", ".join(f"{n:,} {kind}" for kind, n in sorted(garbler.changed.items())))
-    report.told("ledgers built anew", str(stack.arena.rebuild_count - rebuilds))
+    report.told("ledger rebuilds", str(stack.arena.rebuild_count - rebuilds))
     ended = sum(stack.pids[service] != pid for service, pid in pids.items())
     report.none("processes that ended", ended, run.trials, "changes")
     report.at_most("whole after fsck's repair", _repaired(stack), WHOLE_S, "s")

@@ -30,7 +30,7 @@ OLD_S = 2.0
 WHOLE_S = 10.0
 POLL_S = 0.1
 MOST_FAILED = 0.001
-WITHOUT = r"(prefill|decode)-\d goes on without the ledger"
+WITHOUT = r"(prefill|decode)-\d continues without the ledger"
 WORKERS = frozenset({"prefill-0", "prefill-1", "decode-0", "decode-1"})
 
 

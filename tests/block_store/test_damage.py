@@ -239,4 +239,4 @@ def test_a_worker_comes_back_once_a_damaged_ledger_is_built_anew(shm: Path) -> N
         attached.close()
     finally:
         log = process.stop()
-    assert "it is built anew" in log
+    assert "will be rebuilt" in log

@@ -189,7 +189,7 @@ def test_workers_elsewhere_are_refused(
     monkeypatch.setenv("STAND_IN_CUDA_DEVICES", "2")
     with (
         store_of(shm / "t", cuda_library, "--num-blocks", "16", "--expect-workers", "2") as store,
-        pytest.raises(StartupError, match="computes elsewhere than the workers before it"),
+        pytest.raises(StartupError, match="runs on a different device from the workers before it"),
     ):
         attach(store.address, [needs(cuda_library), needs(cuda_library, "d", "cuda:1")])
     with pytest.raises(StartupError, match="--device cuda:2: there is no GPU 2"):

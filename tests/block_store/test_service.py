@@ -78,7 +78,7 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         running.attach("x", layout=OTHER_LAYOUT)
     assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "another KV layout" in refusal.value.details()
+    assert "different KV layout" in refusal.value.details()
     with pytest.raises(grpc.RpcError) as refusal:
         running.attach("x", floor=10**6)
     assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION

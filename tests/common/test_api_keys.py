@@ -29,10 +29,10 @@ def test_keys_and_limits_of_a_setting_and_a_file(tmp_path: Path) -> None:
     [
         ("acme\n", "line 1: must be a tenant's name and a key"),
         ("acme k\n\nzoo k\n", "line 3: the key of zoo is given twice"),
-        ("# nobody\n", "holds no key"),
+        ("# nobody\n", "contains no key"),
         (
             "zoo k\nacme secret tokens=5\n",
-            "line 2: 'tokens' is no limit; after the key may follow requests",
+            "line 2: 'tokens' is not a limit; the key may be followed by requests",
         ),
         ("acme secret best_priority\n", "line 1: 'best_priority' is no limit"),
         ("acme secret requests_per_minute=0\n", "line 1: requests_per_minute must be a whole number from 1 to"),
@@ -40,7 +40,10 @@ def test_keys_and_limits_of_a_setting_and_a_file(tmp_path: Path) -> None:
         ("acme secret tokens_per_minute=99999999999\n", "line 1: tokens_per_minute must be"),
         ("acme secret best_priority=--1\n", "line 1: best_priority must be a whole number from -2147483648 to"),
         ("a k cache_percent=101\n", "line 1: cache_percent must be a whole number from 0 to 100"),
-        ("a k best_priority=1\na l best_priority=2\n", "line 2: best_priority of a is given twice, and not the same"),
+        (
+            "a k best_priority=1\na l best_priority=2\n",
+            "line 2: best_priority of a is given twice, with different values",
+        ),
         (None, "cannot be read"),
     ],
 )

@@ -49,7 +49,7 @@ def test_good_ones_are_read() -> None:
     [
         ({"prompt_token_ids": []}, "prompt_token_ids must hold"),
         ({"ticket": ONE}, "as many as the ticket's"),
-        ({"branches": [TWO[0], TWO[0]]}, "stands twice"),
+        ({"branches": [TWO[0], TWO[0]]}, "occurs twice"),
         ({"sampling": types_pb2.SamplingParams(num_sequences=1)}, "more than num_sequences, which is 1"),
         ({"prompt_token_ids": [5, 512]}, "token id 512 is not below the vocabulary size 512"),
         ({"branches": [TWO[0], types_pb2.Branch(sample_index=1, output_token_ids=[600])]}, "token id 600"),

@@ -217,4 +217,4 @@ def test_the_example_runs(tools_llm: LLM) -> None:
 def test_the_built_in_template_says_that_it_knows_no_tools(llm: LLM) -> None:
     body = {"messages": ASK, "tools": [NOW], "max_tokens": 1}
     reply = httpx.post(f"http://{llm.addresses.http}/v1/chat/completions", json=body, timeout=30)
-    assert reply.status_code == 400 and "does not know tools" in reply.json()["error"]["message"]
+    assert reply.status_code == 400 and "does not support tools" in reply.json()["error"]["message"]

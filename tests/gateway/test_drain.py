@@ -19,7 +19,7 @@ from common.rpc import RpcServer
 from common.status import error_of
 from gateway.api.grpc_service import InferenceServicer
 from gateway.api.http_app import HttpApi
-from gateway.api.server import HttpServer, bind_http, drain, say_goodbye, watch_readiness
+from gateway.api.server import HttpServer, announce_shutdown, bind_http, drain, watch_readiness
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from protos.v1 import types_pb2 as types_pb
@@ -108,10 +108,10 @@ async def test_what_has_not_finished_gets_an_error_and_a_proper_end(serve: Any) 
     assert 0.25 < took < 2.0, "it waits for what runs, and then only until all are told"
 
     *chunks, error, done = await streamed
-    assert done == "[DONE]" and "shuts down" in json.loads(error)["error"]["message"]
+    assert done == "[DONE]" and "shutting down" in json.loads(error)["error"]["message"]
     assert len(chunks) > 2 and all("choices" in json.loads(chunk) for chunk in chunks)
     for reply in (await whole, await queued):
-        assert reply.status_code == 503 and "shuts down" in reply.json()["error"]["message"]
+        assert reply.status_code == 503 and "shutting down" in reply.json()["error"]["message"]
         assert reply.headers["retry-after"] == "1"
     count, status = await called
     assert status is not None and status.code() is grpc.StatusCode.UNAVAILABLE and 0 < count < 400
@@ -143,7 +143,7 @@ async def test_before_the_ports_close_health_says_no_and_requests_are_served(ser
         streamed = asyncio.create_task(stream(gateway, max_tokens=60))
         await until(lambda: len(gateway.rig.script.submitted) == 1)
         leaving.set()
-        goodbye = asyncio.create_task(say_goodbye(server, 1.0))
+        goodbye = asyncio.create_task(announce_shutdown(server, 1.0))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await health.Check(whole)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await generate(gateway, 5) == (5, None), "new requests are served"

@@ -322,5 +322,5 @@ def test_no_key_is_in_a_command_line_and_a_changed_key_file_is_read_again(tmp_pa
         assert not accepted("first") and accepted(secret)
     finally:
         status, errors = served.end(signal.SIGTERM)
-    assert status == 0 and "the keys stay as they were" in errors and "line 1: requests_per_minute" in errors
+    assert status == 0 and "the old keys stay in effect" in errors and "line 1: requests_per_minute" in errors
     assert secret not in errors

@@ -201,7 +201,7 @@ def test_an_image_gets_its_own_sentence() -> None:
 
 def test_a_template_that_does_not_know_tools_is_not_given_any() -> None:
     simple = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(InvalidArgument, match="chat template does not know tools"):
+    with pytest.raises(InvalidArgument, match="chat template does not support tools"):
         plan({"messages": [USER], "tools": [WEATHER]}, simple)
     with pytest.raises(InvalidArgument, match="chat template does not know tool calls"):
         plan({"messages": [USER, CALLED, ANSWERED]}, simple)
