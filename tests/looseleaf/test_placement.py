@@ -76,15 +76,15 @@ def test_unequal_counts_cannot_be_paired(monkeypatch: pytest.MonkeyPatch) -> Non
         (
             2,
             {},
-            "2 cores: prefill and decode in one process, taking turns, 2 threads each (fewer than 8 cores; --roles split",
+            "2 cores: prefill and decode in one process, taking turns, 2 threads each (fewer than 8 cores; ",
         ),
         (8, {}, "8 cores: prefill and decode in separate processes, 4 threads each (at least 8 cores; --roles both"),
         (
             2,
             {"roles": "split"},
-            "2 cores: prefill and decode in separate processes, taking turns, 2 threads each (--roles split; --roles both",
+            "2 cores: prefill and decode in separate processes, taking turns, 2 threads each (--roles split; ",
         ),
-        (2, {"decode": 2}, "apart, 1 thread each (more than one worker of a role; "),
+        (2, {"decode": 2}, "separate processes, 1 thread each (more than one worker of a role; "),
     ],
 )
 def test_the_log_says_how_and_why(
