@@ -57,7 +57,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     """Decodes `num_seqs` sequences at position `context`, repeating the same step."""
     vocab = runner.config.vocab_size
     batch = Batch.of(runner, [[token % vocab for token in range(context)]] * num_seqs, 1)
-    runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on its values
+    runner.bound_arena.zero_()  # KV is zero, because time does not depend on its values
     start_up.capture(runner, num_seqs)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1

@@ -41,7 +41,7 @@ class Decoding:
     def __init__(self, runner: ModelRunner, num_seqs: int, context: int) -> None:
         tokens = [token % runner.config.vocab_size for token in range(context)]
         self._runner, self._sequences = runner, Batch.of(runner, [tokens] * num_seqs, 1).sequences
-        runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on its values
+        runner.bound_arena.zero_()  # KV is zero, because time does not depend on its values
         for sequence in self._sequences:
             sequence.num_computed = context - 1
         self._rows, self._sampler = DecodeRows(runner.layout.block_size), Sampler()

@@ -82,7 +82,7 @@ class Arm:
         self._runner, self._grammars = runner, grammars
         tokens = [5 + token % 1000 for token in range(args.context)]
         self._laid_out = Batch.of(runner, [tokens] * args.batch, 1).sequences
-        runner.bound_arena.zero_()  # KV is zeros instead of computed: time does not depend on it
+        runner.bound_arena.zero_()  # KV is zero, because time does not depend on its values
         for sequence in self._laid_out:
             sequence.num_computed = args.context - 1
         self._arena = runner.bound_arena

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Job:
     """One request. Each of its different token sequences is computed only once, even if several branches continue it.
 
-    The first sequence is the trunk. The others reuse its blocks as far as their tokens are the same.
+    The first sequence is the trunk. The others reuse its blocks up to their first different token.
     """
 
     sequences: list[Sequence]

@@ -1,7 +1,7 @@
 """Measures, at any OpenAI endpoint, the worst gap between two tokens of running decodes while a long prompt is
 computed.
 
-Prompts are random token ids, so every server computes the same number of tokens, however it would tokenize text.
+Prompts are random token ids, so every server computes the same number of tokens, independent of its tokenizer.
 """
 
 from __future__ import annotations

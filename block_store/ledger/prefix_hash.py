@@ -34,7 +34,7 @@ def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes,
 
 
 def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
-    """Returns the parent of a sequence's first block; `salt` keeps tenants apart."""
+    """Returns the parent of a sequence's first block; `salt` separates tenants."""
     return _digest(b"start", (domain, salt))
 
 

@@ -131,7 +131,7 @@ class Decoder:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             x = self._attend(index, layer.qkv(x), caches[index], step)  # [T, q]
-            if index == last and rows is not None:  # only wanted rows go on
+            if index == last and rows is not None:  # drop the rows without requested logits
                 if not len(rows):
                     return residual[:0]
                 x, residual = x[rows], residual[rows]

@@ -123,7 +123,7 @@ class Opt:
         layer = self._layers[index]
         normed = layer.attention_norm(x) if self._norm_before else x
         attended = self._attention(self._attention.split(layer.qkv(normed)), cache, step, index, None)
-        if rows is not None:  # the last layer: only wanted rows go on
+        if rows is not None:  # the last layer: drop the rows without requested logits
             x, attended = x[rows], attended[rows]
             if not len(rows):
                 return x

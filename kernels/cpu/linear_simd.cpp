@@ -1,4 +1,4 @@
-// y = x @ W^T + bias in vectors, bf16 or fp32. Every output has a lane of its own. Its products are summed in one fp32
+// y = x @ W^T + bias in vectors, bf16 or fp32. Every output has its own lane. Its products are summed in one fp32
 // accumulator, in ascending order of inputs, with one fused multiply-add each (or, with AVX512-BF16, one dot product
 // for every two inputs). So the bits of a row depend neither on the number of rows nor on its position or on threads.
 //

@@ -10,7 +10,7 @@
 //   many(rows), unpack(...)  whether panels are unpacked before use; unpacks them
 //   add<R, P>(...)           adds the products of R rows with P panels
 //
-// Every output has a lane of its own. The order of its sum depends neither on the number of rows nor on a row's
+// Every output has its own lane. The order of its sum depends neither on the number of rows nor on a row's
 // position or on threads.
 #pragma once
 

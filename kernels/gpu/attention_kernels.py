@@ -167,8 +167,8 @@ def attention_kernel(
     VARLEN: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (num_seqs, num_kv_heads, num_splits); with VARLEN: (total_q // (ROWS // GROUP) + num_seqs, num_kv_heads,
-    1).
+    """Computes attention. Grid: (num_seqs, num_kv_heads, num_splits); with VARLEN: (total_q // (ROWS // GROUP) +
+    num_seqs, num_kv_heads, 1).
 
     With VARLEN, cu_seqlens_q is read; otherwise sequence i has the single query i. With DIRECT, num_splits is 1, and
     `out` is written instead of the partial sums. WIDTH: HEAD_DIM rounded up to a power of two.
@@ -263,7 +263,8 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (num_seqs, num_heads). SPLITS: a power of two >= num_splits; not used if PIECE > 0."""
+    """Merges the splits of the keys. Grid: (num_seqs, num_heads). SPLITS: a power of two >= num_splits; not used if
+    PIECE > 0."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     keys_to = tl.load(context_lens + sequence)

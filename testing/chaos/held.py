@@ -49,7 +49,7 @@ class HeldAfter:
         self.left.append(Left(held_by(now, dead), sum(len(refs) for e, refs in tickets.items() if e in still)))
 
     def tell(self, report: Report) -> None:
-        """Waits for the last look, and then reports the results of all looks."""
+        """Waits for the last check, and then reports the results of all checks."""
         for look in self._looks:
             look.join()
         guilty = sum(left.by_the_dead > 0 for left in self.left)

@@ -13,7 +13,7 @@ local function owns(epoch, blocks)
   return call('ZMSCORE', own_key(epoch), unpack(blocks))
 end
 
--- Gives `epoch` a reference to each of these sealed or cached blocks, but only one however often a block is listed.
+-- Gives `epoch` one reference to each of these sealed or cached blocks, even if a block is listed more than once.
 -- `records` are the blocks' current records.
 local function pin(epoch, epoch8, blocks, records, order)
   local sides, seen, new_sides, own, warm, warm_records = hmget(REFS, blocks), {}, {}, {}, {}, {}

@@ -17,8 +17,8 @@
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
 -- Generations are handled as 8 opaque bytes: a Lua number holds only 53 bits.
 --
--- A script blocks the server while it runs, so no script does more work than for MOST blocks, however many are held.
--- Callers make further calls for the remaining blocks.
+-- A script blocks the server while it runs, so no script does more work than for MOST blocks, regardless of the number
+-- of held blocks. Callers make further calls for the remaining blocks.
 local call = redis.call
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
