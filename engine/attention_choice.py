@@ -1,4 +1,4 @@
-"""The attention of a model's layers as providers see it, and the choice of a provider for each of them."""
+"""The attention specs of a model's layers, and the choice of a provider for each layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Model = Opt | Decoder | TransformersModel
 
 
 def spec_by_layer(base: AttentionSpec, model: Model, config: ModelConfig) -> dict[int, AttentionSpec]:
-    """Returns what each layer that attends needs; empty if `base` holds for all of them and they are in one group."""
+    """Returns the spec of each attention layer. It is empty if `base` is valid for all of them and they are in one
+    group."""
     if isinstance(model, TransformersModel):
         return {
             index: replace(

@@ -1,4 +1,4 @@
-"""Readers of `config.json`, one for each kind of native family. Defaults of absent keys are transformers' own.
+"""Readers of `config.json`, one for each kind of native family. Absent keys have the defaults of transformers.
 
 A setting that would change the numbers is either read or raises `UnsupportedModel`, which names it.
 """
@@ -20,7 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What absent keys of a family mean."""
+    """The defaults of a family's absent keys."""
 
     length: int = 32_768
     kv_heads: int | None = None
@@ -65,7 +65,7 @@ def read(raw: dict[str, Any], family: Family) -> ModelConfig:
 
 
 def _decoder(raw: dict[str, Any], family: Family) -> ModelConfig:
-    """Reads what all families but OPT share, except for rotary positions."""
+    """Reads the fields that all families except OPT share, without rotary positions."""
     default, heads, hidden = DEFAULTS[family], int(raw["num_attention_heads"]), int(raw["hidden_size"])
     return ModelConfig(
         family=family,
@@ -113,7 +113,7 @@ def _gemma2(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _gemma3(raw: dict[str, Any]) -> ModelConfig:
-    """Gemma 3's layers with a window have rotary positions of their own. A scaling does not stretch its
+    """Reads Gemma 3. Its layers with a window have separate rotary settings. A scaling does not extend its
     `max_position_embeddings`, which is the length after it.
     """
     config = _gemma(raw, "gemma3_text", pattern=int(raw.get("sliding_window_pattern", 6)))
@@ -127,7 +127,7 @@ def _gemma3(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _gemma(raw: dict[str, Any], family: Family, pattern: int) -> ModelConfig:
-    """Reads what Gemma 2 and 3 share. Without `layer_types`, every `pattern`-th layer has full attention."""
+    """Reads the fields that Gemma 2 and 3 share. Without `layer_types`, every `pattern`-th layer has full attention."""
     refuse_unless(raw, "hidden_activation", "gelu_pytorch_tanh")
     refuse_unless(raw, "use_bidirectional_attention", None, False)
     config = _decoder(raw, family)
@@ -230,7 +230,7 @@ def _kinds(raw: dict[str, Any], family: Family, num_layers: int) -> Sequence[str
 
 
 def _windows(kinds: Sequence[str], window: Any) -> dict[str, Any]:
-    """Returns the fields of a configuration that say which layers have a window: one for all, or each layer's."""
+    """Returns the configuration's fields for windows: one window for all layers, or one per layer."""
     if other := sorted(set(kinds) - {FULL, SLIDING}):
         raise UnsupportedModel(f"layers of kind {', '.join(other)} are not supported; supported are {FULL}, {SLIDING}")
     windows = [int(window) if kind == SLIDING else None for kind in kinds]

@@ -1,4 +1,4 @@
-"""Weights by name and shape, as models ask for them: from safetensors (memory-mapped), or random from the config alone.
+"""Weights by name and shape, for model definitions: from safetensors (memory-mapped), or random ones from the config.
 
 A model takes every tensor that it needs. `finish` then raises an error if the checkpoint has other tensors. Does not
 depend on models.

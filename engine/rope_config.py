@@ -41,7 +41,7 @@ class RopeConfig:
     """The part of a head's dimensions that is rotated."""
 
     def rotated(self, head_dim: int) -> int:
-        """Returns how many dimensions of a head are rotated, the first ones."""
+        """Returns the number of rotated dimensions of a head. They are the first ones."""
         return int(head_dim * self.partial)
 
     def is_long(self, max_len: int) -> bool:

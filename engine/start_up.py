@@ -99,7 +99,7 @@ def _can_capture(runner: ModelRunner) -> bool:
     if runner.device.compute_capability is None or runner.settings.enforce_eager:
         return False
     if runner.attention_by_layer:
-        logger.info("no CUDA graphs: the model is that of transformers, or has several KV groups")
+        logger.info("no CUDA graphs: the model definition comes from transformers, or has several KV groups")
         return False
     if runner.config.experts is not None:
         logger.info("no CUDA graphs: experts are chosen on the host")

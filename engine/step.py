@@ -18,4 +18,4 @@ class StepInput:
     cu_seqlens_q: npt.NDArray[np.int32]  # [B + 1]
     context_lens: npt.NDArray[np.int32]  # [B], this step's tokens included
     block_tables: tuple[npt.NDArray[np.int32], ...]  # per KV group [B, max_blocks]
-    logits_rows: npt.NDArray[np.int64]  # [R], rows of T whose logits are wanted
+    logits_rows: npt.NDArray[np.int64]  # [R], the rows of T with logits

@@ -128,7 +128,8 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps, and removes the arena, even if a different store made it, unless it must and can be kept."""
+        """Ends the sweeps. Removes the arena, even if a different store made it, unless the settings keep it and this
+        is possible."""
         self._stop_reaper()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:

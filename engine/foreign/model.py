@@ -33,7 +33,7 @@ RECORDED_TOKENS = 2
 
 
 class TransformersModel:
-    """Maps token ids [T] to logits of the wanted rows [R, vocab], like `Decoder`."""
+    """Maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int

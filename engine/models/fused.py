@@ -46,12 +46,12 @@ class FusedDecoder:
     def __init__(
         self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache], groups: Sequence[LayerGroup]
     ) -> None:
-        """Call it only if there is no `objection`."""
+        """Prepares the call. Use this only if `objection` returns None."""
         self._library = current()
         run = entry(self._library)
         assert run is not None
         self._run = run
-        self._kept = (decoder, list(caches))  # what the addresses are of
+        self._kept = (decoder, list(caches))  # keeps the memory behind the addresses alive
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         places = [group_of[index] for index in range(len(decoder.layers))]
         self._experts = [_experts(layer) for layer in decoder.layers]
@@ -64,8 +64,8 @@ class FusedDecoder:
         self._logits = torch.empty((0, config.vocab_size))
 
     def takes(self, batch: StepInput) -> bool:
-        """Returns whether the wanted rows are some of the batch's, ascending, and the kernels are those that it was
-        made with.
+        """Returns whether the requested rows are ascending rows of the batch, and the kernels have not changed since
+        construction.
         """
         wanted = batch.logits_rows
         inside = not len(wanted) or (wanted[0] >= 0 and wanted[-1] < len(batch.token_ids))
@@ -94,12 +94,12 @@ class FusedDecoder:
         step.rows = None if len(batch.logits_rows) == len(batch.token_ids) else address(batch.logits_rows)
 
     def _make_room(self, num_tokens: int, num_rows: int) -> None:
-        """Makes room for a pass of this size and keeps it for the next one."""
+        """Allocates memory for a pass of this size, and keeps it for the next one."""
         if (num_tokens, num_rows) == self._room_for:
             return
         self._room_for = (num_tokens, num_rows)
         if (need := scratch_bytes(self._model, num_tokens, num_rows)) > len(self._scratch):
-            self._scratch = scratch(0)  # before there are two
+            self._scratch = scratch(0)  # frees the old memory before the new memory is allocated
             self._scratch = scratch(need)
             self._pass.scratch = self._scratch.data_ptr()
         if num_rows > len(self._logits):

@@ -63,7 +63,7 @@ class OptLayer:
 
 
 class Opt:
-    """Maps token ids [T] to logits of the wanted rows [R, vocab], like `Decoder`."""
+    """Maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config
