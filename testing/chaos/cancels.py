@@ -48,7 +48,7 @@ def cancels(run: Run) -> Report:
         report.told("until nobody computes for them, most", f"{max(took, default=0):.0f} ms")
         with run.traffic(stack) as traffic:
             traffic.wait_for(2 * run.concurrency, timeout_s=60)
-            judge(report, stack, traffic.stop())  # of the requests that follow
+            judge(report, stack, traffic.stop())  # judges the requests after the cancels
         assert_nothing_held(stack.addresses.block_store)
     return report
 

@@ -260,7 +260,7 @@ def test_the_tls_profile_serves_over_tls_and_nothing_without(compose: Compose) -
 
 
 def test_the_gpu_profile_is_valid_and_its_processes_can_share_device_memory() -> None:
-    """This is checked as far as possible without a GPU: both share one GPU, one PID namespace and one IPC namespace."""
+    """Without a GPU, the test checks only that both share one GPU, one PID namespace and one IPC namespace."""
     services = yaml.safe_load(Compose()("--profile", "gpu", "config"))["services"]
     store, worker = services["block_store-gpu"], services["worker"]
     assert store["profiles"] == worker["profiles"] == ["gpu"]
