@@ -32,6 +32,6 @@ class Ticket:
     """In the ledger of `arena_id`."""
     tables: tuple[tuple[tuple[BlockRef, ...], ...], ...]
     num_tokens: tuple[int, ...]
-    """For each branch, the number of token positions whose KV is in its tables (the prompt and all outputs but the
+    """For each branch, the number of token positions whose KV is in its tables (the prompt and all outputs except the
     newest token).
     """

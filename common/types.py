@@ -178,7 +178,7 @@ class SamplingParams:
     """
     prompt_logprobs: int | None = None
     num_sequences: int = 1
-    """Number of samples (n); in a beam search how many of the best beams are returned."""
+    """Number of samples (n); in a beam search, the number of best beams to return."""
     beam_width: int | None = None
     """Number of beams of a beam search; None if it is not one."""
     length_penalty: float = 1.0
@@ -220,8 +220,7 @@ class StoppingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the sequence. They include the model's end-of-sequence ids unless `ignore_eos` was asked
-    for.
+    """Token ids that end the sequence. They include the model's end-of-sequence ids unless `ignore_eos` is set.
     """
 
 

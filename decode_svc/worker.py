@@ -31,7 +31,8 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
-"""Time for which running sequences go on while the ledger does not answer: a lease, plus a beat to fill the reserve."""
+"""Time for which running sequences continue while the ledger does not answer: a lease, plus a beat to fill the
+reserve."""
 
 
 class DecodeWorker:

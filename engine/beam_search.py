@@ -38,7 +38,7 @@ class Beam:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One entry per token if log-probabilities were asked for, else empty."""
+    """One entry per token if log-probabilities were requested, else empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class BlockTable(Sequence[BlockRef]):
         self.first = 0
         """Number of leading entries that have been dropped."""
         self.stamp = next(_STAMPS)
-        """A unique number: no other table, nor this one with other blocks, has or had it."""
+        """A unique number. It changes with the blocks, and no other table ever has the same one."""
         for ref in refs:
             self.append(ref)
         if first:

@@ -105,7 +105,7 @@ class CudaDevice:
         self._newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
 
     def enter(self) -> None:
-        """Directs all later launches of the calling thread, sampling included, to the runner's stream."""
+        """Directs all later launches of the calling thread, including sampling, to the runner's stream."""
         torch.cuda.set_stream(self._stream)
 
     def use_threads(self, num_threads: int) -> None:

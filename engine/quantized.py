@@ -23,7 +23,7 @@ from kernels.quantization import UNIT, Bits, QuantizedWeight
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of every value in a word of AWQ."""
 IGNORED_SUFFIXES = (".g_idx", ".weight_g_idx", ".weight_shape", ".input_scale", ".input_zero_point", ".output_scale")
-"""Tensors of quantized layers that say nothing, or something about activations."""
+"""Tensors of quantized layers that are not needed, or that concern activations."""
 
 
 class RawTensors(Protocol):
@@ -123,7 +123,7 @@ class Gptq:
     bits: Bits
     group_size: int
     zero_add: int
-    """What is added to a stored zero: 1 in the original format."""
+    """The value that is added to a stored zero: 1 in the original format."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | None:
         name, n_out, n_in = matrix.name, matrix.n_out, matrix.n_in

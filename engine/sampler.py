@@ -82,7 +82,7 @@ class Columns:
         self.adjusted = [i for i, row in enumerate(rows) if _may_adjust(row)]
         """Rows whose logits may be changed before the draw."""
         self.asked = [i for i, p in enumerate(params) if p.logprobs is not None]
-        """Rows that want log-probabilities, with the number of most likely tokens that each wants."""
+        """Rows that request log-probabilities, with the requested number of most likely tokens."""
         self.counts = [params[i].logprobs or 0 for i in self.asked]
 
     def draw(self, adjusted: torch.Tensor, positions: torch.Tensor) -> list[int]:
@@ -172,7 +172,7 @@ def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> li
 _BANS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
     np.float32
 )
-"""[256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
+"""[256, 8]: the values that a byte of a mask adds to the logits of its eight tokens."""
 
 
 def _may_adjust(row: SampleRow) -> bool:

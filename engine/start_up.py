@@ -27,8 +27,8 @@ logger = logging.getLogger("engine")
 PROFILE_MAX_KEYS = 1 << 21
 """The most key positions that one profiling pass reads over all its sequences, to limit its time."""
 PROFILE_LAYERS_CPU = 2
-"""Number of layers that a profiling pass runs on a CPU, where nothing of a layer stays but its output: the second layer
-begins with what the first leaves, as all later ones do.
+"""Number of layers that a profiling pass runs on a CPU. Only the output of a layer stays in memory, so all layers after
+the first one have the same peak.
 """
 
 

@@ -16,6 +16,6 @@ class StepInput:
     positions: npt.NDArray[np.int64]  # [T]
     slot_mappings: tuple[npt.NDArray[np.int64], ...]  # per KV group [T], block * block_size + offset; negative: none
     cu_seqlens_q: npt.NDArray[np.int32]  # [B + 1]
-    context_lens: npt.NDArray[np.int32]  # [B], this step's tokens included
+    context_lens: npt.NDArray[np.int32]  # [B], including this step's tokens
     block_tables: tuple[npt.NDArray[np.int32], ...]  # per KV group [B, max_blocks]
     logits_rows: npt.NDArray[np.int64]  # [R], the rows of T with logits

@@ -28,7 +28,7 @@ class StateBatch:
     """The sequences of a step, T tokens packed one sequence after the other."""
 
     block_table: Tensor  # int32 [B, max_blocks]
-    context_lens: Tensor  # int32 [B], this step's tokens included
+    context_lens: Tensor  # int32 [B], including this step's tokens
     cu_seqlens: Tensor  # int32 [B + 1]
     block_size: int
 
@@ -80,7 +80,7 @@ class Recurrence:
     beta: Tensor | None = None
     """fp32 [T, H]; the value becomes beta * (value - key S), where S has decayed already (delta rule)."""
     rates: Tensor | None = None
-    """fp32 [1, N, P] for H = 1; each number of S decays by a factor exp(decay * rates) of its own (Mamba)."""
+    """fp32 [1, N, P] for H = 1; each element of S decays by its own factor exp(decay * rates) (Mamba)."""
 
     def __post_init__(self) -> None:
         num_tokens, heads, width = self.values.shape

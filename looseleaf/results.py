@@ -34,7 +34,7 @@ class Delta:
     """
 
     text: str
-    """New text; never part of a character."""
+    """New text, in whole characters."""
     token_ids: tuple[int, ...]
     """New tokens. Their text may follow in a later delta."""
     index: int = 0
@@ -60,7 +60,7 @@ class Sample:
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One per token; empty unless `logprobs` was asked for."""
+    """One per token; empty unless `logprobs` was requested."""
     beam_score: float | None = None
     """Sum of the beam's log-probabilities / length ** length_penalty; None if this is not a beam search."""
 
@@ -76,7 +76,7 @@ class Completion:
     usage: Usage
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob, ...]
-    """One per prompt token but the first; empty unless `prompt_logprobs` was asked for."""
+    """One per prompt token except the first; empty unless `prompt_logprobs` was requested."""
     request_id: str
 
     @property

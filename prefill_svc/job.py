@@ -29,7 +29,7 @@ class Job:
     """
 
     sequences: list[Sequence]
-    """Sequences to compute; after the next tokens are drawn, the branches that go on, in the request's order."""
+    """Sequences to compute; after the next tokens are drawn, the branches that continue, in the request's order."""
     priority: int = 0
     arrived_ns: int = 0
     started_ns: int = 0

@@ -135,7 +135,7 @@ class ArenaOffsets:
 
 
 def arena_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Returns the size of the whole file, blocks included."""
+    """Returns the size of the whole file, including the blocks."""
     return ArenaOffsets.of(num_blocks).data + num_blocks * block_bytes
 
 

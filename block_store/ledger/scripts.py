@@ -33,7 +33,7 @@ TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
 CHUNK = 256
 """Maximum number of blocks per call. A script blocks the server while it runs, so each script takes less than 5 ms,
-however many blocks are held. For more blocks, a caller makes several calls (`client.LedgerClient`).
+regardless of the number of held blocks. For more blocks, a caller makes several calls (`client.LedgerClient`).
 """
 RELEASE_CHUNK = 96
 """Maximum number of blocks per release. It is smaller, because each release may evict a block if the tenant has a

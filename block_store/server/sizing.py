@@ -142,7 +142,7 @@ def device_limits(
 ) -> DeviceLimits:
     """Returns the limits of a device whose workers have loaded `weights_bytes` and returned the memory of profiling.
 
-    The budget is a share `utilization` of the device's memory, the use of other processes included (vLLM's
+    The budget is a share `utilization` of the device's memory, including the use by other processes (vLLM's
     `--gpu-memory-utilization`).
     """
     others = max(0, total_bytes - free_bytes - weights_bytes)

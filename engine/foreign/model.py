@@ -42,7 +42,7 @@ class TransformersModel:
         import transformers
 
         self.is_variant = False
-        """Whether rows depend on what is computed beside them."""
+        """Whether rows depend on the other rows of their batch."""
         self._version = transformers.__version__
         attention_hook.register()
         found = foreign_config.read(directory)

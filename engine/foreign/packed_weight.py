@@ -20,7 +20,7 @@ from kernels.linear import PackedLinear
 from kernels.quantization import Bits, QuantizedWeight, quantize
 
 NOT_ROUNDED = ("gate.weight", "router.weight")
-"""Routers of experts: small, and a small error in them chooses other experts."""
+"""Routers of experts. They are small, and a small error in them selects different experts."""
 
 _CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half}
 _TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class _Matrices:
         self.deterministic = deterministic
         self.packed: dict[tuple[torch.dtype, bool], list[PackedLinear]] = {}
         self.is_plain = False
-        """Set if the weight is also used otherwise than as a matrix. Then the raw numbers stay."""
+        """Whether the weight is also used in other ways than as a matrix. If so, the raw values are kept."""
 
     def product(self, dtype: torch.dtype, outputs_first: bool, index: int) -> PackedLinear:
         """Returns the product of matrix `index`. The first call packs the whole stack, so that no request waits for it
@@ -83,7 +83,7 @@ class PackedWeight(Tensor):
     index: int | None
     """Index of the matrix within a stack; None for all of it."""
     outputs_first: bool
-    """Whether the model's code has not transposed it."""
+    """Whether the weight is [out, in], which means that the model's code has not transposed it."""
 
     @staticmethod
     def __new__(

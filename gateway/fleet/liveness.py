@@ -20,7 +20,7 @@ class LivenessLimits:
     """The limits on a worker's silence, in seconds."""
 
     silence_s: float = 2.25
-    """Limit without any message, heartbeats included: the process is frozen, or its host is gone."""
+    """Limit without any message, including heartbeats: the process is frozen, or its host is gone."""
     stall_s: float = 60.0
     """Limit with heartbeats but without a step, although the worker has work from this gateway."""
 
@@ -57,7 +57,7 @@ class Liveness:
             self._timer = None
 
     def heard(self) -> None:
-        """Notes a message of any kind, a heartbeat included."""
+        """Notes a message of any kind, including a heartbeat."""
         self._heard_at = time.monotonic()
 
     def stepped(self) -> None:

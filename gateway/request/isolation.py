@@ -30,7 +30,7 @@ PROBATION_S = 0.5
 @dataclass(slots=True)
 class _Deaths:
     incarnations: set[str] = field(default_factory=set)
-    """The workers that have died. A death counts once, however many equal requests the worker had."""
+    """The workers that have died. A death counts once, even if the worker had several equal requests."""
     last_at: float = 0.0
 
 

@@ -17,7 +17,7 @@ WORKERS = ("prefill_svc", "decode_svc", "looseleaf.both_roles")
 FREE_WEIGHTS = 4
 """A default spare worker needs this many times the size of the weights as free memory."""
 _LEAST_BYTES = 1 << 30
-"""Free memory that it needs in any case, for its process, however small the model is."""
+"""Free memory that it always needs, for its process, even with a small model."""
 
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:

@@ -21,7 +21,7 @@ from testing.chaos.stack import Stack
 from testing.system import wait_for
 
 BURST = 25
-"""The number of values changed in one burst. Traffic goes on between bursts."""
+"""The number of values changed in one burst. Traffic continues between bursts."""
 HUGE = 1 << 16
 MOST_FAILED = 0.1
 """The largest share of requests that may fail. A request fails if it loses its blocks in several rebuilds."""

@@ -16,7 +16,7 @@ from testing.ledger.lossy_redis import LossyRedis
 
 Role = Literal["prefill", "decode"]
 BUDGET_S = 0.01
-"""The time budget of a ledger call. It suffices for a few repetitions; after that, the worker goes on without the
+"""The time budget of a ledger call. It suffices for a few repetitions; after that, the worker continues without the
 ledger.
 """
 

@@ -100,7 +100,7 @@ class Script:
     timings: pb.Timings = field(default_factory=lambda: pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))
     """The timings that decode workers report at a sample's end."""
     says: Sequence[int] = ()
-    """The first tokens of every sample, whatever the prompt is."""
+    """The first tokens of every sample, for any prompt."""
     burst: bool = False
     """Whether all tokens of a submit are sent in one message, as they are after the gateway has been slow."""
     load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 LAYOUT = KvLayout(16, (KvSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),))
-"""Llama-3-8B's: blocks of 2 MiB."""
+"""The layout of Llama-3-8B, with blocks of 2 MiB."""
 NUM_BLOCKS = 64
 STORE = """if True:
     import pathlib, sys

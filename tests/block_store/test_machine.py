@@ -27,7 +27,7 @@ FLOORS = {
     "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 15,
     "late": 10, "gap": 20, "rebuild": 20, "older": 20, "assert": 60,
 }  # fmt: skip
-"""Least successes over the whole run: a machine that seldom gets deep finds nothing."""
+"""The minimum numbers of successes in the whole run. A machine that rarely reaches deep states finds no bugs."""
 
 
 def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedStateMachine]:
@@ -177,7 +177,7 @@ def one_step(walk: LedgerWalk, name: str, a: int, b: int, c: int) -> None:
 
 
 Edit = tuple[str, str, str]
-"""In an operation's script, this text becomes that."""
+"""(operation, text in its script, replacement)."""
 
 NAMED: dict[str, list[Edit]] = {
     "acquire without fence": [("acquire", "return '-FENCED'", "return")],
@@ -207,7 +207,7 @@ NAMED: dict[str, list[Edit]] = {
     "reap after a gap": [("reap", "last > now or now - last > gap_ms", "false")],
     "a late release overtakes an acquire": [("release", "if tonumber(number) < tonumber(last[1])", "if false")],
 }  # fmt: skip
-"""The list of issue 5 as far as Redis alone can show them; `test_actors` has the other four."""
+"""The bugs of issue 5 that are visible in Redis alone. `test_actors` has the other four."""
 
 MORE: dict[str, list[Edit]] = {
     "alloc without others' floors": [("alloc", "- floors_of_others(epoch)", "")],

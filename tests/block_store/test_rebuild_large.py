@@ -19,7 +19,7 @@ from common.types import BlockRef
 from testing.ledger.store import TestStore, chain
 
 NUM_EACH = 2 * CHUNK + 7
-"""Blocks of a kind that one writer holds."""
+"""The number of blocks of each kind that one writer holds."""
 
 
 @pytest.fixture

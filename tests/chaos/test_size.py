@@ -9,7 +9,8 @@ from testing.chaos.size import Size, within
 
 pytestmark = pytest.mark.chaos
 SLACK = 10.0
-"""Tests share their cores; before calls were bounded a holder of so much never had its ledger back here."""
+"""Tests share their cores, so the limits are multiplied by this factor. In an earlier version, whose calls were
+unbounded, such a holder never got its ledger back."""
 
 
 @pytest.mark.parametrize("size", [Size.of(8_000), Size(12_000, 0, 0)], ids=["held by four", "held by one"])

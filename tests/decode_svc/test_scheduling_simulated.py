@@ -21,7 +21,7 @@ from engine.sequence import Sequence
 
 BLOCK = 4
 STEP_S = 0.006
-"""Of simulated time; some steps pass between two tries to resume."""
+"""Simulated time per step. Several steps pass between two attempts to resume."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Request:
     at_step: int
     prompt_len: int
     lengths: tuple[int, ...]
-    """By sample, the tokens after which it ends; at most `max_tokens`."""
+    """The number of tokens after which each sample ends, at most `max_tokens`."""
     max_tokens: int
     priority: int
 
@@ -44,7 +44,7 @@ class Use:
 
     shared: int
     tail: int
-    """1: the prompt's partial block, until the samples have copied it."""
+    """1 for the prompt's partial block, until the samples have copied it."""
     own: dict[Sequence, int] = field(default_factory=dict)
 
     @property

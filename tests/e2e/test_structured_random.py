@@ -124,7 +124,7 @@ ODD: list[dict[str, Any]] = [
     {"type": ["integer"], "enum": ["a", 3]},
     {"const": "a", "type": "integer"},
 ]
-"""Keywords that llguidance knows in part or not at all."""
+"""Keywords that llguidance supports only in part or not at all."""
 
 
 @pytest.mark.parametrize("schema", ODD, ids=lambda schema: "-".join(schema))

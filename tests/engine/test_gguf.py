@@ -23,9 +23,9 @@ from testing.gguf_files import make_gguf, random_blocks
 from testing.oracle import Oracle
 
 NEAR = 5e-5
-"""Of the logits' standard deviation: how far fp32 logits may be from transformers' in float64."""
+"""The tolerance of fp32 logits relative to transformers in float64, as a fraction of the logits' standard deviation."""
 MIXED = {"attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K, "attn": Type.Q4_K, "ffn": Type.Q4_K}
-"""As llama.cpp's Q4_K_M."""
+"""The types of llama.cpp's Q4_K_M."""
 MODELS: dict[str, tuple[Family, dict[str, Type], dict[str, Any]]] = {
     "llama-q8_0": ("llama", {}, {}),
     "llama-q4_0": ("llama", {"blk": Type.Q4_0}, {}),

@@ -17,7 +17,7 @@ from engine.tiny import make_checkpoint
 
 EOS = 2
 VOCAB = 600
-"""More than the 512 tokens of the tokenizer: the logits of some models are wider."""
+"""More than the 512 tokens of the tokenizer, because the logits of some models are wider."""
 JSON = StructuredOutput(
     "json_schema",
     '{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": ["x"]}}}',

@@ -17,11 +17,12 @@ from testing.oracle import Oracle
 PROMPT_LENS = (1, 15, 16, 17, 700)
 NEW_TOKENS = 200
 TIE = 1e-4
-"""Where the reference's best two logits are closer than this, either may be drawn."""
+"""If the reference's best two logits are closer than this, either token may be sampled."""
 FP32_TOLERANCE = 2e-3
 BF16_RMS_TOLERANCE, BF16_MAX_TOLERANCE = 0.02, 0.15
-"""Difference of bf16 logits from transformers' fp32 on the same weights, over the logits' deviation. Measured: rms
-0.005 to 0.013, greatest 0.03 to 0.09; transformers' own bf16 is as far off (0.005 to 0.013, 0.03 to 0.10)."""
+"""Tolerances for bf16 logits compared with transformers in fp32 on the same weights, as fractions of the logits'
+standard deviation. Measured: rms 0.005 to 0.013, maximum 0.03 to 0.09. transformers in bf16 differs by as much (0.005
+to 0.013, 0.03 to 0.10)."""
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {

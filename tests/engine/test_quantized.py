@@ -25,9 +25,8 @@ from testing.quantized import FORMATS, Format, make_quantized
 from testing.zoo import ZOO, make_foreign
 
 NEAR = 5e-5
-"""Of the logits' standard deviation: how far fp32 logits may be from transformers' in float64.
-
-With these weights, transformers' own in fp32 are off by 2e-5 to 3e-5.
+"""The tolerance of fp32 logits relative to transformers in float64, as a fraction of the logits' standard deviation.
+With these weights, transformers in fp32 differs by 2e-5 to 3e-5.
 """
 
 

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deterministic-bf16": ("llama", {"dtype": "bfloat16", "deterministic": True}),
     "fp8": ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
 }
-"""A checkpoint in a directory of the family's name, and the runner's settings."""
+"""The family, whose checkpoint is in a directory of that name, and the runner's settings."""
 
 
 def run(directory: Path, **settings: Any) -> dict[str, Any]:

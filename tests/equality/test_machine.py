@@ -57,7 +57,7 @@ EVENTS = (
 )  # fmt: skip
 BACKGROUND = ("beat", "heal", "heal", "sweep", "redis", "fence", "tickets", "theft")
 FLOORS = {"hits": 20, "rebuild": 5, "LOST": 3, "prefill aborts": 3, "answers lost": 5, "finished": 40}
-"""Least number of times in the whole run: a machine that seldom gets deep finds nothing."""
+"""The minimum numbers of occurrences in the whole run. A machine that rarely reaches deep states finds no bugs."""
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "bamba"])

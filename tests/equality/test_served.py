@@ -30,10 +30,10 @@ FOREIGN = ("deepseek-v3", "gemma3", "bamba")
 MORE_FOREIGN = (
     "falcon-h1", "gemma2", "glm4", "gpt-oss", "mamba2", "mixtral", "phi3", "qwen3-moe", "qwen3-next"
 )  # fmt: skip
-"""By `make families` only: each takes 20 s."""
+"""Families that only `make families` runs, because each takes 20 s."""
 MAX_MODEL_LEN = 176
 TIGHT = {"num_blocks": 48, "max_model_len": MAX_MODEL_LEN}
-"""Half of what the requests need together, and each of them fits decode's floor."""
+"""Half of the blocks that all requests need together. Each request fits into decode's floor."""
 
 
 @pytest.fixture(scope="module")

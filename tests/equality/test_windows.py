@@ -30,9 +30,9 @@ class Watched(Workers):
 
     def watch(self) -> None:
         self.most_held = 0
-        """Most blocks that a sequence held in a KV group with a window while it was decoded."""
+        """The largest number of blocks that a sequence held in a KV group with a window during decode."""
         self.most_in_prefill = 0
-        """The same in prefill."""
+        """The same for prefill."""
 
     def look(self) -> None:
         layout: KvLayout = self.runner.layout

@@ -32,16 +32,17 @@ from testing.zoo import ZOO, make_foreign
 from worker import cached_prefix, sealing
 
 STATEFUL = ("mamba2", "bamba", "qwen3-next")
-"""States alone, and two kinds of states beside attention."""
+"""Models with states only, and with two kinds of states in combination with attention."""
 FOREIGN = (
     "deepseek-v3", "gemma2", "gemma3", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe", *STATEFUL
 )  # fmt: skip
-"""Run by the backend over transformers; `tests/engine/test_foreign.py` compares their logits with transformers'."""
+"""Families whose definition comes from transformers; `tests/engine/test_foreign.py` compares their logits with
+transformers'."""
 QUANTIZED = ("qwen3-awq", "llama-int8", "gemma3-int4")
-"""A checkpoint of 4 bits, and weights that are rounded on load, of a model of ours and of one of transformers."""
+"""A 4-bit checkpoint, and weights that are rounded at load: of a native model, and of one defined by transformers."""
 FAMILIES = (*ARCHITECTURES.values(), *FOREIGN, *QUANTIZED)
 TIGHT = 26
-"""Blocks that hold a part of what the requests need together; the largest group needs 15."""
+"""Fewer blocks than the requests need together. The largest group needs 15."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Rig:
     authenticator: Authenticator
     gate: Gate
     records: list[WorkerRecord]
-    """What the registry names."""
+    """The workers that the registry names."""
 
     @property
     def front(self) -> Front:
@@ -83,7 +83,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
     ) -> Rig:
         script = script or Script()
         secret = options.pop("secret", None)
-        """Of the workers; the gateway shows `shown`, by default the same."""
+        """The secret of the workers. The gateway sends `shown`, which is the same by default."""
         longest = options.pop("max_model_len", 512)
         scripted = [ScriptedWorker("prefill", "p0", script, secret, max_model_len=longest)]
         floors = options.pop("floors", [0] * num_decode)

@@ -31,7 +31,7 @@ from tests.gateway.conftest import MakeRig, Rig
 KEY = "s3cret"
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The client's greeting and empty SETTINGS."""
+"""The client's preface and empty SETTINGS."""
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.admission.fair_queue import FairQueue
 
 Item = tuple[str, int, int]
-"""(tenant, cost, number of its arrival)."""
+"""(tenant, cost, number in the order of arrival)."""
 COSTS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 QUANTA = st.sampled_from([1, 7, 50, 100, 1000])
 

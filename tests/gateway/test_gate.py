@@ -71,7 +71,7 @@ class Crowd:
         self.gate = gate
         self.tenant = tenant
         self.order: list[str] = []
-        """Of those that got in, or were let back."""
+        """The requests that were let in or came back, in order."""
         self.places: dict[str, Place] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 

@@ -28,7 +28,7 @@ MAX_LEN = 512
 PROMPT = [1] * 40  # two and a half blocks
 ASSETS = make_assets(defaults=GenerationDefaults(temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1))
 LIMITS: list[GroupRoom] = []
-"""What the validator is told of workers; a test fills it, the fixture empties it."""
+"""The group limits that the validator gets. A test fills the list, and the fixture empties it."""
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tests.gateway.conftest import MakeRig, Rig
 
 KEY = "s3cret"
 ATTEMPTS = 6
-"""Of two prompts."""
+"""The number of attempts with each of two prompts."""
 Change = dict[str, Any]
 
 
@@ -35,15 +35,15 @@ class Case:
     grpc_code: str
     http_status: int
     change: Change
-    """Of the request: a field, or `key`."""
+    """A change of the request: a field, or `key`."""
     script: Callable[[], Script] = Script
     prepare: Callable[[Rig], Any] = lambda rig: None
     options: Change | None = None
     retry_after: bool = False
     code: str | None = None
-    """OpenAI's own code, where it has one."""
+    """OpenAI's own code, if there is one."""
     mid_stream: bool = False
-    """Whether a stream has sent its first token, and with it status 200, before."""
+    """Whether a stream has already sent its first token, and therefore status 200."""
 
 
 def prefill_says(kind: type[errors.LooseleafError], **details: Any) -> Callable[[], Script]:

@@ -31,7 +31,7 @@ from kernels.write_blocks import write_blocks
 
 ROWS = 48  # with the widths below, every kernel uses several threads
 Compute = Callable[[slice], tuple[Tensor, ...]]
-"""What a kernel makes of some of its rows: tensors with one entry per row."""
+"""A function that computes some rows of a kernel: it returns tensors with one entry per row."""
 
 
 def _rms_norm(dtype: torch.dtype, scatter: Any) -> Compute:

@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 LENS = [1, 17, 256, 700]
 HEADS, KV_HEADS, DIM = 6, 2, 64
 SCALE = 0.5
-"""Large: scores reach the cap."""
+"""Large enough that scores reach the cap."""
 KINDS = [(5.0, False, None), (None, True, None), (5.0, True, None), (30.0, True, 100)]
 
 

@@ -23,10 +23,10 @@ from testing.system import assert_nothing_held, wait_for
 GIB = 1 << 30
 PROMPT = list(range(20, 84))
 TOKENS = 256
-"""So many that the service which is killed after KILL_AT of them has most of them before it."""
+"""The number of tokens. A service is killed after KILL_AT tokens, when most of them are still to come."""
 KILL_AT = 24
 STREAMS = 6
-"""At once."""
+"""The number of concurrent streams."""
 
 
 class Served:

@@ -20,7 +20,7 @@ PARAMETERS = {
     "mamba2-130m": 128_989_632,
     "qwen2.5-0.5b": 494_032_768,
 }
-"""Counts of the published checkpoints (tied embeddings once)."""
+"""Parameter counts of the published checkpoints (tied embeddings count once)."""
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

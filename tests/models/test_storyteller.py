@@ -23,7 +23,7 @@ DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "storyteller"
 OPENINGS = ("Once upon a time", "Long ago, in a small village", "There was once a king", "One day, a girl named Lily")
 NEW_TOKENS = 64
 BF16_TIE = 0.15
-"""bf16 logits of this model are off by up to about this much; only choices nearer than that may differ."""
+"""The bf16 logits of this model differ by up to about this much. Only choices that are closer may differ."""
 MAX_STORY = 500
 
 

@@ -40,7 +40,7 @@ class World:
     claimer: HeldBlocks
     worker: PrefillWorker
     num_computed: int = 0
-    """Positions that went through the model."""
+    """The number of positions that went through the model."""
 
     def submit(
         self,

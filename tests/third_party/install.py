@@ -29,7 +29,7 @@ class Client:
     """A client, where its packages come from, and the script of `clients/` that uses it."""
 
     name: str
-    """Names its directory and its tests."""
+    """The name of its directory and of its tests."""
     title: str
     kind: Literal["pip", "npm", "deb"]
     packages: tuple[str, ...]

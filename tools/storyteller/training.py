@@ -41,8 +41,8 @@ class Plan:
     eval_every: int = 50
     save_every_s: float = 240.0
     decay_at: str | None = None
-    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. The decay is over by `end_at`, however
-    slow the machine: the schedule follows the steps or the clock, whichever is further ahead.
+    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. The decay ends by `end_at`, even on a
+    slow machine: the schedule follows the steps or the clock, whichever is further ahead.
     """
     end_at: str | None = None
 

@@ -17,7 +17,7 @@ KNOWN = frozenset({"get_weather", "get_time", "add"})
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": [1, 2, {"x": null}]}'
 TRICKY = '{"city": "a } \\" ] </tool_call> { [ <|python_tag|> é 🌧 \\\\"}'
 Expected = tuple[str, list[tuple[str, str]]]
-"""Content, and the calls' names and arguments."""
+"""The content, and the names and arguments of the calls."""
 
 
 def hermes(name: str, arguments: str) -> str:

@@ -37,7 +37,7 @@ def _numbers(package: str) -> tuple[int, int]:
 
 
 CANNOT_LOOP = HAS_TRITON and not HAS_CUDA and _numbers("triton") < (3, 7) and _numbers("numpy") >= (2, 4)
-"""triton's issue 9171, mended in 3.7: a loop to a bound that is not constant fails in the interpreter."""
+"""triton's issue 9171, fixed in 3.7: in the interpreter, a loop with a bound that is not constant fails."""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 URL = os.environ["LOOSELEAF_URL"]
 """The server with the built-in model, without a path."""
 TOOLS_URL = os.environ["LOOSELEAF_TOOLS_URL"]
-"""A server with the same weights, and a chat template that knows tools."""
+"""A server with the same weights and a chat template that supports tools."""
 MODEL = "storyteller"
 
 _tries: list[tuple[str, str, Callable[[], Any], str | None]] = []
