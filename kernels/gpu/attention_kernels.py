@@ -263,8 +263,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of the keys. Grid: (num_seqs, num_heads). SPLITS: a power of two >= num_splits; not used if
-    PIECE > 0."""
+    """Merges the key splits. Grid: (num_seqs, num_heads). SPLITS: a power of two >= num_splits, unused if PIECE > 0."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     keys_to = tl.load(context_lens + sequence)
