@@ -69,8 +69,8 @@ class KvSpec:
         return self.num_layers * self.state_bytes or self.bytes_per_token * block_size
 
     def max_blocks(self, max_model_len: int, block_size: int) -> int:
-        """Returns the most blocks that one sequence of `max_model_len` tokens can hold in this group: those of its
-        whole prompt, which prefill allocates together.
+        """Returns the largest number of blocks that one sequence of `max_model_len` tokens can hold in this group.
+        Prefill allocates the blocks of a whole prompt together.
         """
         return -(-max_model_len // block_size)
 

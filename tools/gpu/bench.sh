@@ -1,8 +1,8 @@
 #!/bin/bash
-# What this GPU does: kernels, decode steps and served runs of the Llama-3-8B shape, transformers beside them. Results go
-# to the folder given (default docs/benchmarks/gpu/DATE-DEVICE-COMMIT): results.txt for people, results.jsonl, and
-# errors.txt with everything that went to stderr. The most telling stages come first; all end within 440 s.
-# Nothing here has run on a GPU yet. REHEARSE=1 goes through the same commands at toy sizes on a CPU, without limits.
+# Measures this GPU: kernels, decode steps and served runs of the Llama-3-8B shape, compared with transformers. Results
+# go to the folder given (default docs/benchmarks/gpu/DATE-DEVICE-COMMIT): results.txt for people, results.jsonl, and
+# errors.txt with the output to stderr. The most important stages run first, and all end within 440 s. This script has
+# not run on a GPU yet. REHEARSE=1 runs the same commands at toy sizes on a CPU, without limits.
 set -uo pipefail
 python=${PYTHON:-python3}
 model=models/configs/llama-3.1-8b at_once=64 requests=256 prompt=512 output=128 batches="1 16 64" context=4096
@@ -29,7 +29,7 @@ stage() { # name, seconds, command ...
 	if [ "${REHEARSE:-}" ] || [ "$limit" -gt "$left" ]; then limit=$left; fi
 	if [ "$limit" -lt 10 ]; then say "!!! $name: no time left" && failed=1 && return; fi
 	echo "== $name" >>"$out/errors.txt"
-	# INT, so that a stack's services are ended; what it has printed by then counts.
+	# SIGINT, so that the services of a stack end; the results printed so far count.
 	timeout -s INT -k 15 "$limit" "$@" 2>>"$out/errors.txt" | tee >(grep '^{' >>"$out/results.jsonl") | grep -v '^{' |
 		tee -a "$out/results.txt"
 	status=${PIPESTATUS[0]}

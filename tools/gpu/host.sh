@@ -1,6 +1,6 @@
 # Source on a GPU host, in the repository's root: . tools/gpu/host.sh
-# Unpacks what `make gpu-carry` collected beside the host's own Python packages, builds our C++ parts in place, and names
-# FlashAttention-3's library in FA3_LIBRARY. Installs nothing. Half a minute the first time.
+# Unpacks the files from `make gpu-carry` next to the host's own Python packages, builds our C++ parts in place, and
+# sets FA3_LIBRARY to FlashAttention-3's library. Installs nothing. Takes half a minute the first time.
 set -euo pipefail
 SITE=${TMPDIR:-/tmp}/looseleaf-site
 python3 - "$SITE" <<'PYTHON'
@@ -14,7 +14,7 @@ for wheel in glob.glob(".carry/wheels/*.whl"):
         zipfile.ZipFile(wheel).extractall(site)
         open(mark, "w").close()
 for program in glob.glob(f"{site}/**/redis-server", recursive=True):
-    os.chmod(program, 0o755)  # zipfile keeps no modes
+    os.chmod(program, 0o755)  # zipfile does not keep file modes
 if os.path.exists(".carry/fa3.so.xz") and not os.path.exists(f"{site}/fa3.so"):
     with lzma.open(".carry/fa3.so.xz") as packed, open(f"{site}/fa3.part", "wb") as out:
         shutil.copyfileobj(packed, out, 1 << 22)

@@ -1,4 +1,4 @@
-// For the scripts of this folder that node runs: what tried.py is for the others.
+// The counterpart of tried.py for the scripts that node runs.
 
 export const URL = process.env.LOOSELEAF_URL
 export const TOOLS_URL = process.env.LOOSELEAF_TOOLS_URL
@@ -6,7 +6,7 @@ export const MODEL = 'storyteller'
 
 const print = (line) => console.log(JSON.stringify(line))
 
-// Runs a function that must return. `remark` is a limit of the client, for the table.
+// Runs a function that must succeed. `remark` is a limit of the client, for the table.
 export async function works(what, body, remark = '') {
   let error = null
   try {
@@ -17,7 +17,7 @@ export async function works(what, body, remark = '') {
   print({ what, remark, refused: false, error })
 }
 
-// Runs a function that must throw: a limit of the server. The error must contain `message`.
+// Runs a function that must throw, because of a limit of the server. The error must contain `message`.
 export async function refused(what, message, body, remark = '') {
   let error = 'was not refused: the limit is gone, so mark it as works'
   try {

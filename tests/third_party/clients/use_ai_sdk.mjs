@@ -1,4 +1,5 @@
-// Vercel's `ai` with @ai-sdk/openai-compatible, and with @ai-sdk/openai, whose default is the Responses API.
+// Vercel's `ai` package with @ai-sdk/openai-compatible, and with @ai-sdk/openai, which uses the Responses API by
+// default.
 import { createOpenAI } from '@ai-sdk/openai'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
 import { Output, embedMany, generateText, isStepCount, streamText, tool } from 'ai'

@@ -1,4 +1,4 @@
-// The `openai` package of npm.
+// The `openai` package from npm.
 import OpenAI from 'openai'
 import { zodResponseFormat } from 'openai/helpers/zod'
 import { z } from 'zod'
