@@ -1,7 +1,7 @@
-// Attention over block tables (long: every way of dividing the work shares one class). It has the tiles and pieces, the
-// threads that compute them, and where keys lie. Decode splits the key axis over threads and merges afterwards, or reads
-// pieces that several sequences share once for all of them. In prefill one thread walks all pieces of a tile. All use
-// piece.h, so the bits are the same.
+// Attention over block tables (long: every way of dividing the work shares one class). The class cuts queries into
+// tiles and keys into pieces, distributes them over threads and finds the keys in memory. Decode splits the key axis
+// over threads and then merges the results, or computes pieces that several sequences share once for all of them. In
+// prefill, one thread walks all pieces of a tile. Every path uses piece.h, so all return the same bits.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -25,7 +25,7 @@ struct Attention {
     float scale, softcap;
     const float* sinks;  // [heads], or null
     bool prefetch;
-    // Set by `share` for sequences that share their first pieces with others: number of these pieces, merged results.
+    // Set by `share` for sequences that share their first pieces: the number of these pieces, and the merged results.
     std::vector<int64_t> shared_pieces = {};  // [num_seqs], or empty
     std::vector<float> shared_totals = {};    // [num_seqs, kv_heads, group * (dpad + 2)]: o, m, l
 
@@ -97,7 +97,7 @@ struct Attention {
         }
     }
 
-    // Adds the memory of the keys and values of positions [from, to) to what is prefetched.
+    // Adds the keys and values of positions [from, to) to the memory that is prefetched.
     void locate(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
         const bool in_one = k_slot == d && v_slot == d;  // a block's slots are contiguous
         for (int64_t at = from, n; at < to; at += n) {
@@ -142,9 +142,9 @@ struct Attention {
     }
     int64_t keys_end(const Unit& w, int n) const { return position(w.seq, w.at + n - 1) + 1; }
 
-    // A thread's units in the order in which it takes them: a stretch of neighbours, then the next stretch. Selects
-    // keys about one piece ahead for prefetching, at the pace at which keys are used, across units and stretches: a
-    // sequence's last piece may be short and the piece after it long.
+    // The units of a thread, in the order in which it computes them: a stretch of neighbours, then the next stretch.
+    // Selects the keys to prefetch, about one piece ahead and at the rate at which keys are used. It looks across units
+    // and stretches, since a sequence's last piece may be short and the next piece long.
     struct Following {
         const Attention& a;
         const std::vector<Unit>& units;
@@ -166,7 +166,7 @@ struct Attention {
             return enter(first_of(in)), true;
         }
 
-        // Selects what to prefetch during the piece that is computed next: the n keys before `to` of unit `current`.
+        // Selects the keys to prefetch while the next piece is computed: the n keys before `to` of unit `current`.
         void fill(Tile<T>& t, int64_t current, int64_t to, int n) {
             lead -= n;
             if (in < 0 || lead < 0) in = stretch, unit = current, key = to, lead = 0;
@@ -190,7 +190,8 @@ struct Attention {
     int queries(const Unit& w, int tile) const { return int(std::min<int64_t>(q_len(w.seq) - w.at, tile)); }
 
     void walk(const std::vector<Unit>& units, int tile, int threads) const {
-        // Neighbours stay together for the prefetch across units, but every thread gets some. Long tiles come first.
+        // Neighbours stay together so that the prefetch crosses units, but no thread is left without units. Long tiles
+        // come first.
         const int64_t count = units.size(), most = std::min<int64_t>(4, count / (4 * threads));
         const int64_t together = std::max<int64_t>(1, most);
         team(count > 1 ? threads : 1, [&](Claims& claims) {
@@ -240,7 +241,8 @@ struct Attention {
         return pieces;
     }
 
-    // Sequences that share any piece share the first: they are sorted by its blocks, and only neighbours are compared.
+    // Sequences that share any piece share the first one, so they are sorted by its blocks and only neighbours
+    // are compared.
     std::vector<Sharers> sharers() const {
         std::vector<int64_t> order;
         for (int64_t s = 0; s < num_seqs; ++s)
@@ -272,7 +274,7 @@ struct Attention {
         return found;
     }
 
-    // Computes the pieces that sequences share (samples and beams of a prompt, requests with a common prefix) once for
+    // Computes each piece that sequences share (samples and beams of a prompt, requests with a common prefix) once, for
     // the rows of all of them. A row's bits do not depend on its tile, so they are the same as without sharing.
     void share(int threads) {
         if (window || PIECE % block_size || num_seqs < 2) return;
@@ -284,7 +286,7 @@ struct Attention {
         const std::vector<Sharers> found = sharers();
         int64_t sharing = 0;
         for (const Sharers& with : found) sharing += with.seqs.size() > 1 ? with.seqs.size() : 0;
-        // Tiles that fill the registers, or smaller ones where threads would otherwise be idle.
+        // Tiles fill the registers, or are smaller if threads would otherwise be idle.
         const int64_t most = std::max<int64_t>(2, std::min<int64_t>(TILE_ROWS / group(), sharing * kv_heads / threads));
         std::vector<Together> tiles;
         std::vector<int64_t> pieces(num_seqs);
@@ -344,7 +346,7 @@ struct Attention {
         walk(units, tile, threads);
     }
 
-    // For too few (sequence, KV head) pairs for the threads: computes pieces separately, then merges them.
+    // For batches with too few (sequence, KV head) pairs for the threads: computes pieces separately, then merges them.
     void split_decode(int threads) const {
         std::vector<Unit> units;
         std::vector<size_t> first(num_seqs * kv_heads + 1);

@@ -16,7 +16,7 @@ using Entry = int (*)(const void* x, const void* packed, const void* bias, void*
 
 struct Linear {
     const void *packed, *bias;
-    Entry entry;  // of another product; null: ll_linear
+    Entry entry;  // the kernel that reads `packed`; null: ll_linear
     int64_t n_in, n_out;
 };
 
@@ -40,7 +40,7 @@ struct Model {
     float eps, scale, softcap, logits_softcap, embed_scale;  // scale and softcap of attention's scores; softcap 0: none
 };
 
-// Where the layers of a KV group write and read.
+// Slots that the layers of a KV group write, and block tables that they read.
 struct Group {
     const int64_t* slots;
     const int32_t* table;
@@ -50,7 +50,7 @@ struct Group {
 struct Pass {
     const int64_t *tokens, *positions;
     const Group* groups;
-    const int32_t *context_lens, *cu_seqlens_q;  // cu null: one query per sequence
+    const int32_t *context_lens, *cu_seqlens_q;  // null cu_seqlens_q: one query per sequence
     const int64_t* rows;                         // null: logits of every token
     void* scratch;
     float* logits;
@@ -90,7 +90,7 @@ struct Forward {
         return ll_linear(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, m.is_bf16, p.threads);
     }
 
-    // normed = norm(residual); with `add`, residual += add first.
+    // normed = norm(residual). With `add`, residual += add comes first.
     int norm(const void* weight, const void* add, int64_t rows) const {
         const void* x = add ? add : residual;
         return ll_rms_norm(normed, x, weight, add ? residual : nullptr, add ? residual : nullptr, rows, hidden, hidden,

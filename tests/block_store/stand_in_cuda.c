@@ -1,17 +1,19 @@
-/* A stand-in for libcuda.so.1, so that everything above the driver runs without a GPU: real processes, real IPC.
+/* A stand-in for libcuda.so.1: everything above the driver runs without a GPU, with real processes and real IPC.
  *
- * "Device memory" is POSIX shared memory. A piece is a file NAME = STAND_IN_CUDA-<pid>-<number> in /dev/shm; its first
- * page holds its size and stays out of sight. Its device pointer is where it is mapped, so numpy can read and write it.
- * An IPC handle holds the name. Two bytes of the file are locked (OFD locks, dropped by the kernel when a process ends,
- * however it ends): byte 0 by the owner, byte 1 by everybody who has the piece mapped. As with the driver:
- *  - a handle is void once its owner has ended or freed the piece; mappings that are open stay, and count as used;
- *  - the process that made a handle cannot open it; opening one twice gives the same pointer, counted;
- *  - calls on memory need a current context, and everything needs cuInit;
- *  - a memset is done when something waits for it: a copy of this process or cuCtxSynchronize.
- * What it cannot show: other asynchrony, other address spaces, what a real driver does to mappings whose owner died.
+ * "Device memory" is POSIX shared memory. A piece is a file named <STAND_IN_CUDA>-<pid>-<number> in /dev/shm. Its first
+ * page holds its size and is not mapped. Its device pointer is the address of the mapping, so numpy can read and write
+ * it. An IPC handle holds the name. Two bytes of the file carry OFD locks, which the kernel drops when a process ends:
+ * byte 0 is locked by the owner, byte 1 by every process that has the piece mapped. As with the driver:
+ *  - a handle is void once its owner has ended or freed the piece; open mappings stay valid and count as used;
+ *  - the process that made a handle cannot open it; a second open returns the same pointer and is counted;
+ *  - calls on memory need a current context, and every call needs cuInit;
+ *  - a memset takes effect when something waits for it: a copy of this process or cuCtxSynchronize.
+ * It does not reproduce other asynchrony, other address spaces, or a real driver's treatment of mappings whose owner
+ * has died.
  *
- * Environment: STAND_IN_CUDA (prefix of names, required), STAND_IN_CUDA_DEVICES (1), STAND_IN_CUDA_BYTES (64 MiB a
- * device), STAND_IN_CUDA_NO_IPC (set: export is not supported), STAND_IN_CUDA_FIRST (first device seen, 0).
+ * Environment (default): STAND_IN_CUDA (prefix of names, required), STAND_IN_CUDA_DEVICES (1), STAND_IN_CUDA_BYTES per
+ * device (64 MiB), STAND_IN_CUDA_NO_IPC (if set, export is not supported), STAND_IN_CUDA_FIRST (first visible device,
+ * 0).
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -38,7 +40,7 @@ typedef struct { size_t bytes; int device, pid; } Head;
 
 static Piece pieces[MAX_PIECES];
 static int initialised, serial, retained[MAX_DEVICES];
-static struct { char *at; size_t bytes; unsigned char value; } fill; /* a memset that is not done yet */
+static struct { char *at; size_t bytes; unsigned char value; } fill; /* a pending memset */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int stack[MAX_DEPTH], depth; /* contexts: device number + 1 */
 
@@ -68,7 +70,7 @@ static int is_locked(int fd, int byte) {
     return found != F_UNLCK;
 }
 
-/* Bytes of a device that somebody has mapped; files of the dead are removed. */
+/* Bytes of a device that a live process has mapped. Removes the files of processes that have ended. */
 static size_t used_bytes(int device) {
     size_t used = 0;
     DIR *directory = opendir("/dev/shm");
@@ -143,7 +145,7 @@ int cuDeviceGetCount(int *count) {
     return OK;
 }
 
-/* Device handles are the machine's numbers, ordinals the process' own: as with CUDA_VISIBLE_DEVICES. */
+/* Handles number the machine's devices, ordinals those that the process sees, as with CUDA_VISIBLE_DEVICES. */
 int cuDeviceGet(int *device, int ordinal) {
     if (!initialised) return NOT_INITIALIZED;
     if (ordinal < 0 || ordinal >= devices()) return INVALID_DEVICE;
@@ -204,7 +206,7 @@ int cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
     }
     pthread_mutex_unlock(&lock);
     if (!piece) return OUT_OF_MEMORY;
-    memset(piece->at, 0xee, bytes); /* what a driver leaves there is anything but zeros */
+    memset(piece->at, 0xee, bytes); /* a driver does not zero new memory */
     *pointer = (uint64_t)piece->at;
     return OK;
 }
