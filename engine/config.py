@@ -1,7 +1,7 @@
-"""A model's description, read from the `config.json` of a Hugging Face directory: sizes, positions, norms, biases.
+"""The configuration of a model, read from the `config.json` of a Hugging Face directory: sizes, positions, norms.
 
-Does not depend on tensors. A setting that would change the numbers is either supported or raises `UnsupportedModel`,
-which names it.
+This module does not depend on tensors. A setting that would change the numbers is either supported or raises
+`UnsupportedModel`, which names it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine")
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "mixtral", "opt"]
-"""The families that have an implementation of ours, by their `model_type`."""
+"""Families with a native implementation, by their `model_type`."""
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of the gate in an MLP."""
 ModelImpl = Literal["auto", "native", "transformers"]
-"""Whose model definition is run. auto: ours if there is one that supports the checkpoint."""
+"""The model definition that runs. auto: the native one if it supports the checkpoint, else that of transformers."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -54,7 +54,7 @@ class ExpertsConfig:
     round_weights: bool
     """Whether these weights are rounded to the model's dtype, as transformers does for some families."""
     names: tuple[str, str, str, str, str]
-    """Names in a layer of the checkpoint: the router, the list of experts; in an expert the gate, up and down
+    """Names in a layer of the checkpoint: the router, the list of experts, and an expert's gate, up and down
     projections.
     """
     dense_layers: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model. Lengths in tokens, sizes in elements."""
+    """The configuration of one model. Lengths are in tokens, sizes in elements."""
 
     family: Family | Literal["transformers"]
     """transformers: the library defines the model (`engine.foreign`)."""
@@ -83,7 +83,7 @@ class ModelConfig:
     window: int | None = None
     """Sliding window: a query at position p sees keys p - window + 1 .. p. None: all keys up to p."""
     memories: tuple[LayerMemory, ...] = ()
-    """What each layer remembers, if they do not all attend to `window`."""
+    """What each layer stores for a sequence. Empty: every layer attends to `window`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -137,7 +137,7 @@ class ModelConfig:
                 config = _with_eos(_foreign(directory), raw, directory)
             except ModelError:
                 raise objection from None
-            logger.warning("run as transformers defines it: %s", objection)
+            logger.warning("the transformers library defines the model: %s", objection)
             return config
 
     @classmethod
@@ -170,7 +170,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> tuple[LayerMemory, ...]:
-        """What each layer remembers."""
+        """What each layer stores for a sequence."""
         return self.memories or (LayerMemory(window=self.window),) * self.num_layers
 
 

@@ -1,7 +1,7 @@
-"""Weights by name and shape, for model definitions: from safetensors (memory-mapped), or random ones from the config.
+"""The weights of a model by name and shape: from safetensors files (memory-mapped), or random.
 
-A model takes every tensor that it needs. `finish` then raises an error if the checkpoint has other tensors. Does not
-depend on models.
+A model takes every tensor that it needs. `finish` then raises an error if the checkpoint has other tensors. This
+module does not depend on model definitions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Target:
     deterministic: bool
     """Whether linear layers must not depend on the batch. On a CPU they never do."""
     bits: Bits | None = None
-    """Matrices of floats are rounded to as many bits; None: they are not."""
+    """Bits to which matrices of floats are rounded. None: they are not rounded."""
 
 
 class TensorSource(Protocol):
@@ -199,7 +199,7 @@ class Weights:
         if len(quantized) == len(found):
             return quantized
         if quantized:
-            count_fallback("quantized linear", f"only some of {parts[0].name} and its like are", "dequantized")
+            count_fallback("quantized linear", f"only some parts of fused {parts[0].name} are quantized", "dequantized")
         dtype = self._target.dtype
         floats = [weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight for weight in found]
         return self._rounded(torch.cat(floats)) if rounded else torch.cat(floats)

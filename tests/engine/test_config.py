@@ -113,7 +113,7 @@ def test_what_only_transformers_supports_is_run_by_it_and_said(
 ) -> None:
     partial = {"partial_rotary_factor": 0.5}
     assert read(tmp_path, hf_config("qwen2") | partial).family == "transformers"
-    assert "run as transformers defines it: partial_rotary_factor=0.5 is not supported" in caplog.text
+    assert "the transformers library defines the model: partial_rotary_factor=0.5 is not supported" in caplog.text
 
 
 @pytest.mark.parametrize(
