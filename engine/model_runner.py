@@ -186,7 +186,7 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden_states(self, batch: StepInput) -> torch.Tensor:
         """Computes the batch's tokens, and writes their K and V, like `step`. Returns fp32 hidden states [R, h] of the
-        wanted rows after the last norm, from which `step` computes logits.
+        requested rows after the last norm, from which `step` computes logits.
         """
         self.device.enter()
         states = self._eager(batch, self.binding, head=False)

@@ -47,7 +47,7 @@ class Sequence:
     more_tables: tuple[BlockTable, ...] = ()
     """Block tables of the other KV groups; most models have one group."""
     hashes: list[bytes] = field(default_factory=list)
-    """Prefix hashes of the leading full blocks, as far as they have been computed."""
+    """Prefix hashes of the leading full blocks that have been hashed so far."""
     rekey: tuple[int, bytes] | None = None
     """The first block that is not public, and the parent that its hash uses. None: that of the block before it."""
     quota: CacheQuota | None = None

@@ -129,7 +129,7 @@ class EmbedOptions(TypedDict, total=False):
     """Options of `embed`."""
 
     dimensions: int
-    """Keep this many dimensions, the first ones, and make the length 1 again."""
+    """Keep only the first dimensions, this many, and scale the vector to length 1 again."""
     truncate_prompt_tokens: int
     model: str
     request_id: str

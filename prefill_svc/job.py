@@ -47,7 +47,7 @@ class Job:
     """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
     pool: Pool | None = None
-    """The embedding in the making; None if tokens are drawn."""
+    """The hidden states of which the embedding is made. None: the job draws tokens."""
 
     def __post_init__(self) -> None:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]

@@ -22,19 +22,20 @@ States = npt.NDArray[np.float32]
 
 
 class Pool:
-    """One prompt's hidden states, as far as they have been computed."""
+    """The hidden states of one prompt that have been computed so far."""
 
     def __init__(self, pooling: Pooling) -> None:
         self.pooling = pooling
         self._sum: npt.NDArray[np.float64] | None = None
 
     def add(self, states: States) -> None:
-        """Adds the states [n, h] of the next positions. With "last", only the last one of all counts."""
+        """Adds the states [n, h] of the next positions. With "last", only the prompt's last state counts."""
         for state in states.astype(np.float64):
             self._sum = state if self._sum is None or self.pooling == "last" else self._sum + state
 
     def vector(self) -> list[float]:
-        """Returns the embedding, fp32 values of length 1 together. (The length of the sum is that of the mean.)"""
+        """Returns the embedding: fp32 values, a vector of length 1. The sum, scaled to length 1, equals the scaled
+        mean."""
         assert self._sum is not None, "no state has been added"
         length = np.sqrt(np.sum(np.square(self._sum)))
         vector: list[float] = (self._sum / max(length, np.finfo(np.float64).tiny)).astype(np.float32).tolist()
@@ -42,7 +43,7 @@ class Pool:
 
 
 def take_pooled(plan: list[tuple[Any, Chunk]], states: torch.Tensor) -> None:
-    """Gives the hidden states of a step's wanted rows, fp32 [R, h], to the pools of their jobs.
+    """Gives the hidden states of a step's requested rows, fp32 [R, h], to the pools of their jobs.
 
     Must be called before `num_computed` is increased.
     """

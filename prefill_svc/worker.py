@@ -156,7 +156,8 @@ class PrefillWorker:
                 self._tell_progress(job)
 
     def _computed(self, plan: Plan, forward: Callable[[StepInput], torch.Tensor]) -> torch.Tensor | None:
-        """Returns the results of a step's wanted rows, or None if the reader rule forbids the step or its results."""
+        """Returns the results of a step's requested rows, or None if the reader rule forbids the step or its
+        results."""
         step = lay_out([chunk for _, chunk in plan], self._block_size)
         if not self._check(plan, step):
             return None
@@ -204,7 +205,7 @@ class PrefillWorker:
         self._conclude(job, done)
 
     def _finish_pooled(self, job: Job) -> None:
-        """Sends a job's embedding. Nobody goes on from its blocks, so they are released: those that are full are
+        """Sends a job's embedding. Decode does not need its blocks, so they are released: those that are full are
         cached.
         """
         assert job.pool is not None

@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened to a block: it was opened, it has more text, or it is complete."""
+    """A change of a block: it was opened, it has more text, or it is complete."""
 
     what: Literal["open", "grow", "close"]
     block: Block
@@ -154,5 +154,5 @@ class BlockAnswer:
 
     @property
     def ended_with_calls(self) -> bool:
-        """Whether the model ended its answer itself after calling tools."""
+        """Whether the model called tools and then ended its answer."""
         return self.last.finish_reason is FinishReason.STOP and self.blocks.has_calls

@@ -115,7 +115,7 @@ class ChatPlanner:
             what = "cannot be combined with tools, unless tool_choice is none"
             raise InvalidArgument.of(wanted.structured_field.split(".")[0], what)
         if tools.enforced and tools.choice == "auto" and not form.marker:
-            what = "cannot be strict with tool_choice auto: this model's calls cannot be told apart from other text"
+            what = "cannot be strict with tool_choice auto: this model's calls cannot be distinguished from text"
             raise InvalidArgument.of("tools", what)
 
     def _grammar(self, tools: ToolChoice, continued: str | None, prompt: str) -> StructuredOutput:

@@ -31,7 +31,7 @@ class PooledBody(Body, kw_only=True):
     request_id: str | None = None
 
     def _wanted(self, prompt: TextPrompt | IdsPrompt, name: str) -> Wanted:
-        # A worker gives an embedding instead of the one token.
+        # A worker returns an embedding in place of the only token.
         wanted = Wanted(prompt=prompt, prompt_field=name, embeds=True, max_tokens=1)
         for field in PooledBody.__struct_fields__:
             setattr(wanted, field, getattr(self, field))

@@ -57,7 +57,7 @@ class ModelApi:
         body = await self._bodies.read(request, CountTokensBody)
         self._validator.check_model(body.model)
         wanted = Wanted(prompt=body.prompt())
-        self._planner.plan(wanted, body.chosen_tools())  # leaves tools out that may not be called
+        self._planner.plan(wanted, body.chosen_tools())  # leaves out tools that may not be called
         ids = await self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
         return _json({"input_tokens": len(ids)})
 

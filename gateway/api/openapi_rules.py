@@ -49,7 +49,7 @@ _SHAPES: Mapping[str, Sequence[dict[str, Any]]] = {
     "ToolUse": [_shape("auto"), _shape("none"), _shape("any"), _shape("tool", name=_NAME)],
     "InputItem": [
         {
-            "properties": {"type": {"const": "message"}},  # which is the default
+            "properties": {"type": {"const": "message"}},  # the default type
             "allOf": [_shape(None, role={"enum": list(responses_input.ROLES)}, content=_TEXT)],
         },
         _shape("reasoning"),

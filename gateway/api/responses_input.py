@@ -42,7 +42,7 @@ class InputItem(msgspec.Struct):
 def plain_items(items: Sequence[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument, Unimplemented.
 
-    The reasoning, the text and the calls of one answer are separate items; they become one message.
+    The reasoning, the text and the calls of one answer are separate items. They become one message.
     """
     check_parts("input", [item.content for item in items] + [item.output for item in items])
     if not items:
@@ -73,7 +73,7 @@ def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = TEXT_P
 
 
 class _History:
-    """Messages in the making."""
+    """The messages that have been read so far."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

@@ -35,7 +35,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A request's `tool_choice`, whatever its form."""
+    """A request's `tool_choice`, in the same form for all APIs."""
 
     choice: Choice = "auto"
     named: str | None = None

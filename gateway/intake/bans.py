@@ -14,7 +14,7 @@ from gateway.intake.wanted import Wanted
 
 
 def check_bans(checker: Checker, wanted: Wanted, eos_token_ids: Collection[int]) -> None:
-    """Collects the errors."""
+    """Adds the errors of both fields to `checker`."""
     _check_words(checker, wanted.bad_words)
     has_grammar = wanted.structured is not None or wanted.structured_after is not None
     if wanted.bad_words and has_grammar:
@@ -48,8 +48,8 @@ def _check_words(checker: Checker, words: Sequence[str]) -> None:
 
 
 async def bad_token_ids(pool: TokenizerPool, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token sequences of words that have been checked, in vLLM's way: of each word as it begins a text, and
-    of the word after a space if that is as long and begins with another token.
+    """Returns the token sequences of checked words, as vLLM chooses them: that of the word at the start of a text, and
+    that of the word after a space, if it has the same length and another first token.
     """
     found: list[list[int]] = []
     for word in words:

@@ -32,7 +32,7 @@ class ResolvedRequest:
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""
     pooling: Pooling | None = None
-    """How the prompt becomes an embedding; None if tokens are asked for."""
+    """How the prompt becomes an embedding. None: the request asks for tokens."""
     cache_quota: CacheQuota | None = None
     """The tenant's limit on cached blocks, if it has one."""
 

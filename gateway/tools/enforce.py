@@ -94,7 +94,7 @@ class _Lark:
         """Returns rules for text with calls. Text never contains the marker: what follows a marker is a call."""
         marker = self._form.marker
         if not marker:
-            raise ValueError(f"a call of the format {self._form.name} cannot be told apart from text")
+            raise ValueError(f"a call of the format {self._form.name} cannot be distinguished from text")
         opened = f"TEXT {self._mark(marker)}" if marker in self._special else "opened"
         return [
             f"calls: call{'*' if many else '?'} TEXT",

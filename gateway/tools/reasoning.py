@@ -17,7 +17,7 @@ class ReasoningSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Returns the (reasoning, content) that can now be told apart."""
+        """Returns the (reasoning, content) that can now be distinguished."""
         if self._state == "content":
             return "", text
         text, self._held = self._held + text, ""

@@ -1,4 +1,4 @@
-"""Embeddings and scores over real workers: every interface gives the same bits, whatever runs beside."""
+"""Embeddings and scores over real workers: every interface returns the same bits, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output, bad words and allowed tokens on every path equal the oracle's, which begins anew for each token.
+"""Structured output, bad words and allowed tokens: every path equals the oracle, which starts over for each token.
 
 Constrained and free requests run together: greedy, sampled, n = 4, with penalties and log-probabilities.
 """
@@ -90,7 +90,7 @@ class Subject:
 
 
 def banned_cases(case: Case, oracle: Oracle) -> Iterator[Case]:
-    """The case with bad words, which are what it would say otherwise; and with few tokens that it may say."""
+    """Returns the case with bad words taken from its usual output, and the case with few allowed tokens."""
     said = expect(oracle, case)[0].token_ids
     bad = tuple(ids for ids in (tuple(said[1:2]), tuple(said[3:5]), tuple(said[6:9])) if ids)
     yield replace(case, name=f"{case.name}, bad", sampling=replace(case.sampling, bad_token_ids=bad))

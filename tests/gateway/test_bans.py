@@ -1,4 +1,4 @@
-"""`bad_words` and `allowed_token_ids`: what workers are told, in both protocols, and which combinations are refused."""
+"""`bad_words` and `allowed_token_ids`: what workers receive, in both protocols, and which combinations are refused."""
 
 from __future__ import annotations
 

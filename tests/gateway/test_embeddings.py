@@ -44,7 +44,7 @@ async def test_texts_and_ids_have_embeddings_in_their_order(serve: Any) -> None:
 async def test_the_openai_client_decodes_base64(serve: Any) -> None:
     served = await serve()
     client = openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
-    reply = await client.embeddings.create(model="tiny", input="the mill")  # asks for base64 by itself
+    reply = await client.embeddings.create(model="tiny", input="the mill")  # the client requests base64
     assert reply.data[0].embedding == pytest.approx(vector_of(served, "the mill"))
     raw = (await served.post("/v1/embeddings", input="the mill", encoding_format="base64")).json()
     assert list(struct.unpack("<4f", base64.b64decode(raw["data"][0]["embedding"]))) == vector_of(served, "the mill")

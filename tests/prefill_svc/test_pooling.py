@@ -1,4 +1,5 @@
-"""Embeddings by a prefill worker: the same bits in any batch and for any chunks, near transformers', nothing held."""
+"""Embeddings by a prefill worker: the same bits in any batch and for any chunks, close to transformers, no blocks
+held."""
 
 from __future__ import annotations
 

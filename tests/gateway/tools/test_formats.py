@@ -222,7 +222,7 @@ def test_strict_arguments_match_within_free_text(tokenizer: Any, name: str) -> N
 
 @pytest.mark.parametrize("form", [LLAMA3, JSON])
 def test_a_call_without_a_marker_cannot_be_strict_within_free_text(form: CallFormat) -> None:
-    with pytest.raises(ValueError, match="cannot be told apart"):
+    with pytest.raises(ValueError, match="cannot be distinguished"):
         calls_grammar(form, [replace(CITY, strict=True)], {}, many=True, free=True)
 
 
