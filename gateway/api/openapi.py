@@ -260,7 +260,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "429": "The queue is full or a quota is used up; see Retry-After.",
     "500": "The service failed.",
-    "503": "No worker is ready, or the gateway shuts down; see Retry-After.",
+    "503": "No worker is ready, or the gateway is shutting down; see Retry-After.",
     "504": "The time was over.",
 }
 _ERROR = {
