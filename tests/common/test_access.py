@@ -130,7 +130,7 @@ async def test_a_server_that_others_reach_needs_a_secret(tmp_path: Path, caplog:
         with pytest.raises(StartupError, match="needs a --secret-file"):
             internal_server(AnySettings(host=host))
     internal_server(AnySettings())
-    assert "every process of this machine may make internal calls" in caplog.text
+    assert "every process on this machine may make internal calls" in caplog.text
     write_secret(tmp_path / "secret")
     internal_server(AnySettings(host="0.0.0.0", secret_file=tmp_path / "secret"))
 
