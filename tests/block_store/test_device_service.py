@@ -180,7 +180,7 @@ def test_workers_elsewhere_are_refused(
     shm: Path, gpus: Cuda, cuda_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store_of(shm / "s", cuda_library, "--num-blocks", "16", "--device", "cpu") as store:
-        with pytest.raises(StartupError, match="has --device cpu, its workers compute on GPU 5a5a"):
+        with pytest.raises(StartupError, match="has --device cpu, but its workers run on GPU 5a5a"):
             attach(store.address, [needs(cuda_library)])
         assert store.attach("w").num_blocks == 16, "after a refusal the next may try"
         with pytest.raises(StartupError, match=r"computes on GPU 5a5a.* but the arena is on the CPU"):

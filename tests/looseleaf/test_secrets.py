@@ -34,7 +34,7 @@ def test_a_password_joins_the_url(tmp_path: Path) -> None:
     assert with_password("rediss://user@host", file) == f"rediss://user:{quoted}@host"
     assert with_password("unix:///run/redis.sock?db=1", file) == f"unix://:{quoted}@/run/redis.sock?db=1"
     assert with_password("redis://:other@host", None) == "redis://:other@host"
-    with pytest.raises(StartupError, match="has a password already"):
+    with pytest.raises(StartupError, match="already contains a password"):
         with_password("redis://:other@host", file)
     with pytest.raises(StartupError, match="--redis-password-file"):
         with_password("redis://host", tmp_path / "none")
