@@ -134,8 +134,8 @@ def test_without_ipc_the_worker_owns_the_memory(
     with caplog.at_level(logging.WARNING):
         arena = create_on_device(shm, LAYOUT, 6, gpus.device(0), "auto")
     assert [record.message for record in caplog.records if "no CUDA IPC" in record.message] == [
-        "no CUDA IPC (cuIpcGetMemHandle failed: CUDA_ERROR_NOT_SUPPORTED): the worker owns the arena's memory, and all KV "
-        "is lost when it ends"
+        "no CUDA IPC (cuIpcGetMemHandle failed: CUDA_ERROR_NOT_SUPPORTED): the worker owns the arena's memory, and all "
+        "KV is lost when it ends"
     ]
     assert arena.placement.memory is Memory.WORKER_DEVICE and has_live_memory(arena), "not allocated yet"
     worker = python(WORKER + "    data[0] = 1; print('mine', flush=True); sys.stdin.readline()", str(shm), cuda_library)
