@@ -22,7 +22,7 @@ from setuptools.command.build_py import build_py
 CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread"]
 ISA_FLAGS = {
     "avx512": [
-        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
+        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma", "-mf16c",
         "-mprefer-vector-width=512", "-DLL_AVX512",
         "-Wno-maybe-uninitialized",  # gcc 12 prints thousands of lines of warnings about its own header
     ],

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from bench.served import machine, peers_report
 from bench.served.peers_load import Failed, Load, transformers_rows
-from bench.served.peers_report import BOTH, PEERS, SERVERS, SPLIT
+from bench.served.peers_report import BOTH, PEERS, QUANTIZED, SPLIT
 from bench.served.peers_rounds import GROUPS, Rounds
 from bench.served.peers_servers import Harness, Target, check, first_token_s, our_server, peer_server
 from bench.served.startup import memory, weights_bytes
@@ -32,7 +32,7 @@ from common.settings import Settings, settings_config
 
 MOST_BEYOND_MIB, MOST_FIRST_TOKEN_S = 1024.0, 5.0
 APART_S = 900.0
-"""The time reserved for transformers and the S model. The rounds use the remaining time."""
+"""The time reserved for transformers, the S model and quantized weights. The rounds use the remaining time."""
 TRANSFORMERS_LIMIT_S = 600.0
 """The limit for each of the ways in which transformers runs without a server. A static batch runs until its longest
 output is complete.
@@ -47,9 +47,10 @@ class PeersSettings(Settings):
     peers: Path = Field(description="folder of the peers' harness (run_peer.py, client.py)")
     root: Path = Field(description="what its README sets up: models, gguf, an environment for each peer")
     only: list[str] = Field([], description="peers to run, of those installed; default: all")
-    parts: list[Literal["prefill", "decode", "served", "prefix", "gap", "small", "transformers"]] = Field(
-        ["prefill", "decode", "served", "prefix", "gap", "small", "transformers"],
-        description="what to measure; small: the served workload on S against vLLM",
+    parts: list[Literal["prefill", "decode", "served", "prefix", "gap", "small", "quantized", "transformers"]] = Field(
+        ["prefill", "decode", "served", "prefix", "gap", "small", "quantized", "transformers"],
+        description="what to measure; small: the served workload on S against vLLM; quantized: decode with weights of "
+        "8 and 4 bits against llama.cpp's Q8_0 and Q4_0",
     )
     rounds: int = Field(3, ge=1, description="repetitions of each test; their median is compared")
     minutes: float = Field(60.0, gt=0, description="no repetition begins that would end later")
@@ -66,11 +67,22 @@ def start_all(rounds: Rounds, roles: Sequence[str], peers: Sequence[str], stack:
     for ours in roles:
         log = logs / f"looseleaf-{ours}-{harness.size}.log"
         targets.append(stack.enter_context(our_server(harness.model, ours, log)))
+    targets.extend(start_peers(rounds, peers, stack, logs))
+    for target in targets:
+        print(f"{target.name} {harness.size}: up after {target.startup_s:.1f} s", flush=True)
+    for name, why in rounds.failures.items():
+        print(f"{name}: {why}", flush=True)
+    return targets
+
+
+def start_peers(rounds: Rounds, peers: Sequence[str], stack: ExitStack, logs: Path) -> list[Target]:
+    """Starts the installed peers. Records those that are not installed or do not become ready as failures."""
+    targets, harness = list[Target](), rounds.harness
     for peer in peers:
         if why := harness.missing(peer):
             rounds.failures[f"{peer} {harness.size}"] = f"not installed: {why}"
             continue
-        if peer not in SERVERS:
+        if peer == "openvino":  # runs inside the client's process
             targets.append(Target(peer))
             continue
         try:
@@ -78,10 +90,6 @@ def start_all(rounds: Rounds, roles: Sequence[str], peers: Sequence[str], stack:
             targets.append(stack.enter_context(server))
         except StartupError as error:
             rounds.failures[f"{peer} {harness.size}"] = str(error)
-    for target in targets:
-        print(f"{target.name} {harness.size}: up after {target.startup_s:.1f} s", flush=True)
-    for name, why in rounds.failures.items():
-        print(f"{name}: {why}", flush=True)
     return targets
 
 
@@ -119,6 +127,19 @@ def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
         peers = [peer for peer in wanted_peers(settings) if peer == "vllm"]
         targets = start_all(small, ("both",), peers, stack, logs)
         small.run(targets, settings.rounds, ("served",))
+
+
+def compare_quantized(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
+    """Runs the decode tests with weights of 8 and of 4 bits, ours and llama.cpp's, with separate rounds."""
+    apart = Rounds(rounds.harness, rounds.load, rounds.deadline + APART_S)
+    apart.rows, apart.failures = rounds.rows, rounds.failures
+    with ExitStack() as stack:
+        targets = start_peers(apart, [peer for _, peer in QUANTIZED.values()], stack, logs)
+        for bits, (name, _) in QUANTIZED.items():
+            flags = ("--quantization", bits)
+            server = our_server(apart.harness.model, "both", logs / f"{name}.log", flags, name)
+            targets.append(stack.enter_context(server))
+        apart.run(targets, settings.rounds, ("decode",))
 
 
 def same_in_float32(harness: Harness, rounds: Rounds, logs: Path) -> dict[str, int] | None:
@@ -195,6 +216,8 @@ def main(settings: PeersSettings) -> int:
         found["same_chars"]["looseleaf-float32"] = exact
         if "small" in settings.parts and not settings.quick:
             compare_s(rounds, settings, Path(scratch))
+        if "quantized" in settings.parts:
+            compare_quantized(rounds, settings, Path(scratch))
         if "transformers" in settings.parts:
             transformers(rounds, settings, Path(scratch))
     result = conclude(rounds, found, origin)

@@ -15,6 +15,8 @@ BOTH, SPLIT = "looseleaf-both", "looseleaf-split"
 PEERS = ("vllm", "llamacpp", "openvino")
 SERVERS = ("vllm", "llamacpp")
 """The peers that answer over HTTP. OpenVINO runs inside the client's process."""
+QUANTIZED = {"int8": ("looseleaf-int8", "llamacpp-q8"), "int4": ("looseleaf-int4", "llamacpp-q4")}
+"""By `--quantization`: our server, and llama.cpp with the same weights in Q8_0 or Q4_0."""
 MEASURES = (
     "tok_s",
     "out_tok_s",
@@ -63,6 +65,11 @@ GOALS = (
     Goal("against transformers, one by one", "served", "out_tok_s", 8.3, others=("transformers-alone",)),
     Goal("against transformers, static 16", "served", "out_tok_s", 24.0, others=("transformers-static",)),
     Goal("against transformers, continuous", "served", "out_tok_s", 1.0, others=("transformers",)),
+    *(
+        Goal(f"decode batch {size}, {bits}, against {peer}", f"decode{size}", "tok_s", 1.0, ours=ours, others=(peer,))
+        for bits, (ours, peer) in QUANTIZED.items()
+        for size in (1, 8, 32)
+    ),
 )
 
 

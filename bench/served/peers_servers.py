@@ -47,9 +47,12 @@ class Harness:
 
     def missing(self, peer: str) -> str | None:
         """Returns why this peer cannot be measured, or None if it can."""
+        llamacpp = self.root / "llamacpp_build/bin/llama-server"
         needs = {
             "vllm": [self.root / "vllm/bin/python", self.root / "vllm/lib/python3.11/site-packages/vllm"],
-            "llamacpp": [self.root / "llamacpp_build/bin/llama-server", self.root / f"gguf/{self.size}-bf16.gguf"],
+            "llamacpp": [llamacpp, self.root / f"gguf/{self.size}-bf16.gguf"],
+            "llamacpp-q8": [llamacpp, self.root / f"gguf/{self.size}-q8_0.gguf"],
+            "llamacpp-q4": [llamacpp, self.root / f"gguf/{self.size}-q4_0.gguf"],
             "openvino": [self.root / "ov/bin/python", self.root / f"ovm/{self.size}-fp16/openvino_model.xml"],
             "transformers": [self.root / "base/bin/transformers", self.model],
         }[peer]
@@ -66,7 +69,7 @@ def check(harness: Harness) -> None:
 
 def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]]:
     """Returns the table SERVERS of the harness' run_peer.py. Executes only its definitions, since importing the script
-    runs it.
+    runs it. "llamacpp-q4", which the harness lacks, is its "llamacpp-q8" with the other file.
     """
     path = harness.scripts / "run_peer.py"
     module = ast.parse(path.read_text())
@@ -75,7 +78,12 @@ def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]
     names: dict[str, Any] = {"__file__": str(path), "__name__": "run_peer"}
     exec(compile(module, str(path), "exec"), names)
     servers: dict[str, Callable[..., tuple[list[str], str]]] = names["SERVERS"]
-    return servers
+
+    def q4(*args: Any) -> tuple[list[str], str]:
+        command, model = servers["llamacpp-q8"](*args)
+        return [word.replace("-q8_0.gguf", "-q4_0.gguf") for word in command], model
+
+    return {**servers, "llamacpp-q4": q4} if "llamacpp-q8" in servers else servers
 
 
 @dataclass(slots=True)
@@ -159,7 +167,7 @@ def first_token_s(model: Path, starts: int = 3) -> float:
 
 
 @contextmanager
-def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = ()) -> Iterator[Target]:
-    """Yields `looseleaf serve` with these roles."""
+def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = (), name: str = "") -> Iterator[Target]:
+    """Yields `looseleaf serve` with these roles, under a name that says so or under the given one."""
     with Served(str(model), ["--roles", roles, *flags], log) as served:
-        yield Target(f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)
+        yield Target(name or f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)

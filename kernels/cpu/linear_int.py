@@ -35,7 +35,7 @@ def address() -> int | None:
 
 def pack(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tensor:
     """Packs weights, stacked one below the other, as uint8 for inputs of `dtype` (bf16 or fp32), in the form that
-    linear_int.cpp describes.
+    int_panels.h describes.
     """
     sections = [_section(weight, dtype) for weight in weights]
     for section in sections[:-1]:
@@ -59,8 +59,7 @@ def _section(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
         return torch.nn.functional.pad(as_bytes, (0, -as_bytes.shape[1] % _LINE))
 
     values = torch.nn.functional.pad(weight.values, (0, groups * weight.group - weight.shape[1], 0, rows))
-    scales = weight.scales * 2**-24 if weight.bits == 8 else weight.scales
-    parts = [factors(scales), *([factors(weight.offsets)] if weight.offsets is not None else [])]
+    parts = [factors(weight.scales), *([factors(weight.offsets)] if weight.offsets is not None else [])]
     parts.append(_bytes(values, panels) if weight.bits == 8 else _words(values, panels))
     return torch.cat([header.view(torch.uint8), torch.cat(parts, dim=1).view(-1)])
 

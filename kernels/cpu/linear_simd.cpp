@@ -34,7 +34,7 @@ struct Dense {
     int64_t working_bytes(int64_t) const { return panel_bytes; }
     bool many(int64_t) const { return false; }
     void unpack(int64_t, int64_t, Input*) const {}
-    void summarise(const Input*, float*) const {}
+    void copy_row(const T* from, int64_t n_in, Input* to, float*) const { copy_padded(from, n_in, to, padded_in); }
 
     template <int R, int P>
     LL_INLINE void add(vf (&sums)[R][P * VECS], int64_t panel, int64_t, const Input* inputs, int64_t stride,

@@ -20,7 +20,7 @@ ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best firs
 
 # CPU features that each build requires, under their names in /proc/cpuinfo.
 _NEEDS: dict[str, frozenset[str]] = {
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "f16c"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "f16c"}),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "portable": frozenset(),
 }

@@ -5,7 +5,7 @@
 //   MOST_ROWS, panels_of(R)  rows of the largest block; panels that are computed at once for R rows
 //   padded_in, panel_bytes   number of inputs with padding; size of a stored panel
 //   data                     the first panel
-//   num_sums                 number of fp32 values that `summarise` computes for every input row
+//   copy_row(...)            copies a row of x with padding, and computes `num_sums` fp32 values from it
 //   working_bytes(rows)      size of a panel during its use
 //   many(rows), unpack(...)  whether panels are unpacked before use; unpacks them
 //   add<R, P>(...)           adds the products of R rows with P panels
@@ -89,6 +89,16 @@ template <class T>
 using Input = float;
 #endif
 
+// Copies n elements, as `To`, and zeros up to `padded`.
+template <class To, class From>
+void copy_padded(const From* from, int64_t n, To* to, int64_t padded) {
+    if constexpr (std::is_same_v<To, From>)
+        std::memcpy(to, from, n * sizeof(To));
+    else
+        for (int64_t i = 0; i < n; i += W) store_upto(to + i, load_upto(from + i, n - i), n - i);
+    std::fill(to + n, to + padded, To{});
+}
+
 // Prefetches the weights of the next group. Every call requests `step` more bytes, so that all of them have been
 // requested when the last block of rows is done.
 struct Ahead {
@@ -154,14 +164,6 @@ struct Product {
         ahead.then = next;
     }
 
-    void copy_row(const T* from, Input* to) const {
-        if constexpr (std::is_same_v<Input, T>)
-            std::memcpy(to, from, n_in * sizeof(T));
-        else
-            for (int64_t i = 0; i < n_in; i += W) store_upto(to + i, load_upto(from + i, n_in - i), n_in - i);
-        std::fill(to + n_in, to + weights.padded_in, Input{});
-    }
-
     // Computes rows [from, to) with the panels of a group, in blocks of nearly equal size.
     template <int... R>
     void group(int64_t panel, int64_t end, int64_t from, int64_t to, Slab& slab, int64_t next_panel,
@@ -185,9 +187,9 @@ struct Product {
         slab.inputs.resize(std::max<size_t>(slab.inputs.size(), (to - from) * stride));
         slab.sums.resize(std::max<size_t>(slab.sums.size(), (to - from) * weights.num_sums));
         for (int64_t r = from; r < to; ++r) {
-            Input* row = slab.inputs.data() + (r - from) * stride;
-            copy_row(x + r * x_stride, row);
-            weights.summarise(row, slab.sums.data() + (r - from) * weights.num_sums);
+            const int64_t in_slab = r - from;
+            weights.copy_row(x + r * x_stride, n_in, slab.inputs.data() + in_slab * stride,
+                             slab.sums.data() + in_slab * weights.num_sums);
         }
     }
 
@@ -197,7 +199,8 @@ struct Product {
         const int64_t threads = panels * weights.padded_in * PANEL < PARALLEL_FROM ? 1 : std::min(num_threads, panels);
         const int64_t fit = SLAB_BYTES / (stride * int64_t(sizeof(Input))) / MOST_ROWS * MOST_ROWS;
         const int64_t slab = rows <= 2 * fit ? rows : std::max<int64_t>(MOST_ROWS, fit), slabs = (rows + slab - 1) / slab;
-        const int64_t at_once = Weights::panels_of(int(std::min<int64_t>(slab, MOST_ROWS)));  // whole passes
+        const int64_t blocks = (slab + MOST_ROWS - 1) / MOST_ROWS;
+        const int64_t at_once = Weights::panels_of(int((slab + blocks - 1) / blocks));  // whole passes
         const int64_t most = std::min(GROUP_BYTES / weights.working_bytes(rows), panels / (4 * threads));
         const int64_t size = std::max<int64_t>(1, most / at_once) * at_once, groups = (panels + size - 1) / size;
         const int64_t each = std::max<int64_t>(1, slabs * groups / (PARTS * threads)), parts = (groups + each - 1) / each;

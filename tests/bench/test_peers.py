@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,14 @@ def test_a_peer_runs_only_while_it_is_measured(harness: Harness, tmp_path: Path)
             await_health(target.url, process, 5.0, tmp_path / "log")
         await_stop(target.pid)
     assert process.returncode is not None
+
+
+def test_llamacpp_with_4_bits_is_the_harness_command_with_another_file(harness: Harness) -> None:
+    table = "def serve(a, env):\n    return ['llama-server', '-m', f'{a.root}/gguf/M-q8_0.gguf'], 'm'\n"
+    (harness.scripts / "run_peer.py").write_text(table + "SERVERS = {'llamacpp-q8': serve}\n")
+    command, model = commands(harness)["llamacpp-q4"](Namespace(root=harness.root), {})
+    assert (command, model) == (["llama-server", "-m", f"{harness.root}/gguf/M-q4_0.gguf"], "m")
+    assert str(harness.missing("llamacpp-q4")).endswith("llama-server")
 
 
 def test_a_peer_that_does_not_start_says_why(harness: Harness, tmp_path: Path) -> None:

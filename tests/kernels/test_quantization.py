@@ -73,6 +73,39 @@ def test_large_matrices_on_two_threads(native_isa: str, dtype: torch.dtype, bits
             assert torch.equal(linear(x[rows:]), whole[rows:]), (threads, rows, "from there on")
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_values_of_a_long_group_do_not_overflow(native_isa: str, bits: Any) -> None:
+    """AVX512 sums a group in integers of 32 bits, in blocks of 256 inputs."""
+    values = torch.full((16, 1000), -(1 << bits - 1), dtype=torch.int8)
+    weight = QuantizedWeight(values, torch.ones(16, 1), None, bits, 1000)
+    x = torch.full((3, 1000), 255 / 128, dtype=torch.bfloat16)
+    want = expected(x, weight, None).bfloat16()
+    assert torch.equal(PackedLinear([weight], dtype=torch.bfloat16)(x), want)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("largest", [64.0, 1000.0, 1e20, 1e-20])
+def test_an_input_far_above_the_others_costs_them_less_than_its_own_rounding(
+    native_isa: str, bits: Any, largest: float
+) -> None:
+    weight = random_weight(32, 128, bits, 128, wide=True, offsets=True)
+    x = torch.randn(5, 128).bfloat16()
+    x[:, 7] = largest
+    difference = PackedLinear([weight], dtype=torch.bfloat16)(x).double() - expected(x, weight, None)
+    rounding = 2**-9 * x.abs().amax(1).double()
+    scale = weight.dequantized(torch.float64).abs().amax(1)
+    assert (difference.abs() <= rounding[:, None] * scale + 2**-8 * expected(x, weight, None).abs()).all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_row_with_infinity_or_nan_is_nan_and_others_are_not(native_isa: str, value: float) -> None:
+    linear, x = PackedLinear([quantize(torch.randn(32, 256), 8)], dtype=torch.bfloat16), torch.randn(9, 256).bfloat16()
+    want = linear(x)
+    x[4, 200] = value
+    found = linear(x)
+    assert not torch.isfinite(found[4]).any() and torch.equal(found[:4], want[:4]) and torch.equal(found[5:], want[5:])
+
+
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.0075), (4, 0.11)])
 def test_rounding_is_near_and_its_best_values_are_used(bits: Any, most: float) -> None:
     weight = torch.randn(64, 1000)

@@ -1,0 +1,53 @@
+// Panels of weights of 4 or 8 bits, as kernels/cpu/linear_int.py packs them: w = value * scale + offset, with one fp32 or
+// bf16 scale (and offset) for an output and `group` consecutive inputs.
+//
+// Weights are stored in sections of outputs that are stored alike. A section is a header of 64 bytes, then panels of 16
+// outputs. A panel holds 16 scales for each group, then 16 offsets for each group if there are any, then the values, each
+// part padded to 64 bytes. Values of 8 bits: 16 words for every four inputs, the first in the lowest bits. Of 4 bits: 16
+// words for every eight inputs, with the even inputs in the low half, lowest bits first, and the odd ones in the high
+// half. Inputs are padded to whole groups with zeros.
+#pragma once
+
+#include "panels.h"
+
+namespace ll {
+
+constexpr int64_t AHEAD_BYTES = 2048;  // between a prefetch of values and their use
+constexpr int64_t HEADER_BYTES = 64;
+struct Header {
+    int64_t bits, group, has_offsets, wide_scales, is_bf16, n_out;
+    int64_t bytes;  // from this header to the next section's; 0: the last section
+};
+
+constexpr int64_t to_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+template <int BITS>
+struct IntPanels {
+    static constexpr int64_t UNIT = 8;                              // inputs that are taken at once
+    static constexpr int64_t UNIT_BYTES = UNIT * PANEL * BITS / 8;  // their values in a panel
+
+    const char* data;
+    Header header;
+    int64_t groups;
+    int64_t group = header.group, padded_in = groups * group, scale_size = header.wide_scales ? 4 : 2;
+    int64_t scales = to_line(groups * PANEL * scale_size), values = scales * (1 + header.has_offsets);
+    int64_t value_bytes = padded_in * PANEL * BITS / 8, panel_bytes = values + value_bytes;
+
+    LL_INLINE vf factor(const char* at) const {
+        return header.wide_scales ? load((const float*)at) : load((const bf16*)at);
+    }
+    // Where to prefetch from while values are used: AHEAD_BYTES on in the panel that ends at `end`, or in those `then`.
+    static const char* asked(const char* values, const char* end, const char* then) {
+        return values + AHEAD_BYTES < end ? values + AHEAD_BYTES : then + (values + AHEAD_BYTES - end);
+    }
+    // LEVEL, as __builtin_prefetch has it: 3: into the L1 cache; 2: into the L2 cache, which waits for more lines at once.
+    template <int P, int LEVEL>
+    LL_INLINE void prefetch(const char* asked) const {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p)
+            for (int64_t line = 0; line < UNIT_BYTES; line += 64)
+                __builtin_prefetch(asked + p * panel_bytes + line, 0, LEVEL);
+    }
+};
+
+}  // namespace ll
