@@ -1,12 +1,12 @@
 // Weights of 4 or 8 bits times bf16 inputs, as integers (AVX512-VNNI). An instruction multiplies four values of a lane,
 // and 8-bit values are used as they are stored.
 //
-// A block is up to 256 inputs of a group. Its inputs become integers of 15 bits, q = round(x / unit) = 256 * high + low,
-// where unit is 2^-13 of the power of two that its largest input reaches. Inputs of at least 1/64 of the largest are
-// exact, because bf16 has 8 bits. The others are off by at most 2^-14 of the largest, which bf16 itself has rounded by up
-// to 2^-9. A value v is taken as the unsigned byte v + SHIFT, and -SHIFT * sum(q) corrects this. Sums of integers are
-// exact in any order. They are multiplied by scale * unit and added in the order of the blocks, as is offset * sum(x).
-// A block with infinity or NaN makes its row NaN.
+// A block is up to 256 inputs of a group. Its inputs become integers of 15 bits, q = round(x / unit) = 256 * high +
+// low, where unit is 2^-13 of the power of two that its largest input reaches. Inputs of at least 1/64 of the largest
+// are exact, because bf16 has 8 bits. The others are off by at most 2^-14 of the largest, which bf16 itself has rounded
+// by up to 2^-9. A value v is taken as the unsigned byte v + SHIFT, and -SHIFT * sum(q) corrects this. Sums of integers
+// are exact in any order. They are multiplied by scale * unit and added in the order of the blocks, as is offset *
+// sum(x). A block with infinity or NaN makes its row NaN.
 #pragma once
 
 #include <cstddef>
@@ -70,7 +70,8 @@ struct IntDots : IntPanels<BITS> {
         vu largest = {};
         for (int64_t i = 0; i < count; i += W)
             largest = (vu)_mm512_max_epu32((__m512i)largest, (__m512i)((vu)inputs(i) & 0x7fffffffu));
-        const uint32_t exponent = std::max(30u, _mm512_reduce_max_epu32((__m512i)largest) >> 23);  // 30: no unit is denormal
+        // At least 30, so that no unit is denormal.
+        const uint32_t exponent = std::max(30u, _mm512_reduce_max_epu32((__m512i)largest) >> 23);
         const bool is_finite = exponent < 255;
         const float unit = is_finite ? power_of_two(exponent - 13) : NAN;
         const vf inverse = splat(is_finite ? power_of_two(254 + 13 - exponent) : 0.f);

@@ -1,11 +1,11 @@
-// Panels of weights of 4 or 8 bits, as kernels/cpu/linear_int.py packs them: w = value * scale + offset, with one fp32 or
+// Panels of weights of 4 or 8 bits, packed by kernels/cpu/linear_int.py: w = value * scale + offset, with one fp32 or
 // bf16 scale (and offset) for an output and `group` consecutive inputs.
 //
-// Weights are stored in sections of outputs that are stored alike. A section is a header of 64 bytes, then panels of 16
-// outputs. A panel holds 16 scales for each group, then 16 offsets for each group if there are any, then the values, each
-// part padded to 64 bytes. Values of 8 bits: 16 words for every four inputs, the first in the lowest bits. Of 4 bits: 16
-// words for every eight inputs, with the even inputs in the low half, lowest bits first, and the odd ones in the high
-// half. Inputs are padded to whole groups with zeros.
+// A section holds outputs that are stored alike. It is a header of 64 bytes, then panels of 16 outputs. A panel holds
+// 16 scales for each group, then 16 offsets for each group if there are any, then the values, each part padded to 64
+// bytes. Values of 8 bits: 16 words for every four inputs, the first in the lowest bits. Values of 4 bits: 16 words for
+// every eight inputs, with the even inputs in the low half, lowest bits first, and the odd ones in the high half.
+// Inputs are padded to whole groups with zeros.
 #pragma once
 
 #include "panels.h"
@@ -40,7 +40,7 @@ struct IntPanels {
     static const char* asked(const char* values, const char* end, const char* then) {
         return values + AHEAD_BYTES < end ? values + AHEAD_BYTES : then + (values + AHEAD_BYTES - end);
     }
-    // LEVEL, as __builtin_prefetch has it: 3: into the L1 cache; 2: into the L2 cache, which waits for more lines at once.
+    // LEVEL is that of __builtin_prefetch. 3: into the L1 cache; 2: into the L2 cache, which can wait for more lines.
     template <int P, int LEVEL>
     LL_INLINE void prefetch(const char* asked) const {
 #pragma GCC unroll 4

@@ -1,6 +1,6 @@
 // y = x @ W^T + bias with weights of 4 or 8 bits, stored as int_panels.h describes. Within a group, a lane sums the
-// products of its output's values in fp32 as linear_simd.cpp does; these sums times the scales are added in the order of
-// the groups, and so are the offsets times the sum of the group's inputs. With AVX512, inputs in bf16 are multiplied as
+// products of its output's values in fp32 as linear_simd.cpp does. These sums times the scales are added in the order
+// of the groups, as are the offsets times the sum of the group's inputs. With AVX512, bf16 inputs are multiplied as
 // integers (int_dots.h). A row's bits depend neither on the other rows nor on threads.
 #include "int_dots.h"
 #include "int_panels.h"
@@ -38,8 +38,8 @@ LL_INLINE vf nibbles_of(vu words, int input) {
 template <class T, int BITS>
 struct Ints : IntPanels<BITS> {
     using Panels = IntPanels<BITS>;
-    using Panels::data, Panels::group, Panels::groups, Panels::header, Panels::padded_in, Panels::panel_bytes, Panels::UNIT,
-        Panels::UNIT_BYTES;
+    using Panels::data, Panels::group, Panels::groups, Panels::header, Panels::padded_in, Panels::panel_bytes,
+        Panels::UNIT, Panels::UNIT_BYTES;
     using Element = T;
     using Input = float;
     static constexpr int MOST_ROWS = MOST_ROWS_AT_ONCE;
@@ -63,16 +63,17 @@ struct Ints : IntPanels<BITS> {
         }
     }
 
-    // The values of a panel from a group on, and the group's scales (part 0) or offsets (part 1) of a vector of outputs.
+    // The values of a panel from a group on.
     const char* values_of(int64_t panel, int64_t g) const {
         return data + panel * panel_bytes + this->values + g * group * PANEL * BITS / 8;
     }
+    // The scales (part 0) or offsets (part 1) of a group, for a vector of outputs.
     LL_INLINE vf factor_of(int64_t part, int64_t panel, int64_t g, int vec) const {
         return this->factor(data + panel * panel_bytes + part * this->scales +
                             (g * PANEL + vec * W) * this->scale_size);
     }
 
-    // Panels as linear_simd.cpp stores them, for rows that are more than one block: the same products in the same order.
+    // Panels as linear_simd.cpp stores them, for more than one block of rows: the same products in the same order.
     void unpack(int64_t panel, int64_t end, Input* to) const {
         for (; panel < end; ++panel) {
             const char* w = values_of(panel, 0);

@@ -1,6 +1,7 @@
 """The linear over weights of 4 or 8 bits, of the C++ build in use: packing and calling.
 
-A row's bits depend neither on the other rows nor on threads; linear_int.cpp explains why and states the packed form.
+A row's bits depend neither on the other rows nor on threads; linear_int.cpp explains why.
+int_panels.h states the packed form.
 """
 
 from __future__ import annotations
