@@ -223,6 +223,12 @@ class StoppingParams:
     """Token ids that end the sequence. They include the model's end-of-sequence ids unless `ignore_eos` is set.
     """
 
+    def finish_reason(self, token_id: int, num_outputs: int) -> FinishReason | None:
+        """Returns whether, and why, the newest of `num_outputs` tokens ends the sequence by these conditions."""
+        if token_id in self.stop_token_ids and num_outputs >= self.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_outputs >= self.max_tokens else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

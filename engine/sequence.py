@@ -166,16 +166,15 @@ class Sequence:
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Returns whether, and why, the newest token ended the sequence."""
-        num_outputs, stopping = len(self.output_ids), self.stopping
+        num_outputs = len(self.output_ids)
         if num_outputs == 0:
             return None
-        if self.output_ids[-1] in stopping.stop_token_ids and num_outputs >= stopping.min_tokens:
-            return FinishReason.STOP
+        by_limits = self.stopping.finish_reason(self.output_ids[-1], num_outputs)
+        if by_limits is FinishReason.STOP:
+            return by_limits
         if self.grammar is not None and self.grammar.is_over(self.output_ids):
             return FinishReason.STOP
-        if num_outputs >= stopping.max_tokens or num_outputs + len(self.prompt_ids) >= max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if num_outputs + len(self.prompt_ids) >= max_model_len else by_limits
 
 
 @dataclass(frozen=True, slots=True)

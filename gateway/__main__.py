@@ -7,11 +7,14 @@ import logging
 import secrets
 import signal
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from block_store.errors import BlockStoreError
 from block_store.redis.password import with_password
 from common.api_keys import read_keys
 from common.errors import StartupError
+from common.guard import Check
 from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
 from common.trust import trust_of
@@ -54,6 +57,9 @@ from gateway.request.request_runner import RequestRunner
 from gateway.settings import GatewaySettings
 from protos.v1 import inference_pb2_grpc
 
+if TYPE_CHECKING:
+    from gateway.vllm_grpc.ports import VllmPorts
+
 logger = logging.getLogger("gateway")
 
 
@@ -71,18 +77,24 @@ async def main(settings: GatewaySettings) -> None:
     )
     certificates = front_certificates(settings)
     warn_of_public_bind(settings, has_keys=bool(keys.tenants))
+
+    def check_of(callers: Authenticator) -> Check:
+        return key_check(callers, admission, lambda code: metrics.failed(code))
+
+    protection = Protection(
+        credentials=None if certificates is None else certificates.server_credentials(),
+        reflection=settings.reflection,
+        bounds=grpc_bounds(settings, max_files),
+    )
     grpc_server = RpcServer(
         settings.host,
         settings.grpc_port,
         reuse_port=settings.reuse_port,
-        check=key_check(authenticator, admission, lambda code: metrics.failed(code)),
-        protection=Protection(
-            credentials=None if certificates is None else certificates.server_credentials(),
-            reflection=settings.reflection,
-            bounds=grpc_bounds(settings, max_files),
-        ),
+        check=check_of(authenticator),
+        protection=protection,
     )
     bind_grpc(grpc_server, settings.grpc_port)
+    vllm_ports = open_vllm_ports(settings, authenticator, check_of, protection)
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
     try:
@@ -137,6 +149,9 @@ async def main(settings: GatewaySettings) -> None:
         InferenceServicer(front),
         "looseleaf.v1.InferenceService",
     )
+    if vllm_ports is not None:
+        vllm_ports.add_services(front, workers, settings.model)
+    grpc_servers = [grpc_server, *(vllm_ports.servers if vllm_ports else ())]
     is_leaving = asyncio.Event()
     ready = lambda: workers.ready and not is_leaving.is_set()  # noqa: E731
     app = HttpApi(front).app(
@@ -148,9 +163,13 @@ async def main(settings: GatewaySettings) -> None:
     )
     http_server = HttpServer(app, http_socket, http_bounds(settings, max_files), certificates)
     addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
-    await grpc_server.start()
+    for server in grpc_servers:
+        await server.start()
     await http_server.start()
     logger.info("http on %s, grpc on %s", *addresses)
+    if vllm_ports is not None:
+        addresses += vllm_ports.addresses
+        logger.info("vLLM's protocol on %s, prefill on %s, decode on %s", *vllm_ports.addresses)
     tasks = [
         asyncio.create_task(discovery.run()),
         asyncio.create_task(trials.warm()),
@@ -158,7 +177,7 @@ async def main(settings: GatewaySettings) -> None:
         asyncio.create_task(watch_blocks(settings.block_store, workers, metrics, trust)),
         asyncio.create_task(
             watch_readiness(
-                workers, grpc_server, gate.wake, lambda: write_ready_file(settings.ready_file, addresses), is_leaving
+                workers, grpc_servers, gate.wake, lambda: write_ready_file(settings.ready_file, addresses), is_leaving
             )
         ),
     ]
@@ -167,10 +186,10 @@ async def main(settings: GatewaySettings) -> None:
     await wait_for_signal(asyncio.Event())
     is_leaving.set()
     logger.info("shutting down: health checks fail; the ports close in %.1f s", settings.drain_delay)
-    await announce_shutdown(grpc_server, settings.drain_delay)
+    await announce_shutdown(grpc_servers, settings.drain_delay)
     logger.info("draining: at most %.0f s", settings.drain_s)
     admission.draining = True
-    await drain(admission.answers, grpc_server, http_server, settings.drain_s)
+    await drain(admission.answers, [*grpc_servers, http_server], settings.drain_s)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,6 +197,22 @@ async def main(settings: GatewaySettings) -> None:
     await trials.close()
     discovery.close()
     pool.close()
+
+
+def open_vllm_ports(
+    settings: GatewaySettings,
+    authenticator: Authenticator,
+    check_of: Callable[[Authenticator], Check],
+    protection: Protection,
+) -> VllmPorts | None:
+    """Returns the ports of vLLM's protocol, bound, or None if they are not asked for. Raises StartupError."""
+    if not settings.vllm_grpc:
+        return None
+    try:
+        from gateway.vllm_grpc.ports import VllmPorts  # needs an optional package
+    except ImportError as error:
+        raise StartupError(f"--vllm-grpc: {error}; pip install 'looseleaf[smg]'") from None
+    return VllmPorts(settings, authenticator, check_of, protection)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _MAX_IN_FLIGHT = 64
 machine.
 """
 _PATIENCE_S = 600.0
+_PORTS = ("port", "grpc_port", "vllm_grpc_port", "vllm_grpc_prefill_port", "vllm_grpc_decode_port")
 
 
 class LLM:
@@ -126,7 +127,7 @@ def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
     if unknown:
         raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(ServeSettings.model_fields))}")
     try:
-        return ServeSettings(**{"port": 0, "grpc_port": 0, "spare": 0, "model": model, **given})
+        return ServeSettings(**{**dict.fromkeys(_PORTS, 0), "spare": 0, "model": model, **given})
     except ValidationError as error:
         first = error.errors()[0]
         raise StartupError(f"setting {first['loc'][0]!r}: {first['msg']} (got {first.get('input')!r})") from None

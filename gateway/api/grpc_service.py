@@ -54,14 +54,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _admitted(self, context: Context) -> Iterator[Entry]:
         """Admits a request. Counts the errors that it raises."""
         try:
-            with self._admission.enter(self._authenticator.tenant(_authorization(context))) as entry:
+            with self._admission.enter(self._authenticator.tenant(authorization(context))) as entry:
                 yield entry
         except LooseleafError as error:
             self._metrics.failed(error.grpc_code)
             raise
 
     async def _resolved(self, wanted: Wanted, entry: Entry, context: Context) -> ResolvedRequest:
-        wanted.timeout_s = _time_left(context)
+        wanted.timeout_s = time_left(context)
         resolved = await self._validator.resolve(wanted, entry.tenant)
         entry.take([resolved])
         return resolved
@@ -80,7 +80,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await self._runner.run(request, outlet)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._authenticator.tenant(_authorization(context))
+        self._authenticator.tenant(authorization(context))
         self._validator.check_model(request.model)
         name, prompt = _prompt_of(request, request.WhichOneof("input"))
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
@@ -88,12 +88,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._validator.checker().max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        self._authenticator.tenant(_authorization(context))
+        self._authenticator.tenant(authorization(context))
         self._validator.check_model(request.model)
         return pb.DetokenizeResponse(text=await self._validator.detokenize(request.token_ids, "token_ids"))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        self._authenticator.tenant(_authorization(context))
+        self._authenticator.tenant(authorization(context))
         model = pb.Model(
             id=self._assets.name,
             max_model_len=self._validator.checker().max_model_len,
@@ -139,7 +139,7 @@ def key_check(
         context.set_trailing_metadata(((HEADER, take_request_id(_metadata(context, HEADER))),))
         if not method.startswith("/grpc."):
             tenant = authenticator.tenant(
-                _authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
+                authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
             )
             if admission is not None and method.endswith(("/Generate", "/Embed")):
                 try:
@@ -157,7 +157,8 @@ def _address(context: Context) -> str:
     return unquote(host).strip("[]")
 
 
-def _authorization(context: Context) -> str | None:
+def authorization(context: Context) -> str | None:
+    """Returns the caller's Authorization header."""
     return _metadata(context, "authorization")
 
 
@@ -168,7 +169,7 @@ def _metadata(context: Context, name: str) -> str | None:
     return None
 
 
-def _time_left(context: Context) -> float | None:
+def time_left(context: Context) -> float | None:
     """Returns the seconds until the client's deadline, or None if there is no deadline (grpc.aio then returns None or a
     very large time).
     """

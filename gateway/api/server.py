@@ -7,7 +7,7 @@ import contextlib
 import logging
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,22 +98,22 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-async def announce_shutdown(server: RpcServer, seconds: float) -> None:
+async def announce_shutdown(servers: Sequence[RpcServer], seconds: float) -> None:
     """For `seconds`, tells load balancers that the gateway is about to stop, while it continues to serve. A second
     signal ends the wait.
     """
-    await server.set_ready(False)
+    await _set_ready(servers, False)
     if seconds:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(wait_for_signal(asyncio.Event()), seconds)
 
 
-async def drain(answers: OpenAnswers, grpc_server: RpcServer, http_server: HttpServer, seconds: float) -> None:
+async def drain(answers: OpenAnswers, servers: Sequence[RpcServer | HttpServer], seconds: float) -> None:
     """Refuses new requests, allows running answers `seconds` to finish, ends the remaining ones with an error, and
     closes.
     """
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
-    await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in (grpc_server, http_server)))
+    await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in servers))
     timer.cancel()
 
 
@@ -176,13 +176,13 @@ def grpc_bounds(settings: GatewaySettings, max_files: int) -> Bounds:
 
 async def watch_readiness(
     workers: Workers,
-    server: RpcServer,
+    servers: Sequence[RpcServer],
     wake: Callable[[], None],
     on_ready: Callable[[], None],
     is_leaving: asyncio.Event,
 ) -> None:
-    """Keeps the gRPC health service up to date. Calls `on_ready` once, and calls `wake` whenever there may be more
-    room.
+    """Keeps the health services of the gRPC servers up to date. Calls `on_ready` once, and calls `wake` whenever there
+    may be more room.
     """
     was_ready = told = False
     while True:
@@ -190,13 +190,18 @@ async def watch_readiness(
         if ready != was_ready:
             if not is_leaving.is_set():
                 logger.info("ready" if ready else "no pair of prefill and decode workers is ready")
-            await server.set_ready(ready)
+            await _set_ready(servers, ready)
             was_ready = ready
         if ready and not told:
             told = True
             on_ready()
         wake()
         await asyncio.sleep(READY_POLL_S)
+
+
+async def _set_ready(servers: Sequence[RpcServer], ready: bool) -> None:
+    for server in servers:
+        await server.set_ready(ready)
 
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:

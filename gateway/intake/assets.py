@@ -64,9 +64,9 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
     if not path.is_dir():
         raise StartupError(f"--model: {directory} is not a directory")
     check_digests(path, READ)
-    config = _read_json(path / "config.json", required=True)
-    generation = _read_json(path / "generation_config.json")
-    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    config = read_json(path / "config.json", required=True)
+    generation = read_json(path / "generation_config.json")
+    tokenizer_config = read_json(path / "tokenizer_config.json")
     tokenizer = _read_tokenizer(path / "tokenizer.json")
     return ModelAssets(
         name=served_name or path.resolve().name,
@@ -82,7 +82,8 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
     )
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Returns the object in a file, or {} if there is no file and none is `required`. Raises StartupError."""
     if not path.exists():
         if required:
             raise StartupError(f"{path} is missing")

@@ -238,8 +238,8 @@ class Validator:
         """
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:
-            chat = isinstance(wanted.prompt, ChatPrompt)
-            max_tokens = room if chat else min(DEFAULT_MAX_TOKENS, room)
+            fills = wanted.fills_context or isinstance(wanted.prompt, ChatPrompt)
+            max_tokens = room if fills else min(DEFAULT_MAX_TOKENS, room)
         elif wanted.max_tokens > room:
             whole = self._max_model_len()
             what = f"of {wanted.max_tokens} and a prompt of {prompt_len} tokens exceed max_model_len {whole}"

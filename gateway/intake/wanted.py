@@ -75,6 +75,8 @@ class Wanted:
     shown_special: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that are part of the output's text, each with its own text."""
     max_tokens: int | None = None
+    fills_context: bool = False
+    """Whether the default of `max_tokens` is the rest of the context, as it is for a chat."""
     min_tokens: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()

@@ -21,6 +21,7 @@ from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
 from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
+from gateway.request.hand_off import HeadStart
 from gateway.request.isolation import Isolation, IsolationTicket
 from gateway.request.sample import Sample
 from gateway.request.state import RequestState, tokens_of
@@ -77,7 +78,11 @@ class Attempts:
         """
         state.decoded_from = state.output_len
         with ExitStack() as held:
-            prefilled = await self._prefill(state, place, held)
+            start, state.head_start = state.head_start, None
+            if start is None:
+                prefilled = await self._prefill(state, place, held)
+            else:
+                prefilled = await self._take_over(state, start, held)
             done = prefilled.done
             ticket = held.enter_context(_PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None))
             going = state.accept_first(done)
@@ -87,7 +92,25 @@ class Attempts:
             else:
                 state.sum_up()
 
+    async def prefill(self, state: RequestState, place: Place) -> HeadStart:
+        """Makes the first half only, for a call that continues it. Raises the errors of `run`."""
+        with ExitStack() as held:
+            prefilled = await self._prefill(state, place, held)
+        return HeadStart(state.request, place, prefilled.worker, prefilled.done)
+
     # --- the first half
+
+    async def _take_over(self, state: RequestState, start: HeadStart, held: ExitStack) -> _Prefilled:
+        """Goes on from a prefill that another call has made. It counts as this request's attempt."""
+        done = start.done
+        with _PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None) as pending:
+            isolation = await self._isolation.enter(state.digest, incarnation(start.worker))
+            pending.ticket = None
+        held.enter_context(isolation)
+        isolation.prefilled(is_heard_of=True)
+        state.attempts += 1
+        _account_prefill(state, done)
+        return _Prefilled(start.worker, done, isolation)
 
     async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
         """Prefills. `held` receives the permission to use a worker, which a suspect keeps during decode."""
@@ -139,10 +162,7 @@ class Attempts:
         except WorkerLost:
             state.took(prefill_ns=_since_ns(began))
             raise
-        state.took(queue_ns=done.timings.queue_ns, prefill_ns=done.timings.prefill_ns)
-        if state.sources is None:
-            state.sources = convert.sources_from_pb(done.sources)
-            state.prompt_logprobs = done.prompt_logprobs
+        _account_prefill(state, done)
         if again:
             lengths = [len(sample.output_ids) for sample in state.open_samples]
             logger.debug("request %s continues at token %s", state.request.request_id, lengths)
@@ -249,6 +269,13 @@ class _Decoding:
             self._state.took(hand_over_ns=timings.hand_over_ns, decode_ns=timings.decode_ns)
         else:
             self._state.took(decode_ns=_since_ns(self.began))
+
+
+def _account_prefill(state: RequestState, done: prefill_pb2.PrefillDone) -> None:
+    state.took(queue_ns=done.timings.queue_ns, prefill_ns=done.timings.prefill_ns)
+    if state.sources is None:
+        state.sources = convert.sources_from_pb(done.sources)
+        state.prompt_logprobs = done.prompt_logprobs
 
 
 def _since_ns(began: float) -> int:

@@ -17,6 +17,7 @@ from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizers
+from gateway.request.hand_off import HeadStart
 from gateway.request.outlet import Outlet
 from gateway.request.sample import Sample
 from protos.v1 import decode_pb2, prefill_pb2
@@ -37,6 +38,8 @@ class RequestState:
     metrics: Metrics
     arrived: float
     digest: bytes = b""
+    head_start: HeadStart | None = None
+    """A prefill that another call has made, until the first attempt takes it over."""
     rank: int = 0
     """The priority at the workers, set when the request gets its place."""
     num_open: int = 0
@@ -183,6 +186,7 @@ class RequestState:
 
     def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
         """Accepts the token that prefill drew for each branch. Returns the samples with which the ticket continues.
+        Some of them may have ended here: by a stop string, or because prefill did not know the request's limits.
 
         Raises WorkerLost for an answer that does not match the request.
         """
@@ -192,11 +196,12 @@ class RequestState:
         if [token.sample_index for token in done.tokens] != [sample.index for sample in sent]:
             raise internal("prefill")
         for sample, token in zip(sent, done.tokens, strict=True):
-            finish = convert.finish_reason_from_pb(token.finish_reason)
+            given = convert.finish_reason_from_pb(token.finish_reason)
+            finish = self.request.stopping.finish_reason(token.token_id, len(sample.output_ids) + 1) or given
             details = [token.logprob] if token.HasField("logprob") else []
             sample.accept(self.outlet, len(sample.output_ids), [token.token_id], details, finish)
             self._note_end(sample)
-            if finish is None:
+            if given is None:
                 going.append(sample)
         branches = 1 if self.is_beam_search else len(going)
         if len(done.ticket.branches) != branches or self.is_beam_search != done.HasField("beam_candidates"):

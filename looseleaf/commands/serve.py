@@ -92,10 +92,12 @@ def has_terminal() -> bool:
 
 def banner(addresses: Addresses, seconds: float) -> str:
     notice = f"\n  note  {addresses.notice}" if addresses.notice else ""
+    vllm = "  vLLM  {}, prefill {}, decode {}   (vllm.grpc.engine.VllmEngine, for routers)\n"
     return (
         f"looseleaf: ready after {seconds:.1f} s\n"
         f"  HTTP  http{'s' * addresses.is_tls}://{addresses.http}/v1   (OpenAI API; /metrics and /health beside it)\n"
         f"  gRPC  {addresses.grpc}   (looseleaf.v1.InferenceService)\n"
+        f"{vllm.format(*addresses.vllm_grpc) if addresses.vllm_grpc else ''}"
         f"  blocks  {addresses.block_store}   (looseleaf blocks {addresses.block_store}){notice}"
     )
 

@@ -40,6 +40,7 @@ from looseleaf.serve.service_flags import (
     inside_flags,
     store_flags,
     store_secrets,
+    vllm_grpc_ports,
     with_ports,
     worker_flags,
 )
@@ -52,7 +53,12 @@ _ENDING_S = 5.0
 """Time that a service gets beyond the grace period of its requests, to inform the clients of the remaining requests and
 to end.
 """
-_PORT_FLAGS = {"block_store": ("--port",), "gateway": ("--port", "--grpc-port")}
+_PORT_FLAGS = {
+    "block_store": ("--port",),
+    "gateway": (
+        "--port", "--grpc-port", "--vllm-grpc-port", "--vllm-grpc-prefill-port", "--vllm-grpc-decode-port",
+    ),
+}  # fmt: skip
 """Flags that correspond to the lines of a ready file, for services whose addresses others keep."""
 
 
@@ -65,6 +71,8 @@ class Addresses:
     block_store: str
     services: Mapping[str, str]
     """The gRPC address of every service, by name. Each answers the health service."""
+    vllm_grpc: tuple[str, ...] = ()
+    """The addresses of vLLM's protocol, if it is served: whole requests, prefill, decode."""
     is_tls: bool = False
     """Whether the front's HTTP and gRPC use TLS."""
     notice: str | None = None
@@ -107,6 +115,8 @@ class Launcher:
             self._echo(source.notice)
         for port in (settings.port, settings.grpc_port):
             check_port_free(settings.host, port)
+        for port in vllm_grpc_ports(settings):
+            check_port_free(settings.vllm_grpc_host, port)
         self._shared = SharedDirectory(Path(settings.directory) if settings.directory else ROOT)
         write_secret(self._secret_file)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
@@ -149,14 +159,16 @@ class Launcher:
         self._standby.check()
 
     def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
-        """Reads the addresses from the ready lines of all services. The gateway has two: HTTP, then gRPC."""
+        """Reads the addresses from the ready lines of all services. The gateway's are HTTP, gRPC, and those of vLLM's
+        protocol.
+        """
         lines = {child.name: lines for child, lines in zip(self._children, ready, strict=True)}
         for child in self._children:
             ports = dict(zip(_PORT_FLAGS.get(child.name, ()), lines[child.name], strict=False))
             child.spec = replace(child.spec, flags=with_ports(child.spec.flags, ports))
-        http, grpc_address = map(reachable, lines["gateway"])
+        http, grpc_address, *vllm_grpc = map(reachable, lines["gateway"])
         services = {name: reachable(line[0]) for name, line in lines.items()} | {"gateway": grpc_address}
-        return Addresses(http, grpc_address, services["block_store"], services, self._is_tls, notice)
+        return Addresses(http, grpc_address, services["block_store"], services, tuple(vllm_grpc), self._is_tls, notice)
 
     def _start_redis(self) -> str:
         """Starts a private Redis of the launch, which outlives the block store. Returns its URL."""

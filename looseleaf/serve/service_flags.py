@@ -16,6 +16,7 @@ _WORKER_SETTINGS = (
     "gpu_memory_utilization", "model_impl", "allow_variant_numerics", "quantization",
 )  # fmt: skip
 """Settings that `serve` passes on to its workers under the same name."""
+_VLLM_GRPC_PORTS = ("vllm_grpc_port", "vllm_grpc_prefill_port", "vllm_grpc_decode_port")
 _TINY_BLOCKS = 4096
 """KV blocks for the small random model: 65,536 tokens, a few megabytes."""
 _SALT_SECRET = "LOOSELEAF_GATEWAY_SALT_SECRET"
@@ -88,6 +89,7 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "allowed_origins",
         "drain_delay",
         "log_level",
+        *(("vllm_grpc", "vllm_grpc_host", "vllm_grpc_tenant", *_VLLM_GRPC_PORTS) if settings.vllm_grpc else ()),
     )
     return flags_of(
         {
@@ -98,6 +100,11 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
             **{name: getattr(settings, name) for name in names},
         }
     )
+
+
+def vllm_grpc_ports(settings: ServeSettings) -> list[int]:
+    """Returns the ports of vLLM's protocol, if it is to be served."""
+    return [getattr(settings, name) for name in _VLLM_GRPC_PORTS] if settings.vllm_grpc else []
 
 
 def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:

@@ -45,7 +45,7 @@ class Gateway:
         """Drains the gateway. Returns how long that took."""
         began = time.monotonic()
         self.rig.admission.draining = True
-        await drain(self.rig.admission.answers, self.grpc_server, self.http_server, seconds)
+        await drain(self.rig.admission.answers, (self.grpc_server, self.http_server), seconds)
         return time.monotonic() - began
 
 
@@ -134,7 +134,7 @@ async def test_what_finishes_in_time_is_whole_and_ends_the_drain(serve: Any) -> 
 async def test_before_the_ports_close_health_says_no_and_requests_are_served(serve: Any) -> None:
     gateway = await serve(Script(step_s=STEP_S))
     server, leaving = gateway.grpc_server, asyncio.Event()
-    watched = asyncio.create_task(watch_readiness(gateway.rig.workers, server, lambda: None, lambda: None, leaving))
+    watched = asyncio.create_task(watch_readiness(gateway.rig.workers, [server], lambda: None, lambda: None, leaving))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         health, whole = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
         watch = health.Watch(whole)
@@ -143,7 +143,7 @@ async def test_before_the_ports_close_health_says_no_and_requests_are_served(ser
         streamed = asyncio.create_task(stream(gateway, max_tokens=60))
         await until(lambda: len(gateway.rig.script.submitted) == 1)
         leaving.set()
-        goodbye = asyncio.create_task(announce_shutdown(server, 1.0))
+        goodbye = asyncio.create_task(announce_shutdown([server], 1.0))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await health.Check(whole)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await generate(gateway, 5) == (5, None), "new requests are served"

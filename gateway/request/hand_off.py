@@ -1,0 +1,110 @@
+"""Prefills that wait for the call that continues them: a router in front asks for prefill and decode in separate calls.
+
+The router carries only a random name. The ticket, its secret, the first tokens and the seed stay here, so nothing that
+a caller can write becomes a token. A prefill that nobody continues in time is dropped, and its blocks are released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.telemetry import Fallbacks
+from common.types import StoppingParams, WorkerRecord
+from gateway.admission.gate import Gate, Place
+from gateway.fleet.workers import Workers
+from gateway.intake.resolved_request import ResolvedRequest
+from protos.v1 import prefill_pb2
+
+logger = logging.getLogger("requests")
+KEEP_S = 6.0
+"""Time for which a prefill waits. Its ticket ends after 8 s (`block_store.ledger.client`), and decode needs some of the
+difference to claim it.
+"""
+_NAME_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStart:
+    """A prefill that is complete, with the place at the workers that its request has."""
+
+    request: ResolvedRequest
+    place: Place
+    worker: WorkerRecord
+    done: prefill_pb2.PrefillDone
+
+    def fits(self, request: ResolvedRequest) -> bool:
+        """Returns whether a request would have had the same prefill: the same prompt, blocks of the same tenant, and
+        first tokens drawn in the same way. Limits on later tokens may differ.
+        """
+        own = self.request
+        return (
+            (own.tenant, own.salt, own.public_tokens) == (request.tenant, request.salt, request.public_tokens)
+            and own.prompt_ids == request.prompt_ids
+            and own.sampling == request.sampling
+            and _masked(own.stopping) == _masked(request.stopping)
+        )
+
+
+def _masked(stopping: StoppingParams) -> frozenset[int]:
+    """Returns the tokens that `min_tokens` keeps from being drawn first."""
+    return frozenset(stopping.stop_token_ids if stopping.min_tokens else ())
+
+
+class HandOffs:
+    """The prefills that wait. Their number is limited by the places at the workers, which they keep."""
+
+    def __init__(self, workers: Workers, gate: Gate, used: Callable[[str, int], None]) -> None:
+        """`used(tenant, num_tokens)` is called for a prefill that is dropped."""
+        self._workers = workers
+        self._gate = gate
+        self._used = used
+        self.keep_s = KEEP_S
+        self._waiting: dict[str, tuple[HeadStart, asyncio.TimerHandle]] = {}
+        self.fallbacks = Fallbacks(logger)
+
+    def put(self, start: HeadStart) -> str:
+        """Keeps a prefill for `keep_s`. Returns its name, which cannot be guessed."""
+        name = secrets.token_urlsafe(_NAME_BYTES)
+        timer = asyncio.get_running_loop().call_later(self.keep_s, self._expire, name)
+        self._waiting[name] = (start, timer)
+        return name
+
+    def seed(self, name: str) -> int | None:
+        """Returns the seed with which a waiting prefill drew its tokens, or None if no prefill has this name."""
+        waiting = self._waiting.get(name)
+        return None if waiting is None else waiting[0].request.sampling.seed
+
+    def take(self, name: str, request: ResolvedRequest) -> HeadStart | None:
+        """Returns the prefill with this name, once, and with it its place and its ticket. Returns None if there is none
+        or if it was made for a different request. The request is then prefilled again.
+        """
+        waiting = self._waiting.get(name)
+        if waiting is None:
+            self.fallbacks.note("prefill not found", "it has expired, was continued before, or was never made")
+            return None
+        start, timer = waiting
+        if start.request.tenant != request.tenant:
+            self.fallbacks.note("prefill not found", "it belongs to another tenant")
+            return None
+        timer.cancel()
+        del self._waiting[name]
+        if not start.fits(request):
+            self.fallbacks.note("prefill not usable", "decode was asked for a different prompt or sampling")
+            self._drop(start)
+            return None
+        return start
+
+    def _expire(self, name: str) -> None:
+        start, _ = self._waiting.pop(name)
+        self.fallbacks.note("prefill not continued", f"no call came for it within {self.keep_s:g} s")
+        self._drop(start)
+
+    def _drop(self, start: HeadStart) -> None:
+        if start.done.HasField("ticket"):
+            self._workers.give_up(start.done.ticket)
+        self._gate.leave(start.place)
+        self._used(start.request.tenant, len(start.request.prompt_ids))

@@ -1,0 +1,113 @@
+"""Converts vLLM's GenerateRequest into a `Wanted`. Fields that are not supported are refused by name.
+
+Absent numbers mean what they mean to vLLM's own server: proto3's 0 is "not given" for top_p, repetition_penalty and n,
+and the model's generation config does not apply, because the router has applied it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from smg_grpc_proto import vllm_engine_pb2 as pb
+
+from common.errors import FieldViolation, InvalidArgument
+from common.types import StructuredOutput
+from gateway.intake.wanted import IdsPrompt, Prompt, TextPrompt, Wanted
+
+HAND_OFF = "looseleaf_hand_off"
+"""The field of `kv_transfer_params_json` that names a prefill."""
+_MESSAGES = ("mm_inputs", "media_refs", "kv_transfer_params", "data_parallel_rank")
+_PRESENT = ("logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens", "max_tokens")
+_PLAIN = (
+    "top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "skip_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+_GRAMMARS: Mapping[str, Callable[[pb.SamplingParams], StructuredOutput]] = {
+    "json_schema": lambda params: StructuredOutput("json_schema", params.json_schema),
+    "regex": lambda params: StructuredOutput("regex", params.regex),
+    "grammar": lambda params: StructuredOutput("lark", params.grammar),
+    "json_object": lambda params: StructuredOutput("json_object"),
+    "choice": lambda params: StructuredOutput("choice", options=tuple(params.choice.choices)),
+}
+
+
+def wanted_of(request: pb.GenerateRequest) -> Wanted:
+    """Converts a request without checking its values. Raises InvalidArgument, which names fields that no value of
+    which is supported.
+    """
+    params = request.sampling_params
+    _refuse_unsupported(request)
+    wanted = Wanted(
+        prompt=_prompt(request),
+        prompt_field="input",
+        request_id=request.request_id or None,
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_p=params.top_p or 1.0,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        n=params.n or 1,
+        stop=list(params.stop),
+        stop_token_ids=list(params.stop_token_ids),
+        logit_bias=list(params.logit_bias.items()),
+        fills_context=True,
+    )
+    for name in _PLAIN:
+        setattr(wanted, name, getattr(params, name))
+    for name in _PRESENT:
+        if params.HasField(name):  # type: ignore[arg-type]
+            setattr(wanted, name, getattr(params, name))
+    which = params.WhichOneof("constraint")
+    if which is not None and (which != "json_object" or params.json_object):
+        wanted.structured, wanted.structured_field = _GRAMMARS[which](params), which
+    return wanted
+
+
+def first_token_only(wanted: Wanted) -> None:
+    """Turns a router's prefill request into one for first tokens that decode can go on from.
+
+    The router has replaced `max_tokens` and `ignore_eos` by its own values, so prefill must end no sample: decode gets
+    the client's values and judges the first tokens. Only `min_tokens` affects what is drawn: it masks stop tokens. A
+    grammar says itself where the output ends.
+    """
+    wanted.max_tokens, wanted.stop = None, ()
+    wanted.min_tokens = min(1, wanted.min_tokens or 0)
+    wanted.ignore_eos = not wanted.min_tokens and wanted.structured is None
+    if not wanted.min_tokens:
+        wanted.stop_token_ids = ()
+
+
+def hand_off_of(request: pb.GenerateRequest) -> str | None:
+    """Returns the name of the prefill that the router carries to decode, or None if it carries none. Raises
+    InvalidArgument.
+    """
+    text = request.kv_transfer_params_json
+    if not text:
+        return None
+    try:
+        name = json.loads(text)[HAND_OFF]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        name = None
+    if not isinstance(name, str):
+        raise InvalidArgument.of("kv_transfer_params_json", f"must be an object with {HAND_OFF}, as prefill gave it")
+    return name
+
+
+def hand_off_json(name: str) -> str:
+    """Returns the `kv_transfer_params_json` that names a prefill."""
+    return json.dumps({HAND_OFF: name})
+
+
+def _prompt(request: pb.GenerateRequest) -> Prompt | None:
+    which = request.WhichOneof("input")
+    if which == "tokenized":
+        return IdsPrompt(request.tokenized.input_ids)
+    return TextPrompt(request.text) if which == "text" else None
+
+
+def _refuse_unsupported(request: pb.GenerateRequest) -> None:
+    given = [name for name in _MESSAGES if request.HasField(name)]  # type: ignore[arg-type]
+    given += ["extra_mm_inputs"] if request.extra_mm_inputs else []
+    given += ["structural_tag"] if request.sampling_params.HasField("structural_tag") else []
+    if given:
+        violations = tuple(FieldViolation(name, "is not supported") for name in given)
+        raise InvalidArgument(f"{', '.join(given)}: not supported", violations=violations)

@@ -1,0 +1,147 @@
+"""VllmEngine over gRPC, for one role: `regular` takes whole requests, `prefill` and `decode` the halves of one.
+
+Every role has the gateway's own path behind it: limits, admission, recovery. What a router carries from prefill to
+decode is a name (`gateway.request.hand_off`); without a usable one, decode prefills the request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+
+from common.errors import LooseleafError, Unimplemented
+from common.guard import Context
+from gateway.api.front import Front
+from gateway.api.grpc_service import STALLED_CLIENT_S, authorization, time_left
+from gateway.fleet.workers import Workers
+from gateway.intake.resolved_request import ResolvedRequest
+from gateway.request.outlet import LAST_WORD_S, Outlet
+from gateway.vllm_grpc.about import About, Role
+from gateway.vllm_grpc.replies import Replies, prefill_replies
+from gateway.vllm_grpc.requests import first_token_only, hand_off_json, hand_off_of, wanted_of
+
+
+class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """The service of one endpoint."""
+
+    def __init__(self, role: Role, front: Front, workers: Workers, about: About) -> None:
+        self._role = role
+        self._front = front
+        self._workers = workers
+        self._about = about
+        self._running: defaultdict[tuple[str, str], set[asyncio.Task[None]]] = defaultdict(set)
+        """Requests by tenant and request id. Ids are the router's and need not be unique."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        try:
+            tenant = self._tenant(context)
+            with self._front.admission.enter(tenant) as entry:
+                hand_off = hand_off_of(request) if self._role == "decode" else None
+                resolved = await self._resolve(request, context, tenant, hand_off)
+                entry.take([resolved])
+                if self._role == "prefill":
+                    await self._prefill(resolved, context)
+                else:
+                    await self._generate(resolved, hand_off, Replies(resolved, context.write, stream=request.stream))
+        except LooseleafError as error:
+            self._front.metrics.failed(error.grpc_code)
+            raise
+
+    async def _resolve(
+        self, request: pb.GenerateRequest, context: Context, tenant: str, hand_off: str | None
+    ) -> ResolvedRequest:
+        wanted = wanted_of(request)
+        wanted.timeout_s = time_left(context)
+        if self._role == "prefill":
+            first_token_only(wanted)
+        if wanted.seed is None and hand_off is not None:
+            wanted.seed = self._front.runner.hand_offs.seed(hand_off)
+        return await self._front.validator.resolve(wanted, tenant)
+
+    async def _prefill(self, request: ResolvedRequest, context: Context) -> None:
+        name, done = await self._front.runner.prefill(request)
+        for reply in prefill_replies(request, done, hand_off_json(name)):
+            await context.write(reply)
+
+    async def _generate(self, request: ResolvedRequest, hand_off: str | None, replies: Replies) -> None:
+        in_time = self._front.admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
+        async with Outlet(replies.write) as outlet, in_time:
+            is_aborted = await self._abortable(request, self._front.runner.run(request, outlet, hand_off))
+        if is_aborted:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(replies.abort(), LAST_WORD_S)
+
+    async def _abortable(self, request: ResolvedRequest, work: Coroutine[Any, Any, None]) -> bool:
+        """Runs `work`. Returns whether `Abort` has ended it."""
+        task = asyncio.create_task(work)
+        with self._listed(request, task):
+            try:
+                await asyncio.wait({task})
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+        return task.cancelled()
+
+    @contextmanager
+    def _listed(self, request: ResolvedRequest, task: asyncio.Task[None]) -> Iterator[None]:
+        key = (request.tenant, request.request_id)
+        self._running[key].add(task)
+        try:
+            yield
+        finally:
+            self._running[key].discard(task)
+            if not self._running[key]:
+                del self._running[key]
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        tenant = self._tenant(context)
+        for request_id in request.request_ids:
+            for task in self._running.get((tenant, request_id), ()):
+                task.cancel()
+        return pb.AbortResponse()
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+        ready = self._workers.ready
+        return pb.HealthCheckResponse(healthy=ready, message="" if ready else "no pair of workers is ready")
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        return self._about.model(self._front.validator.checker().max_model_len)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return self._about.server(self._role, sum(map(len, self._running.values())))
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        return self._about.loads(self._role)
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        for chunk in await asyncio.to_thread(self._about.tokenizer):
+            yield chunk
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        raise Unimplemented("Embed is not supported")
+
+    async def FlushCache(self, request: Any, context: Context) -> common_pb2.FlushCacheResponse:
+        raise Unimplemented("FlushCache is not supported: the cache has other users")
+
+    async def StartProfile(self, request: Any, context: Context) -> common_pb2.ProfileResponse:
+        raise Unimplemented("StartProfile is not supported")
+
+    async def StopProfile(self, request: Any, context: Context) -> common_pb2.ProfileResponse:
+        raise Unimplemented("StopProfile is not supported")
+
+    async def SubscribeKvEvents(self, request: Any, context: Context) -> None:
+        raise Unimplemented("SubscribeKvEvents is not supported: the gateway itself routes by cached prefixes")
+
+    def _tenant(self, context: Context) -> str:
+        return self._front.authenticator.tenant(authorization(context))
