@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 # Hides pip's warnings, but not its errors.
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 ARGS ?=
-BUF_VERSION := 1.75.0
+BUF_PACKAGES := @bufbuild/buf@1.75.0 @bufbuild/protoc-gen-es@2.17.0 @bufbuild/protobuf@2.17.0 typescript@5.9.3
 BUF ?= $(VENV)/buf/node_modules/.bin/buf
 USERS ?= 32
 RUN_TIME ?= 60s
@@ -27,7 +27,7 @@ PROTOS := $(wildcard protos/v1/*.proto)
 TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
-.PHONY: help serve test families test-third-party wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-lint fuzz mutants
+.PHONY: help serve test families test-third-party wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-tools buf-lint proto-released generated fuzz mutants
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -53,7 +53,7 @@ wheel: $(VENV)/.created ## build dist/looseleaf-*.whl: kernels for every instruc
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	ls -sh dist
 
-check: dev lint types imports proto-check buf-lint ## check style, types, import rules and protos
+check: dev lint types imports proto-check buf-lint generated ## check style, types, import rules, protos and generated clients
 
 lint: dev
 	@$(PY) -m ruff check .
@@ -77,17 +77,43 @@ proto-check: dev
 	done
 	echo "protos: generated code is fresh"
 
-buf-lint:
+buf-tools: # buf and the plugins of buf.gen.yaml, from npm; and those of buf.gen.go.yaml, unpacked from Debian's packages
 	@if [ ! -x "$(BUF)" ]; then
 		if ! command -v npm >/dev/null; then
-			echo "!!! buf lint SKIPPED: there is no npm to install @bufbuild/buf with" >&2
+			echo "!!! buf SKIPPED: there is no npm to install @bufbuild/buf with" >&2
 			exit 0
 		fi
 		mkdir -p "$(VENV)/buf"
-		npm install --silent --no-save --prefix "$(VENV)/buf" "@bufbuild/buf@$(BUF_VERSION)"
+		npm install --silent --no-save --prefix "$(VENV)/buf" $(BUF_PACKAGES)
 	fi
-	"$(BUF)" lint --path protos
-	echo "buf: protos are clean"
+	if ! command -v protoc-gen-go-grpc >/dev/null && [ ! -d "$(VENV)/buf/go" ] && command -v dpkg-deb >/dev/null; then
+		mkdir -p "$(VENV)/buf/go"
+		cd "$(VENV)/buf/go"
+		apt-get download -qq protoc-gen-go protoc-gen-go-grpc 2>/dev/null || exit 0
+		for package in *.deb; do dpkg-deb -x "$$package" .; done
+	fi
+
+buf-lint: buf-tools # style, and that no message has changed since the release whose protos are in released.binpb
+	@[ -x "$(BUF)" ] || exit 0
+	"$(BUF)" lint
+	"$(BUF)" breaking --against protos/released.binpb
+	echo "buf: protos are clean and compatible with protos/released.binpb"
+
+proto-released: buf-tools ## keep the protos of a release, with which later ones must be compatible
+	@"$(BUF)" build --exclude-source-info -o protos/released.binpb
+
+generated: buf-tools ## generate TypeScript and Go clients from the protos into build/generated, and check them
+	@[ -x "$(BUF)" ] || exit 0
+	export PATH="$(abspath $(VENV))/buf/node_modules/.bin:$(abspath $(VENV))/buf/go/usr/bin:$$PATH"
+	"$(abspath $(BUF))" generate
+	ln -sfn "$(abspath $(VENV))/buf/node_modules" build/generated/node_modules
+	tsc --noEmit --strict --skipLibCheck --module nodenext --moduleResolution nodenext build/generated/ts/protos/v1/*.ts
+	if command -v protoc-gen-go-grpc >/dev/null; then
+		"$(abspath $(BUF))" generate --template buf.gen.go.yaml
+		echo "generated clients: build/generated/ts (type-checked), build/generated/go"
+	else
+		echo "generated clients: build/generated/ts (type-checked); Go SKIPPED: there is no protoc-gen-go-grpc"
+	fi
 
 bench: install ## measure kernels, decode steps, start-up, workloads and memory; stored in docs/benchmarks/cpu (ARGS=--quick)
 	@exec $(PY) -m bench.served.cpu $(ARGS)

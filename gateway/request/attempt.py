@@ -21,7 +21,7 @@ from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
 from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
-from gateway.request.hand_off import HeadStart
+from gateway.request.head_start import HeadStart
 from gateway.request.isolation import Isolation, IsolationTicket
 from gateway.request.sample import Sample
 from gateway.request.state import RequestState, tokens_of

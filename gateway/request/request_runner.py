@@ -31,7 +31,7 @@ from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.attempt import NO_PAIR, Attempts
 from gateway.request.detokenize import Detokenizers
-from gateway.request.hand_off import HandOffs, HeadStart
+from gateway.request.head_start import HeadStart, HeadStarts
 from gateway.request.isolation import Isolation, digest_of
 from gateway.request.outlet import FEW_STREAMS, MESSAGE_COST_S, Outlet
 from gateway.request.retry import Retry
@@ -62,25 +62,25 @@ class RequestRunner:
         self._metrics = metrics
         self._recover_s = recover_s
         self._used = used
-        self.hand_offs = HandOffs(workers, gate, used)
+        self.head_starts = HeadStarts(workers, gate, used)
         """Prefills of `prefill` that no call of `run` has continued."""
         self._isolation = Isolation()
         self._attempts = Attempts(workers, gate, self._isolation, metrics, recover_s=recover_s)
         self._retry = Retry(workers, gate, self._isolation, metrics, max_attempts=max_attempts)
 
-    async def run(self, request: ResolvedRequest, outlet: Outlet, hand_off: str | None = None) -> None:
+    async def run(self, request: ResolvedRequest, outlet: Outlet, head_start: str | None = None) -> None:
         """Produces all samples of a request and writes them through `outlet`. A sample's last delta has
         `finish_reason`, and the request's last delta also has `summary`. Returns when all deltas have been written.
 
-        `hand_off` names a prefill that an earlier call has made. If it cannot be used, the request is prefilled here.
+        `head_start` names a prefill that an earlier call has made. If it cannot be used, the request is prefilled here.
 
         Cancelling this cancels the work. Raises any LooseleafError; deltas accepted before it are still pending.
         """
         REQUEST_ID.set(request.request_id)
         digest = digest_of(request.prompt_ids, request.salt)
         state = RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics)
-        if hand_off is not None:
-            state.head_start = self.hand_offs.take(hand_off, request)
+        if head_start is not None:
+            state.head_start = self.head_starts.take(head_start, request)
         outlet.open(self._interval_s, state.leaves)
         try:
             await self._produce(state)
@@ -102,13 +102,12 @@ class RequestRunner:
         digest = digest_of(request.prompt_ids, request.salt)
         state = RequestState.begin(request, self._detokenizers, digest, Outlet(lambda deltas: None), self._metrics)
         place = await self._enter(state)
-        state.rank = place.rank
         try:
             start = await self._prefill_until_done(state, place)
         except BaseException:
             self._gate.leave(place)
             raise
-        return self.hand_offs.put(start), start.done
+        return self.head_starts.put(start), start.done
 
     async def _prefill_until_done(self, state: RequestState, place: Place) -> HeadStart:
         while True:
@@ -118,9 +117,7 @@ class RequestRunner:
                 await self._retry.prepare(state, place, lost)
 
     async def _produce(self, state: RequestState) -> None:
-        start = state.head_start
-        place = await self._enter(state) if start is None else start.place
-        state.rank = place.rank
+        place = await self._enter(state)
         try:
             while state.num_open:
                 try:
@@ -132,9 +129,12 @@ class RequestRunner:
         self._isolation.survived(state.digest)
 
     async def _enter(self, state: RequestState) -> Place:
-        """Waits for a place at the workers. Refuses at once if the request has killed its workers, or if there has been
-        no worker for longer than a successor needs to start.
+        """Waits for a place at the workers, unless a head start has kept one. Refuses at once if the request has killed
+        its workers, or if there has been no worker for longer than a successor needs to start.
         """
+        if state.head_start is not None:
+            state.rank = state.head_start.place.rank
+            return state.head_start.place
         self._isolation.check(state.digest)
         if self._workers.missing_for() > self._recover_s:
             raise Unavailable(NO_PAIR, retry_after_s=1.0)
@@ -144,6 +144,7 @@ class RequestRunner:
                 place = await self._gate.enter(request.priority, request.tenant, request.sampling.width, request.cost)
         except TimeoutError:
             raise too_late(request.timeout_s) from None
+        state.rank = place.rank
         state.took(queue_ns=int((time.monotonic() - state.arrived) * 1e9))
         return place
 

@@ -17,7 +17,7 @@ from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizers
-from gateway.request.hand_off import HeadStart
+from gateway.request.head_start import HeadStart
 from gateway.request.outlet import Outlet
 from gateway.request.sample import Sample
 from protos.v1 import decode_pb2, prefill_pb2

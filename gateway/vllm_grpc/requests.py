@@ -15,7 +15,7 @@ from common.errors import FieldViolation, InvalidArgument
 from common.types import StructuredOutput
 from gateway.intake.wanted import IdsPrompt, Prompt, TextPrompt, Wanted
 
-HAND_OFF = "looseleaf_hand_off"
+HEAD_START = "looseleaf_head_start"
 """The field of `kv_transfer_params_json` that names a prefill."""
 _MESSAGES = ("mm_inputs", "media_refs", "kv_transfer_params", "data_parallel_rank")
 _PRESENT = ("logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens", "max_tokens")
@@ -69,14 +69,14 @@ def first_token_only(wanted: Wanted) -> None:
     the client's values and judges the first tokens. Only `min_tokens` affects what is drawn: it masks stop tokens. A
     grammar says itself where the output ends.
     """
-    wanted.max_tokens, wanted.stop = None, ()
+    wanted.max_tokens, wanted.fills_context, wanted.stop = None, False, ()
     wanted.min_tokens = min(1, wanted.min_tokens or 0)
     wanted.ignore_eos = not wanted.min_tokens and wanted.structured is None
     if not wanted.min_tokens:
         wanted.stop_token_ids = ()
 
 
-def hand_off_of(request: pb.GenerateRequest) -> str | None:
+def head_start_of(request: pb.GenerateRequest) -> str | None:
     """Returns the name of the prefill that the router carries to decode, or None if it carries none. Raises
     InvalidArgument.
     """
@@ -84,17 +84,17 @@ def hand_off_of(request: pb.GenerateRequest) -> str | None:
     if not text:
         return None
     try:
-        name = json.loads(text)[HAND_OFF]
+        name = json.loads(text)[HEAD_START]
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         name = None
     if not isinstance(name, str):
-        raise InvalidArgument.of("kv_transfer_params_json", f"must be an object with {HAND_OFF}, as prefill gave it")
+        raise InvalidArgument.of("kv_transfer_params_json", f"must be an object with {HEAD_START}, as prefill gave it")
     return name
 
 
-def hand_off_json(name: str) -> str:
+def head_start_json(name: str) -> str:
     """Returns the `kv_transfer_params_json` that names a prefill."""
-    return json.dumps({HAND_OFF: name})
+    return json.dumps({HEAD_START: name})
 
 
 def _prompt(request: pb.GenerateRequest) -> Prompt | None:

@@ -1,7 +1,7 @@
 """VllmEngine over gRPC, for one role: `regular` takes whole requests, `prefill` and `decode` the halves of one.
 
 Every role has the gateway's own path behind it: limits, admission, recovery. What a router carries from prefill to
-decode is a name (`gateway.request.hand_off`); without a usable one, decode prefills the request itself.
+decode is a name (`gateway.request.head_start`); without a usable one, decode prefills the request itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.outlet import LAST_WORD_S, Outlet
 from gateway.vllm_grpc.about import About, Role
 from gateway.vllm_grpc.replies import Replies, prefill_replies
-from gateway.vllm_grpc.requests import first_token_only, hand_off_json, hand_off_of, wanted_of
+from gateway.vllm_grpc.requests import first_token_only, head_start_json, head_start_of, wanted_of
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -43,37 +43,37 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         try:
             tenant = self._tenant(context)
             with self._front.admission.enter(tenant) as entry:
-                hand_off = hand_off_of(request) if self._role == "decode" else None
-                resolved = await self._resolve(request, context, tenant, hand_off)
+                head_start = head_start_of(request) if self._role == "decode" else None
+                resolved = await self._resolve(request, context, tenant, head_start)
                 entry.take([resolved])
                 if self._role == "prefill":
                     await self._prefill(resolved, context)
                 else:
-                    await self._generate(resolved, hand_off, Replies(resolved, context.write, stream=request.stream))
+                    await self._generate(resolved, head_start, Replies(resolved, context.write, stream=request.stream))
         except LooseleafError as error:
             self._front.metrics.failed(error.grpc_code)
             raise
 
     async def _resolve(
-        self, request: pb.GenerateRequest, context: Context, tenant: str, hand_off: str | None
+        self, request: pb.GenerateRequest, context: Context, tenant: str, head_start: str | None
     ) -> ResolvedRequest:
         wanted = wanted_of(request)
         wanted.timeout_s = time_left(context)
         if self._role == "prefill":
             first_token_only(wanted)
-        if wanted.seed is None and hand_off is not None:
-            wanted.seed = self._front.runner.hand_offs.seed(hand_off)
+        if wanted.seed is None and head_start is not None:
+            wanted.seed = self._front.runner.head_starts.seed(head_start)
         return await self._front.validator.resolve(wanted, tenant)
 
     async def _prefill(self, request: ResolvedRequest, context: Context) -> None:
         name, done = await self._front.runner.prefill(request)
-        for reply in prefill_replies(request, done, hand_off_json(name)):
+        for reply in prefill_replies(request, done, head_start_json(name)):
             await context.write(reply)
 
-    async def _generate(self, request: ResolvedRequest, hand_off: str | None, replies: Replies) -> None:
+    async def _generate(self, request: ResolvedRequest, head_start: str | None, replies: Replies) -> None:
         in_time = self._front.admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
         async with Outlet(replies.write) as outlet, in_time:
-            is_aborted = await self._abortable(request, self._front.runner.run(request, outlet, hand_off))
+            is_aborted = await self._abortable(request, self._front.runner.run(request, outlet, head_start))
         if is_aborted:
             with suppress(TimeoutError):
                 await asyncio.wait_for(replies.abort(), LAST_WORD_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,11 +43,24 @@ def test_an_example_talks_to_a_running_server(llm: LLM, name: str) -> None:
     assert re.search(expected, said), said
 
 
+def test_the_node_example_streams(llm: LLM) -> None:
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        pytest.skip("there is no npm or no node")
+    install = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--no-package-lock", "--prefix", str(EXAMPLES)]
+    if subprocess.run(install, capture_output=True, timeout=120, check=False).returncode != 0:
+        pytest.skip("npm cannot install the example's packages")
+    command = ["node", str(EXAMPLES / "stream.mjs"), llm.addresses.grpc]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(?s)\w+.*\n32 tokens", done.stdout), done.stdout
+
+
 def test_the_offline_example_starts_what_it_needs() -> None:
     assert len(re.findall(r"' -> '.+'", run("offline"))) == 3
 
 
 def test_every_example_is_run_here_and_listed() -> None:
-    names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {*TALKERS, "offline", "tools"}  # tests/e2e/test_tools.py runs "tools"
-    assert set(re.findall(r"\]\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())) == names
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".mjs")}
+    talkers = {f"{name}.py" for name in TALKERS}
+    assert names == {*talkers, "offline.py", "stream.mjs", "tools.py"}  # tests/e2e/test_tools.py runs "tools"
+    assert set(re.findall(r"\]\((\w+\.\w+)\)", (EXAMPLES / "README.md").read_text())) == names

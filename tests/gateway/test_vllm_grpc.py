@@ -112,7 +112,7 @@ async def halves(served: Served, message: pb.GenerateRequest) -> tuple[list[int]
 
 
 def fallbacks(served: Served) -> dict[str, int]:
-    return dict(served.rig.runner.hand_offs.fallbacks.counts)
+    return dict(served.rig.runner.head_starts.fallbacks.counts)
 
 
 async def test_a_stream_has_chunks_and_a_last_message_with_its_last_tokens(serve: Any) -> None:
@@ -220,7 +220,7 @@ async def test_decode_continues_what_prefill_began(serve: Any) -> None:
         assert await halves(served, request(**params)) == (expected[0][0], expected[1][0])
         assert len(script.prefilled) == len(script.submitted) == 1
         assert script.prefilled[0].sampling.seed == script.submitted[0].sampling.seed
-        assert script.submitted[0].stopping.max_tokens == 8
+        assert (script.prefilled[0].stopping.max_tokens, script.submitted[0].stopping.max_tokens) == (16, 8)
     assert fallbacks(served) == {} and served.rig.gate.num_running == 0
 
 
@@ -268,7 +268,7 @@ async def test_a_prefill_is_continued_once_and_every_answer_is_right(serve: Any)
     _, first = await replies(served.prefill.Generate(as_prefill(message)))
     for forged in (None, "A" * 22, first[0].kv_transfer_params_json, first[0].kv_transfer_params_json):
         message.kv_transfer_params_json = (
-            json.dumps({"looseleaf_hand_off": forged}) if forged and "{" not in forged else forged or ""
+            json.dumps({"looseleaf_head_start": forged}) if forged and "{" not in forged else forged or ""
         )
         tokens, _ = await replies(served.decode.Generate(message))
         assert tokens == {0: expected_ids(PROMPT, 8)}
@@ -286,7 +286,7 @@ async def test_a_prefill_for_another_prompt_or_sampling_is_not_used(serve: Any) 
     assert fallbacks(served) == {"prefill not usable": 4} and served.rig.gate.num_running == 0
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "7", '{"looseleaf_hand_off": 1}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "7", '{"looseleaf_head_start": 1}', "[" * 100_000])
 async def test_parameters_that_prefill_never_gave_are_refused(serve: Any, text: str) -> None:
     served = await serve()
     message = request()
@@ -300,7 +300,7 @@ async def test_parameters_that_prefill_never_gave_are_refused(serve: Any, text: 
 
 async def test_a_prefill_that_nobody_continues_gives_its_place_back(serve: Any, monkeypatch: Any) -> None:
     served = await serve()
-    served.rig.runner.hand_offs.keep_s = 0.2
+    served.rig.runner.head_starts.keep_s = 0.2
     given_up: list[Any] = []
     monkeypatch.setattr(served.rig.workers, "give_up", given_up.append)
     message = request()

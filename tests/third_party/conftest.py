@@ -23,8 +23,8 @@ ROWS: dict[str, Row] = {}
 
 @pytest.fixture(scope="session")
 def builtin() -> Iterator[LLM]:
-    """A server with the built-in model, like `looseleaf serve`."""
-    with LLM(num_blocks=4096) as running:
+    """A server with the built-in model, like `looseleaf serve --vllm-grpc`."""
+    with LLM(num_blocks=4096, vllm_grpc=True) as running:
         yield running
 
 

@@ -72,6 +72,7 @@ CLIENTS = (
     Client("guidellm", "guidellm", "pip", ("guidellm==0.8.1",), "use_guidellm.py"),
     Client("aiperf", "aiperf", "pip", ("aiperf==0.13.0",), "use_aiperf.py"),
     Client("schemathesis", "schemathesis", "pip", ("schemathesis==4.32.5",), "use_schemathesis.py"),
+    Client("smg", "smg (P/D router, over vLLM's gRPC)", "pip", ("smg==1.13.0",), "use_smg.py"),
     Client("promtool", "promtool (Debian's prometheus)", "deb", ("prometheus",), "use_promtool.py"),
 )  # fmt: skip
 

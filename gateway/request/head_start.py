@@ -54,7 +54,7 @@ def _masked(stopping: StoppingParams) -> frozenset[int]:
     return frozenset(stopping.stop_token_ids if stopping.min_tokens else ())
 
 
-class HandOffs:
+class HeadStarts:
     """The prefills that wait. Their number is limited by the places at the workers, which they keep."""
 
     def __init__(self, workers: Workers, gate: Gate, used: Callable[[str, int], None]) -> None:

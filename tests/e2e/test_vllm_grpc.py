@@ -1,0 +1,115 @@
+"""vLLM's protocol in front of real services, spoken by plain grpcio: the tokens are those of our own API."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from looseleaf import LLM, AsyncClient, metrics_page
+from testing.system import assert_nothing_held, inspect, prompts, wait_for
+
+PROMPTS = prompts(16, seed=31, lengths=(5, 200))
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24, "n": 3}
+Samples = dict[int, list[int]]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=1024, roles="split", vllm_grpc=True) as running:
+        yield running
+
+
+@pytest.fixture
+async def stubs(llm: LLM) -> AsyncIterator[tuple[Any, Any, Any]]:
+    channels = [grpc.aio.insecure_channel(address) for address in llm.addresses.vllm_grpc]
+    regular, prefill, decode = map(vllm_engine_pb2_grpc.VllmEngineStub, channels)
+    yield regular, prefill, decode
+    for channel in channels:
+        await channel.close()
+
+
+def request(index: int, options: dict[str, Any]) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=f"r{index}",
+        tokenized=pb.TokenizedInput(input_ids=PROMPTS[index]),
+        sampling_params=pb.SamplingParams(**options, seed=index, ignore_eos=True),
+        stream=True,
+    )
+
+
+async def samples_of(call: Any) -> Samples:
+    tokens: Samples = {}
+    async for reply in call:
+        if reply.HasField("chunk"):
+            tokens.setdefault(reply.chunk.index, []).extend(reply.chunk.token_ids)
+    return tokens
+
+
+async def prefilled(prefill: Any, message: pb.GenerateRequest) -> pb.GenerateRequest:
+    """The request for decode, after the prefill endpoint has been asked as a router asks it."""
+    first = pb.GenerateRequest()
+    first.CopyFrom(message)
+    first.sampling_params.max_tokens = 1
+    replies = [reply async for reply in prefill.Generate(first)]
+    message.kv_transfer_params_json = replies[0].complete.kv_transfer_params_json
+    return message
+
+
+async def test_both_modes_give_the_tokens_of_our_own_api(llm: LLM, stubs: tuple[Any, Any, Any]) -> None:
+    regular, prefill, decode = stubs
+    async with AsyncClient(llm.addresses.grpc) as client:
+
+        async def one(index: int, options: dict[str, Any]) -> None:
+            own = await client.generate(PROMPTS[index], seed=index, ignore_eos=True, **options)
+            expected = {index: list(sample.token_ids) for index, sample in enumerate(own.samples)}
+            assert await samples_of(regular.Generate(request(index, options))) == expected
+            message = await prefilled(prefill, request(index, options))
+            assert await samples_of(decode.Generate(message)) == expected
+
+        await asyncio.gather(*(one(index, (GREEDY, SAMPLED)[index % 2]) for index in range(len(PROMPTS))))
+    assert_nothing_held(llm.addresses.block_store)
+
+
+async def test_a_killed_decode_worker_is_a_pause(llm: LLM, stubs: tuple[Any, Any, Any]) -> None:
+    regular, prefill, decode = stubs
+    options = {**GREEDY, "max_tokens": 800}
+    expected = await samples_of(regular.Generate(request(0, options)))
+    call, tokens, victim = decode.Generate(await prefilled(prefill, request(0, options))), [], llm.pids["decode"]
+    async for reply in call:
+        tokens += reply.chunk.token_ids
+        if len(tokens) >= 5 and victim:
+            os.kill(victim, signal.SIGKILL)
+            victim = 0
+    assert tokens == expected[0]
+    samples = metrics_page.read(llm.addresses.http)
+    assert sum(s.value for s in samples if s.name == "looseleaf_requests_retried_total") == 1
+
+
+async def test_abort_releases_the_blocks(llm: LLM, stubs: tuple[Any, Any, Any]) -> None:
+    regular, *_ = stubs
+    call = asyncio.create_task(samples_of(regular.Generate(request(1, {**SAMPLED, "max_tokens": 800}))))
+    await asyncio.to_thread(
+        wait_for, lambda: inspect(llm.addresses.block_store).sealed, lambda n: n > 3, 20, "it holds nothing"
+    )
+    await regular.Abort(pb.AbortRequest(request_ids=["r1"]))
+    assert all(len(tokens) < 800 for tokens in (await call).values())
+    await asyncio.to_thread(assert_nothing_held, llm.addresses.block_store, within_s=5)
+
+
+async def test_a_prefill_that_nobody_continues_releases_its_blocks(llm: LLM, stubs: tuple[Any, Any, Any]) -> None:
+    regular, prefill, decode = stubs
+    expected = await samples_of(regular.Generate(request(2, GREEDY)))
+    message = await prefilled(prefill, request(2, GREEDY))
+    assert inspect(llm.addresses.block_store).sealed > 0
+    await asyncio.to_thread(assert_nothing_held, llm.addresses.block_store)
+    assert await samples_of(decode.Generate(message)) == expected
