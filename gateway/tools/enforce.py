@@ -106,15 +106,24 @@ class _Lark:
     @property
     def _is_list(self) -> bool:
         """Whether one marker precedes a list of all calls."""
-        return self._form.name == "mistral" and not self._form.compact
+        return self._form.spelling is not None or (self._form.name == "mistral" and not self._form.compact)
 
     def _after_marker(self, many: bool) -> str:
+        spelling = self._form.spelling
+        if spelling is not None:
+            more = f" ({self._parts(spelling.separator)} tool)*" if many else ""
+            return f"{self._parts(spelling.opening)} tool{more} {self._parts(spelling.closing)}"
         if self._form.name == "hermes":
             return f'"\\n" tool "\\n" {self._mark(HermesParser.CLOSE)}'
         repeated = ' (", " tool)*' if many else ""
         return f'" "? "[" tool{repeated} "]"' if self._is_list else "tool"
 
     def _tool(self, function: Function, index: int) -> str:
+        spelling = self._form.spelling
+        if spelling is not None:
+            before, after = self._parts(spelling.before_name), self._parts(spelling.after_name)
+            end = self._parts(spelling.after_arguments)
+            return f"{before} {json.dumps(json.dumps(function.name)[1:-1])} {after} arguments_{index} {end}"
         if self._form.compact:
             return f"{json.dumps(function.name)} {self._mark(MistralParser.ARGS)} arguments_{index}"
         key = "parameters" if self._form.name == "llama3_json" else "arguments"
@@ -128,6 +137,9 @@ class _Lark:
         else:
             thought = [f"thought: text {gap}", f'text[suffix="{CLOSE}"]: {_ANY}']
         return [f"thinking: {self._mark(OPEN)} thought", *thought]
+
+    def _parts(self, parts: Sequence[str]) -> str:
+        return " ".join(map(self._mark, parts))
 
     def _mark(self, mark: str) -> str:
         return f"<[{self._special[mark]}]>" if mark in self._special else json.dumps(mark)

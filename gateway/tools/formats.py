@@ -11,19 +11,22 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tokenizers import Tokenizer
 
 from gateway.tools.call_parsers import CallParser, HermesParser, JsonParser, Llama3Parser, MistralParser
 from gateway.tools.reasoning import CLOSE, OPEN
+from gateway.tools.section_parsers import DeepSeekParser, GraniteParser, Phi4MiniParser
 
-CallFormatName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
+CallFormatName = Literal[
+    "auto", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "deepseek_v31", "granite", "phi4_mini_json"
+]
 ReasoningFormatName = Literal["qwen3", "deepseek_r1"]
 _FOREIGN = re.compile(
     r"<function|<arg_key>|<parameter|<\|tool_call|<tool_call\|>|<\|action_start|<\|channel\|>|<\|START_ACTION"
-    r"|<\uff5ctool|tool_calls_section|minimax:tool_call|<\|python_start|functools\[|\[func_name"
+    r"|<\uff5ctool|<\uff5cDSML|tool_calls_section|minimax:tool_call|<\|python_start|\[func_name"
 )
 """Marks of formats for which there is no parser here."""
 _KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")
@@ -36,6 +39,20 @@ def _long_id() -> str:
 def _short_id() -> str:
     """Returns an id in the form that Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a section of calls is written, for a grammar that enforces it. Each part is a mark or plain text."""
+
+    opening: Sequence[str]
+    """Between the format's marker and the first call."""
+    before_name: Sequence[str]
+    after_name: Sequence[str]
+    after_arguments: Sequence[str]
+    separator: Sequence[str]
+    """Between two calls."""
+    closing: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,8 @@ class CallFormat:
     """The text that precedes every call, or every list of calls; empty if a call may be plain JSON."""
     compact: bool = False
     """Mistral's: whether calls are written as `name[ARGS]{...}` and not as a list."""
+    spelling: Spelling | None = None
+    """None for the formats that `enforce` itself knows."""
 
 
 HERMES = CallFormat("hermes", HermesParser, (HermesParser.OPEN, HermesParser.CLOSE), marker=HermesParser.OPEN)
@@ -60,7 +79,48 @@ _MISTRAL_MARKS = (MistralParser.MARKER, MistralParser.ARGS, MistralParser.CALL_I
 MISTRAL = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id, MistralParser.MARKER)
 MISTRAL_COMPACT = CallFormat("mistral", MistralParser, _MISTRAL_MARKS, _short_id, MistralParser.MARKER, compact=True)
 JSON = CallFormat("json", JsonParser)
-_BY_NAME: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3, "json": JSON}
+_DEEPSEEK = DeepSeekParser
+_DEEPSEEK_MARKS = (_DEEPSEEK.OPEN, _DEEPSEEK.CLOSE, _DEEPSEEK.CALL, _DEEPSEEK.CALL_END, _DEEPSEEK.SEP)
+DEEPSEEK_V3 = CallFormat(
+    "deepseek_v3",
+    DeepSeekParser,
+    _DEEPSEEK_MARKS,
+    marker=_DEEPSEEK.OPEN,
+    spelling=Spelling(
+        opening=(),
+        before_name=(_DEEPSEEK.CALL, _DEEPSEEK.KIND, _DEEPSEEK.SEP),
+        after_name=(f"\n{_DEEPSEEK.CODE}\n",),
+        after_arguments=(f"\n{_DEEPSEEK.CODE_END}", _DEEPSEEK.CALL_END),
+        separator=("\n",),
+        closing=(_DEEPSEEK.CLOSE,),
+    ),
+)
+DEEPSEEK_V31 = CallFormat(
+    "deepseek_v31",
+    DeepSeekParser,
+    _DEEPSEEK_MARKS,
+    marker=_DEEPSEEK.OPEN,
+    spelling=Spelling(
+        opening=(),
+        before_name=(_DEEPSEEK.CALL,),
+        after_name=(_DEEPSEEK.SEP,),
+        after_arguments=(_DEEPSEEK.CALL_END,),
+        separator=(),
+        closing=(_DEEPSEEK.CLOSE,),
+    ),
+)
+_LIST = Spelling((), ('{"name": "',), ('", "arguments": ',), ("}",), (", ",), ("]",))
+GRANITE = CallFormat(
+    "granite",
+    GraniteParser,
+    (GraniteParser.MARK,),
+    marker=GraniteParser.MARK,
+    spelling=replace(_LIST, opening=("[",)),
+)
+PHI4_MINI = CallFormat("phi4_mini_json", Phi4MiniParser, marker=f"{Phi4MiniParser.MARK}[", spelling=_LIST)
+_BY_NAME: Mapping[str, CallFormat] = {
+    form.name: form for form in (HERMES, LLAMA3, JSON, DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, PHI4_MINI)
+}
 
 
 def call_format(name: CallFormatName, template: str | None) -> CallFormat | None:
@@ -70,6 +130,12 @@ def call_format(name: CallFormatName, template: str | None) -> CallFormat | None
         return MISTRAL_COMPACT if MistralParser.ARGS in template else MISTRAL
     if name != "auto":
         return _BY_NAME[name]
+    if DeepSeekParser.OPEN in template:
+        return DEEPSEEK_V3 if DeepSeekParser.CODE in template else DEEPSEEK_V31
+    if GraniteParser.MARK in template and "<|start_of_role|>" in template:
+        return GRANITE
+    if PHI4_MINI.marker in template:
+        return PHI4_MINI
     if _FOREIGN.search(template):
         return None
     if HermesParser.OPEN in template:

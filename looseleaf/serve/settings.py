@@ -27,9 +27,9 @@ class ServeSettings(Settings):
     pooling: Literal["last", "mean"] = Field(
         "last", description="how a text's hidden states become its embedding: the last token's, or the mean of all"
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = Field(
-        "auto", description="how the model writes tool calls; auto: as its chat template says"
-    )
+    tool_call_parser: Literal[
+        "auto", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "deepseek_v31", "granite", "phi4_mini_json"
+    ] = Field("auto", description="how the model writes tool calls; auto: as its chat template says")
     reasoning_parser: Literal["qwen3", "deepseek_r1"] | None = Field(
         None,
         description="format of the reasoning, which is then split off from the content; default: it is not split off",

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.tools.call_parsers import CallParser, HermesParser, JsonParser, Llama3Parser, MistralParser
 from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, merged
+from gateway.tools.section_parsers import DeepSeekParser, GraniteParser, Phi4MiniParser
 
 KNOWN = frozenset({"get_weather", "get_time", "add"})
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": [1, 2, {"x": null}]}'
@@ -132,8 +133,58 @@ JSON: list[tuple[str, Expected]] = [
     ('See [1]: [{"name": "add", "arguments": {}}], [2]', ("See [1]: , [2]", [("add", "{}")])),
     ("[[{", ("[[{", [])),
 ]  # fmt: skip
+OPEN, CLOSE = DeepSeekParser.OPEN, DeepSeekParser.CLOSE
+
+
+def deepseek(name: str, arguments: str) -> str:
+    call = f"function{DeepSeekParser.SEP}{name}\n```json\n{arguments}\n```"
+    return f"{DeepSeekParser.CALL}{call}{DeepSeekParser.CALL_END}"
+
+
+def deepseek_v31(name: str, arguments: str) -> str:
+    return f"{DeepSeekParser.CALL}{name}{DeepSeekParser.SEP}{arguments}{DeepSeekParser.CALL_END}"
+
+
+DEEPSEEK: list[tuple[str, Expected]] = [
+    (OPEN + deepseek("get_weather", PARIS) + CLOSE, ("", [("get_weather", PARIS)])),
+    (OPEN + deepseek("get_weather", TRICKY) + "\n" + deepseek("add", ROME) + CLOSE,
+     ("", [("get_weather", TRICKY), ("add", ROME)])),
+    ("I will look.\n" + OPEN + deepseek_v31("get_time", "{}") + CLOSE, ("I will look.\n", [("get_time", "{}")])),
+    (OPEN + deepseek_v31("get_time", "{}") + deepseek_v31("unknown", TRICKY) + CLOSE,
+     ("", [("get_time", "{}"), ("unknown", TRICKY)])),
+    (OPEN + "\n" + deepseek_v31("function", "{}") + CLOSE + " Done.", (" Done.", [("function", "{}")])),
+    # cut off by max_tokens, before and after the call was certain
+    (OPEN + deepseek("get_weather", PARIS)[:40], (OPEN + deepseek("get_weather", PARIS)[:40], [])),
+    (OPEN + f'{DeepSeekParser.CALL}add{DeepSeekParser.SEP}{{"a": "b', ("", [("add", '{"a": "b')])),
+    (OPEN + deepseek_v31("add", "{}")[:-3], (DeepSeekParser.CALL_END[:-3], [("add", "{}")])),
+    # no calls
+    (OPEN, (OPEN, [])),
+    (OPEN + CLOSE, (OPEN + CLOSE, [])),
+    (OPEN + deepseek_v31("add", "5"), (OPEN + deepseek_v31("add", "5"), [])),
+    (OPEN + deepseek_v31("", "{}"), (OPEN + deepseek_v31("", "{}"), [])),
+    ("a < b <\uff5ctool", ("a < b <\uff5ctool", [])),
+    # what does not fit after a call is content
+    (OPEN + deepseek_v31("add", "{}") + "<\uff5ctool\u2581calls!", ("<\uff5ctool\u2581calls!", [("add", "{}")])),
+    (OPEN + deepseek_v31("add", "{}") + DeepSeekParser.CALL + "x", (DeepSeekParser.CALL + "x", [("add", "{}")])),
+]  # fmt: skip
+GRANITE: list[tuple[str, Expected]] = [
+    (f'<|tool_call|>[{{"name": "add", "arguments": {TRICKY}}}, {{"name": "x", "arguments": {ROME}}}]',
+     ("", [("add", TRICKY), ("x", ROME)])),
+    ('Look.<|tool_call|> {"name": "add", "arguments": {}}', ("Look.", [("add", "{}")])),
+    ("<|tool_call|>[]", ("<|tool_call|>[]", [])),
+    ("<|tool_call|>none", ("<|tool_call|>none", [])),
+    ("<|tool_call", ("<|tool_call", [])),
+]  # fmt: skip
+PHI4_MINI: list[tuple[str, Expected]] = [
+    (f'functools[{{"name": "add", "arguments": {PARIS}}}]', ("", [("add", PARIS)])),
+    (f'functools[{{"name": "add", "arguments": {PARIS}}}, {{"name": "add", "arguments": {TRICKY}}}]',
+     ("", [("add", PARIS), ("add", TRICKY)])),
+    ("from functools import partial", ("from functools import partial", [])),
+    ("for func func", ("for func func", [])),
+]  # fmt: skip
 FAMILIES: list[tuple[type[CallParser], list[tuple[str, Expected]]]] = [
     (HermesParser, HERMES), (Llama3Parser, LLAMA3), (MistralParser, MISTRAL), (JsonParser, JSON),
+    (DeepSeekParser, DEEPSEEK), (GraniteParser, GRANITE), (Phi4MiniParser, PHI4_MINI),
 ]  # fmt: skip
 TABLE = [pytest.param(kind, text, expected, id=text[:60]) for kind, rows in FAMILIES for text, expected in rows]
 
@@ -204,6 +255,9 @@ def test_at_most_so_many_calls_are_passed_on() -> None:
         '{"arguments":[',
         '[{"id":{',
         "[TOOL_CALLS]f[CALL_ID]",
+        OPEN,
+        OPEN + deepseek_v31("f", "{}"),
+        OPEN + DeepSeekParser.CALL + "f",
         '<tool_call>{"a":"',
         '<tool_call>{"a":[',
         "<tool_call>",

@@ -16,11 +16,15 @@ from engine.tiny import write_tokenizer
 from gateway.tools.call_parsers import merged
 from gateway.tools.enforce import Function, calls_grammar, thinking_before
 from gateway.tools.formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GRANITE,
     HERMES,
     JSON,
     LLAMA3,
     MISTRAL,
     MISTRAL_COMPACT,
+    PHI4_MINI,
     CallFormat,
     CallIds,
     call_format,
@@ -29,7 +33,9 @@ from gateway.tools.formats import (
 from gateway.tools.output_reader import OutputReader
 from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from gateway.tools.reasoning import ReasoningSplitter, begins_inside
+from gateway.tools.section_parsers import DeepSeekParser
 from testing.gateway import tool_templates
+from tests.gateway.tools.test_call_parsers import deepseek, deepseek_v31
 
 TEMPLATES: list[tuple[str, CallFormat | None]] = [
     (tool_templates.HERMES, HERMES),
@@ -41,8 +47,12 @@ TEMPLATES: list[tuple[str, CallFormat | None]] = [
     ("{{ tools }}<tool_call>\n<function=name>\n<parameter=x>", None),
     ("{{ tools }}<tool_call>name\n<arg_key>k</arg_key>", None),
     ("{{ tools }}<|channel|>commentary to=functions.x", None),
-    ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>", None),
-    ('{{ tools }} prefix calls with functools[{"name": name, "arguments": {...}}]', None),
+    ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>", DEEPSEEK_V31),
+    ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>...\\n```json\\n", DEEPSEEK_V3),
+    ("{{ tools }}<\uff5cDSML\uff5cfunction_calls>", None),
+    ('{{ tools }}<|start_of_role|>assistant<|end_of_role|><|tool_call|>[{"arguments": ...}]', GRANITE),
+    ('{{ tools }}<|tool_call|>{"arguments": ...}', None),
+    ('{{ tools }} prefix calls with functools[{"name": name, "arguments": {...}}]', PHI4_MINI),
     ('<|start_header_id|>{{ tools }}"parameters": [func_name1(name=value)]', None),
     ("{{ tools }}", None),
     ("", None),
@@ -123,8 +133,12 @@ CITY = Function(
 )  # fmt: skip
 TIME = Function("get_time", {"type": "object", "properties": {"zone": {"type": "integer"}}, "required": []})
 ANY = Function("get_weather2", {})
-MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
-FORMS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral11": MISTRAL_COMPACT, "json": JSON}
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", *DEEPSEEK_V3.marks,
+         *GRANITE.marks)  # fmt: skip
+FORMS = {
+    "hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral11": MISTRAL_COMPACT, "json": JSON,
+    "deepseek": DEEPSEEK_V3, "deepseek31": DEEPSEEK_V31, "granite": GRANITE, "phi4": PHI4_MINI,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["text", "special"])
@@ -155,12 +169,18 @@ def spelled(form: CallFormat, calls: list[tuple[str, str]]) -> str:
     """Returns calls in the format of the family."""
     if form is MISTRAL_COMPACT:
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+    if form.name.startswith("deepseek"):
+        write = {"deepseek_v3": deepseek, "deepseek_v31": deepseek_v31}[form.name]
+        between = "\n" if form is DEEPSEEK_V3 else ""
+        written = between.join(write(name, arguments) for name, arguments in calls)
+        return DeepSeekParser.OPEN + written + DeepSeekParser.CLOSE
     key = "parameters" if form is LLAMA3 else "arguments"
     items = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
     if form is HERMES:
         return "\n".join(f"<tool_call>\n{item}\n</tool_call>" for item in items)
     joined = ", ".join(items)
-    return {"mistral": f"[TOOL_CALLS] [{joined}]", "json": f"[{joined}]"}.get(form.name, joined)
+    before = {"mistral": "[TOOL_CALLS] ", "json": "", "granite": "<|tool_call|>", "phi4_mini_json": "functools"}
+    return joined if form is LLAMA3 else f"{before[form.name]}[{joined}]"
 
 
 @pytest.mark.parametrize("name", FORMS)
