@@ -93,7 +93,8 @@ class _Lark:
     def _calls_in_text(self, many: bool) -> list[str]:
         """Returns rules for text with calls. Text never contains the marker: what follows a marker is a call."""
         marker = self._form.marker
-        if not marker:
+        # Text that excludes a marker of multi-byte characters exceeds the limits of llguidance's lexer.
+        if not marker or not (marker in self._special or marker.isascii()):
             raise ValueError(f"a call of the format {self._form.name} cannot be distinguished from text")
         opened = f"TEXT {self._mark(marker)}" if marker in self._special else "opened"
         return [
