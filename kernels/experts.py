@@ -19,7 +19,7 @@ def route_reference(scores: Tensor, per_token: int, *, renormalize: bool, round_
 
 
 def route(scores: Tensor, per_token: int, *, renormalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
-    """Returns the `per_token` likeliest experts of every token and their weights: fp32 and int64 [T, per_token], in
+    """Returns the `per_token` most likely experts of every token and their weights: fp32 and int64 [T, per_token], in
     ascending order of the experts' numbers.
 
     scores: [T, experts], bf16 or fp32. A weight is the softmax, over all experts, in fp32; with `renormalize` a token's

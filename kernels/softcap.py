@@ -19,7 +19,7 @@ def softcap_(x: Tensor, cap: float) -> Tensor:
     """
     if x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError("x must be contiguous fp32")
-    if current().handle is None or x.device.type != "cpu":  # on a GPU, torch computes each element alike
+    if current().handle is None or x.device.type != "cpu":  # on a GPU, torch computes every element the same way
         return x.copy_(softcap_reference(x, cap))
     torch.ops.looseleaf.softcap(x, cap)
     return x

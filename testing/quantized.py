@@ -24,7 +24,7 @@ from engine.tiny import make_checkpoint
 
 GROUP = 32
 ROUTER = ".gate.weight"
-"""How the names of routers end, which these formats leave as they are."""
+"""The suffix of the names of routers, which these formats do not quantize."""
 Ints = npt.NDArray[np.int64]
 
 

@@ -37,10 +37,10 @@ class DecoderLayer:
     cos_sin: torch.Tensor  # fp32 [max_len, rotated dimensions]
     window: int | None
     o: PackedLinear  # q -> h
-    attention_norm: torch.Tensor | None  # [h], of what attention returns
+    attention_norm: torch.Tensor | None  # [h], for the output of attention
     mlp_norm: torch.Tensor  # [h]
     mlp: Mlp | Mixture
-    output_norm: torch.Tensor | None  # [h], of what the MLP returns
+    output_norm: torch.Tensor | None  # [h], for the output of the MLP
 
     @classmethod
     def load(cls, config: ModelConfig, weights: Weights, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
@@ -74,7 +74,7 @@ def _load_mlp(c: ModelConfig, weights: Weights, index: int, at: str) -> Mlp | Mi
 
 
 def load_norm(c: ModelConfig, weights: Weights, name: str, size: int | None = None) -> torch.Tensor:
-    """Returns the weight of an RMS norm [size or h]. One that is fp32 multiplies before the result is rounded."""
+    """Returns the weight of an RMS norm [size or h]. An fp32 weight multiplies before the result is rounded."""
     weight = weights.tensor(f"{name}.weight", size or c.hidden_size)
     return 1.0 + weight.float() if c.norm_offset else weight
 

@@ -1,4 +1,4 @@
-"""The second half of a decoder layer: a gated MLP, or experts of which every token takes a few."""
+"""The second half of a decoder layer: a gated MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(activation(gate) * up); h hidden, i intermediate."""
+    """A gated MLP: down(activation(gate) * up). Sizes: h hidden, i intermediate."""
 
     gate_up: PackedLinear  # h -> 2 i
     down: PackedLinear  # i -> h

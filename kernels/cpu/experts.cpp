@@ -26,7 +26,7 @@ void softmax(float* odds, const T* scores, int64_t n) {
     for (int64_t i = 0; i < n; ++i) odds[i] /= sum;
 }
 
-// Chooses the likeliest experts, of equal ones the first, and lists them by number.
+// Chooses the most likely experts (the first of equal ones) and lists them in the order of their numbers.
 template <class T>
 void route_row(float* weights, int64_t* experts, const T* scores, const Choice& c, float* odds) {
     softmax(odds, scores, c.num_experts);

@@ -57,7 +57,7 @@ struct Pass {
     int64_t num_tokens, num_seqs, num_rows, threads;
 };
 
-// Scratch memory that is given out from the front. kernels/cpu/forward.py counts in the same way.
+// Scratch memory that is allocated from the front. kernels/cpu/forward.py counts in the same way.
 struct Room {
     char* free;
     char* take(int64_t bytes) {
@@ -97,7 +97,7 @@ struct Forward {
                            hidden, m.is_bf16, m.wide_norms, p.threads, m.eps);
     }
 
-    // projected = norm(projected), if the layer normalises what a sublayer returns.
+    // projected = norm(projected), if the layer normalises the output of a sublayer.
     int norm_output(const void* weight, int64_t rows) const {
         if (!weight) return 0;
         return ll_rms_norm(projected, projected, weight, nullptr, nullptr, rows, hidden, hidden, hidden, m.is_bf16,
@@ -170,8 +170,8 @@ struct Forward {
         return linear(down, product, out, rows);
     }
 
-    // projected = the sum of what each row's experts make of `normed`, by weight, in the order of their numbers. An
-    // expert computes all rows that chose it at once, and a row is added to by one expert after the other.
+    // projected = the weighted sum of the outputs of each row's experts for `normed`, in the order of their numbers. An
+    // expert computes all rows that chose it at once. The experts of a row add to it one after the other.
     int mixture(const Layer& layer, int64_t rows, Room room) const {
         const int64_t k = m.per_token, row_bytes = hidden * size;
         char* scores = room.take(rows * m.num_experts * size);
@@ -204,7 +204,7 @@ struct Forward {
             add_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), weight, hidden);
     }
 
-    // Adds `projected`, what attention returned, to the residual, then the MLP's output. normed = the norm of the sum.
+    // Adds `projected`, the output of attention, to the residual, then the MLP's output. normed = the norm of the sum.
     int mlp(const Layer& layer, const void* next_norm, int64_t rows) {
         if (int error = norm_output(layer.attention_norm, rows)) return error;
         if (int error = norm(layer.mlp_norm, projected, rows)) return error;

@@ -1,4 +1,4 @@
-"""The C entry points as torch operators, one table of them all (long: every operator has a wrapper here).
+"""The C entry points as torch operators, in one table (long: every operator has a wrapper here).
 
 The namespace is `looseleaf`, and no build is tied to a torch version.
 Every operator writes into tensors that the caller passes and returns nothing. The number of threads is torch's.

@@ -16,7 +16,7 @@ def test_choices_and_weights_are_those_of_torch(
     isa: str, dtype: torch.dtype, experts: int, per_token: int, renormalize: bool, round_weights: bool
 ) -> None:
     permuted = torch.stack([torch.randperm(experts) for _ in range(33)])
-    scores = (permuted / 16).to(dtype)  # no two of a row are equal
+    scores = (permuted / 16).to(dtype)  # no two scores of a row are equal
     how = {"renormalize": renormalize, "round_weights": round_weights}
     weights, chosen = route(scores, per_token, **how)
     want, expected = route_reference(scores, per_token, **how)
