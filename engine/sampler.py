@@ -120,7 +120,7 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
-        """Does what `sample_rows` does with `SampleRow.of` each sequence."""
+        """Draws tokens as `sample_rows` does, from `SampleRow.of` each sequence."""
         if sequences != self._sequences:  # compares by identity
             self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
         columns = self._columns

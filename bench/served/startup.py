@@ -59,7 +59,7 @@ class Served:
         raise StartupError(f"looseleaf serve gave no token; it said: {tail(log)}")
 
     def stop(self) -> None:
-        """Sends SIGTERM, and after 30 s SIGKILL, as to a service that hangs."""
+        """Stops the server: sends SIGTERM, and SIGKILL if it has not ended after 30 s."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(30)

@@ -41,7 +41,8 @@ class DeviceBlocks:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The interface's version 3, through which `torch.as_tensor(blocks, device="cuda")` uses this memory uncopied.
+        """The interface's version 3, through which `torch.as_tensor(blocks, device="cuda")` uses this memory without a
+        copy.
 
         It names no stream, so callers must order their own work. The tensor keeps this object alive, but not the
         mapping.

@@ -206,7 +206,8 @@ class Llama3Parser(CallParser):
 
 
 class MistralParser(CallParser):
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` since the tokenizer v11."""
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` since version 11 of the
+    tokenizer."""
 
     triggers = frozenset("[")
     MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

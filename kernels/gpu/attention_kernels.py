@@ -138,7 +138,7 @@ def fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum):
 
 @triton.jit
 def with_sink(acc, row_max, row_sum, sink_log2):
-    """Returns the rows after their softmax has been given one more logit, which has no value: acc fp32 [ROWS, WIDTH],
+    """Returns the rows after their softmax includes one more logit, a sink without a value: acc fp32 [ROWS, WIDTH],
     the others [ROWS].
     """
     new_max = tl.maximum(row_max, sink_log2)

@@ -97,7 +97,7 @@ def compile_for(
 
 
 def compile_cases(cases: Sequence[Case], timeout_s: float = 280.0) -> list[Resources]:
-    """Compiles all cases in up to four new processes, which do not interpret even if this one does.
+    """Compiles all cases in up to four new processes, which compile even if this one runs Triton's interpreter.
 
     Raises RuntimeError with the compiler's output if a case does not compile; subprocess.TimeoutExpired.
     """

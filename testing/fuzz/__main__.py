@@ -127,7 +127,7 @@ def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "") -> O
     """Runs against a system with a tiny model and one worker of each role."""
     with tempfile.TemporaryDirectory(prefix="ll-fuzz-") as directory:
         model = make_checkpoint(Path(directory) / "tiny", "llama", seed=1)
-        (model / "chat_template.jinja").write_text(HERMES, encoding="utf-8")  # with the built-in one tools are refused
+        (model / "chat_template.jinja").write_text(HERMES, encoding="utf-8")  # the built-in template refuses tools
         settings: dict[str, Any] = {"num_blocks": 512, "max_model_len": 512, "roles": "split"}
         with LLM(str(model), **settings) as llm:
             fuzzer = Fuzzer(llm, seed, only)
