@@ -205,7 +205,7 @@ def open_vllm_ports(
     check_of: Callable[[Authenticator], Check],
     protection: Protection,
 ) -> VllmPorts | None:
-    """Returns the ports of vLLM's protocol, bound, or None if they are not asked for. Raises StartupError."""
+    """Returns the ports of vLLM's protocol, bound, or None if they are off. Raises StartupError."""
     if not settings.vllm_grpc:
         return None
     try:

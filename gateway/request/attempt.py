@@ -93,7 +93,7 @@ class Attempts:
                 state.sum_up()
 
     async def prefill(self, state: RequestState, place: Place) -> HeadStart:
-        """Makes the first half only, for a call that continues it. Raises the errors of `run`."""
+        """Makes only the prefill, for a call that continues it. Raises the errors of `run`."""
         with ExitStack() as held:
             prefilled = await self._prefill(state, place, held)
         return HeadStart(state.request, place, prefilled.worker, prefilled.done)
@@ -101,7 +101,7 @@ class Attempts:
     # --- the first half
 
     async def _take_over(self, state: RequestState, start: HeadStart, held: ExitStack) -> _Prefilled:
-        """Goes on from a prefill that another call has made. It counts as this request's attempt."""
+        """Continues from a prefill that another call has made. It counts as this request's attempt."""
         done = start.done
         with _PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None) as pending:
             isolation = await self._isolation.enter(state.digest, incarnation(start.worker))

@@ -29,7 +29,7 @@ _NAME_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class HeadStart:
-    """A prefill that is complete, with the place at the workers that its request has."""
+    """A complete prefill, with the place at the workers that its request occupies."""
 
     request: ResolvedRequest
     place: Place

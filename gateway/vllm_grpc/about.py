@@ -1,4 +1,4 @@
-"""What the endpoints say about themselves: the model, the server, its load, the tokenizer's files."""
+"""The endpoints' answers about themselves: the model, the server, its load, the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class About:
 
 
 def _tokens(states: list[WorkerState]) -> tuple[int, int]:
-    """Returns the token positions of all arenas, and how many of them are in use. Workers may share an arena."""
+    """Returns the number of token positions in all arenas, and how many of them are in use. Workers may share an
+    arena."""
     arenas = {state.record.arena_id: state for state in states}.values()
     total = sum(state.load.total_blocks * state.record.block_size for state in arenas)
     return total, total - sum(state.load.free_blocks * state.record.block_size for state in arenas)

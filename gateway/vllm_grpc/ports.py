@@ -72,7 +72,7 @@ class VllmPorts:
 
 
 def _except_health(check: Check) -> Check:
-    """Returns a check that admits every caller to the health check, which needs no key at any other port either."""
+    """Returns a check that admits every caller to the health check, which needs no key at any port."""
 
     def wrapped(method: str, context: Context) -> None:
         if method != f"/{SERVICE}/HealthCheck":

@@ -30,7 +30,7 @@ class Replies:
         self._turn = asyncio.Lock()
         """An aborted request may still have a write in progress, and a stream takes one write at a time."""
         self._open = {index: Delta(index) for index in range(request.sampling.num_sequences)}
-        """For each sample that has not ended, what its `complete` will hold."""
+        """The pending content of `complete`, for each sample that has not ended."""
         self._num_tokens = dict.fromkeys(self._open, 0)
 
     async def write(self, deltas: list[Delta]) -> None:
@@ -106,7 +106,7 @@ class Replies:
 def prefill_replies(
     request: ResolvedRequest, done: prefill_pb2.PrefillDone, kv_transfer_params_json: str
 ) -> list[pb.GenerateResponse]:
-    """Returns prefill's answer to the router: for each sample, the first token and what decode needs to go on."""
+    """Returns prefill's answer to the router: for each sample, the first token and what decode needs to continue."""
     return [
         pb.GenerateResponse(
             complete=pb.GenerateComplete(

@@ -1,7 +1,7 @@
 """Converts vLLM's GenerateRequest into a `Wanted`. Fields that are not supported are refused by name.
 
-Absent numbers mean what they mean to vLLM's own server: proto3's 0 is "not given" for top_p, repetition_penalty and n,
-and the model's generation config does not apply, because the router has applied it.
+Absent numbers have the same meaning as in vLLM's own server: proto3's 0 is "not given" for top_p, repetition_penalty
+and n, and the model's generation config does not apply, because the router has applied it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
 
 
 def first_token_only(wanted: Wanted) -> None:
-    """Turns a router's prefill request into one for first tokens that decode can go on from.
+    """Turns a router's prefill request into one for first tokens from which decode can continue.
 
     The router has replaced `max_tokens` and `ignore_eos` by its own values, so prefill must end no sample: decode gets
     the client's values and judges the first tokens. Only `min_tokens` affects what is drawn: it masks stop tokens. A

@@ -1,6 +1,6 @@
 """VllmEngine over gRPC, for one role: `regular` takes whole requests, `prefill` and `decode` the halves of one.
 
-Every role has the gateway's own path behind it: limits, admission, recovery. What a router carries from prefill to
+Every role uses the gateway's own path: limits, admission, recovery. What a router carries from prefill to
 decode is a name (`gateway.request.head_start`); without a usable one, decode prefills the request itself.
 """
 

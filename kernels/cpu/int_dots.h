@@ -41,7 +41,7 @@ struct IntDots : IntPanels<BITS> {
     static constexpr int64_t BLOCK = 256;  // 256 * 255 * 2^14 < 2^31
     static constexpr int SHIFT = 1 << (BITS - 1);
 
-    // What a block's sums are changed by, for one row.
+    // The corrections of a block's sums, for one row.
     struct Block {
         float unit, sum;     // sum: of the inputs
         int32_t correction;  // -SHIFT * (sum of q)

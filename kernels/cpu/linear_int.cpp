@@ -53,7 +53,7 @@ struct Ints : IntPanels<BITS> {
         return many(rows) ? padded_in * PANEL * int64_t(sizeof(Input)) : panel_bytes;
     }
 
-    // Beside the inputs, the sum of each group, ascending.
+    // Copies the inputs, and computes the sum of each group in ascending order.
     void copy_row(const T* from, int64_t n_in, float* row, float* sums) const {
         copy_padded(from, n_in, row, padded_in);
         for (int64_t g = 0; g < num_sums; ++g) {

@@ -56,7 +56,7 @@ async def samples_of(call: Any) -> Samples:
 
 
 async def prefilled(prefill: Any, message: pb.GenerateRequest) -> pb.GenerateRequest:
-    """The request for decode, after the prefill endpoint has been asked as a router asks it."""
+    """Asks the prefill endpoint as a router does, and returns the request for decode."""
     first = pb.GenerateRequest()
     first.CopyFrom(message)
     first.sampling_params.max_tokens = 1
