@@ -178,7 +178,7 @@ async def measure(address: str, settings: OverloadSettings) -> dict[str, Seen]:
 
 @contextmanager
 def refuser() -> Iterator[str]:
-    """Yields the HTTP address of a process that only refuses."""
+    """Yields the HTTP address of a process that refuses every request."""
     command = [sys.executable, "-m", "loadtest.refuser", "http"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

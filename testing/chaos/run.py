@@ -50,7 +50,7 @@ class Run:
 
 def judge(report: Report, stack: Stack, answers: Sequence[Answer], *, most_failed: float = 0.0) -> None:
     """Checks that every answer is the oracle's, that all but a share `most_failed` are complete, and that no service
-    ended for good.
+    ended permanently.
     """
     failed = [answer for answer in answers if answer.error is not None]
     report.none("answers that differ from the oracle's", sum(not a.right for a in answers), len(answers), "requests")

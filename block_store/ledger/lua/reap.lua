@@ -41,7 +41,7 @@ call('HSET', META, 'last_reap', text(now))
 local postponed, reaped = last > now or now - last > gap_ms, {}
 if postponed then
   local leases = {}
-  for _, epoch in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now + lease_ms)) do -- no lease gets shorter
+  for _, epoch in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now + lease_ms)) do -- a lease is never shortened
     leases[#leases + 1] = now + lease_ms
     leases[#leases + 1] = epoch
   end
