@@ -87,7 +87,7 @@ class DecodeGraphs:
         self._buckets.insert(bisect_left(self.sizes, size), Bucket(size, batch, self._device.record(work)))
 
     def takes(self, batch: StepInput) -> bool:
-        """Returns whether a step fits a bucket: one token per sequence, logits for every row, and at most `sizes[-1]` rows."""
+        """Returns whether a step fits a bucket: one token per sequence, logits for every row, few enough rows."""
         rows = len(batch.token_ids)
         return (
             rows == len(batch.context_lens) == len(batch.logits_rows)

@@ -16,7 +16,7 @@ constexpr int MOST_SUMS = 6;  // of two registers each: 12 of 16
 
 // Value number `input` of W words: of four of 8 bits, times 2^24, or of eight of 4 bits.
 LL_INLINE vf bytes_of(vu words, int input) {
-    // For each of four words, the places that its bytes come from: `input` on top of zeros.
+    // The shuffle control of word i of four: byte `input` becomes the highest byte, and the others become zero.
     [[maybe_unused]] const auto word = [&](int i) { return 0x808080 | (4 * i + input) << 24; };
 #if defined(LL_AVX512)
     const __m512i bytes = _mm512_setr_epi32(word(0), word(1), word(2), word(3), word(0), word(1), word(2), word(3),
