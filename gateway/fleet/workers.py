@@ -176,7 +176,8 @@ class Workers:
 
     def promise(self, place: Place, num_blocks: Callable[[int], int]) -> bool:
         """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other
-        sequence of this gateway is at workers. `num_blocks` takes a block size. A promise counts until `keep_promise`.
+        sequence of this gateway is at workers. `num_blocks` maps a block size to the number of blocks. A promise counts
+        until `keep_promise`.
 
         Also returns True, without a promise, if there is no decode worker: that wait is limited elsewhere.
         """

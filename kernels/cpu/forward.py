@@ -29,7 +29,7 @@ class Linear(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     """Parameters of one layer and the addresses of its keys and values in the arena. All norms but those before the
-    sublayers may be null, and a window of 0 is none. `experts` has two Linears for each, gate_up and down; if it is
+    sublayers may be null, and a window of 0 is none. `experts` has two Linears per expert, gate_up and down; if it is
     null, the layer has one MLP.
     """
 
