@@ -26,6 +26,7 @@ from engine.checkpoint import WeightFile, weight_files
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.gguf_file import GgufSource
+from engine.lora import Site
 from engine.quantized import Matrix, WeightFormat
 from kernels.cpu.selection import count_fallback
 from kernels.linear import PackedLinear
@@ -150,6 +151,8 @@ class Weights:
         self._target = target
         self._format = weight_format
         self.num_bytes = 0
+        self.sites: list[Site] = []
+        """The linear layers of the decoder's layers so far, which adapters can correct."""
         self._source = source
         self._progress = progress
         self._task = task
@@ -173,7 +176,11 @@ class Weights:
         dtype = self._target.dtype
         biases = [self._source.take(f"{part.name}.bias", (part.n_out,), dtype) for part in parts] if bias else []
         weight = self._weight(parts, rounded=not is_router)
-        return self._packed(weight, self._count(torch.cat(biases)) if bias else None)
+        packed = self._packed(weight, self._count(torch.cat(biases)) if bias else None)
+        if ".layers." in names[0] and ".experts." not in names[0] and not is_router:
+            packed.site = len(self.sites)
+            self.sites.append(Site(packed, tuple(parts)))
+        return packed
 
     def pack(self, weight: torch.Tensor) -> PackedLinear:
         """Returns a linear layer of a parameter that is also used elsewhere. It is counted again if packing copies

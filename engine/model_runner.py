@@ -1,5 +1,4 @@
-"""The forward pass of a worker: weights, the arena's views, one step. Does not depend on sequences, schedulers, Redis
-or RPC.
+"""The forward pass of a worker: weights, the arena's views, one step. No sequences, schedulers, Redis or RPC.
 
 All methods are called from one thread at a time (a worker's step thread).
 """
@@ -27,6 +26,7 @@ from engine.device import open_device
 from engine.errors import ModelError
 from engine.foreign.model import TransformersModel
 from engine.loader import LoadFormat, Target, open_weights
+from engine.lora import LoraModel
 from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder
 from engine.models.fused import FusedDecoder, objection
@@ -35,16 +35,11 @@ from engine.numerics import numerics
 from engine.step import StepInput
 from engine.step_upload import upload
 from kernels.copy_blocks import copy_blocks
-from kernels.providers.base import (
-    AttentionProvider,
-    AttentionSpec,
-    Unavailable,
-)
+from kernels.providers.base import AttentionProvider, AttentionSpec, Unavailable
 from kernels.providers.choice import choose
 from kernels.quantization import Bits
 
 logger = logging.getLogger("engine")
-BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +72,9 @@ class RunnerSettings:
     enforce_eager: bool = False
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """fp8_e4m3: values are rounded and saturated without a scale; half the bytes."""
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> RunnerSettings:
@@ -107,6 +105,10 @@ class ModelRunner:
         self.weights_bytes = 0
         """Bytes of weights that this runner has loaded; 0 if it shares another's."""
         self.model = model or self._load()
+        kind = (TORCH_DTYPES[self.dtype], self.device.torch_device)
+        self.lora = LoraModel.of(self.model.sites, kind, settings) if settings.enable_lora else None
+        if self.lora is not None and self.weights_bytes:
+            self.weights_bytes += settings.max_loras * self.lora.max_adapter_bytes
         self.device.wait()  # another runner's stream may now read the weights
         if isinstance(self.model, TransformersModel):
             self.config = replace(self.config, memories=self.model.memories)
@@ -123,7 +125,9 @@ class ModelRunner:
 
         urgent: on a GPU, its steps run before those of the other runner if both wait for free multiprocessors.
         """
-        return cls(other.settings, other.model, urgent=urgent)
+        runner = cls(other.settings, other.model, urgent=urgent)
+        runner.lora = other.lora
+        return runner
 
     @property
     def numerics(self) -> str:
@@ -174,10 +178,10 @@ class ModelRunner:
         """
         self.device.enter()
         bound = self.binding
-        if bound.graphs is not None and bound.graphs.takes(batch):
+        if bound.graphs is not None and not batch.adapters and bound.graphs.takes(batch):
             logits = bound.graphs.run(batch)
         elif bound.fused is not None and bound.fused.takes(batch):
-            logits = bound.fused.run(batch)
+            logits = bound.fused.run(batch, self.lora and self.lora.step_of(batch))
         else:
             logits = self._eager(batch, bound)
         self.device.wait()
@@ -255,7 +259,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _load(self) -> Model:
         settings = self.settings
-        bits = BITS[settings.quantization] if settings.quantization is not None else None
+        bits: Bits | None = None if settings.quantization is None else 8 if settings.quantization == "int8" else 4
         target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic, bits)
         if self.config.family == "transformers":
             where = (Path(settings.model), self.config, target, settings.load_format, settings.seed)
@@ -269,9 +273,7 @@ class ModelRunner:
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:
-        """Returns a pass over these caches that is one call, or None. It requires that the model, the linear layers and
-        the attention are our own implementations on a CPU.
-        """
+        """Returns a pass over these caches in one call, or None if a part of it is not our own kernel on a CPU."""
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None
@@ -288,6 +290,7 @@ class ModelRunner:
         tokens, rows, metadata = upload(
             batch, self.device, self.attention, self.attention_by_layer, bound.states, self.layout.block_size
         )
+        metadata.lora = self.lora and self.lora.step_of(batch)
         compute = self.model.forward if head else self.model.hidden
         return compute(tokens, metadata, bound.caches, None if every_row else rows).float()
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.block_table import BlockTable
-from engine.sequence import Sequence, Step
+from engine.sequence import Sequence, Step, adapters_of
 from engine.step import StepInput
 
 _START_ROWS, _START_COLUMNS = 8, 16
@@ -56,6 +56,7 @@ class DecodeRows:
             (positions + 1).astype(np.int32),
             tuple(tables),
             rows,
+            adapters_of(sequences),
         )
         return Step(batch, tuple(generations))
 

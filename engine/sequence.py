@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,9 @@ from common.types import (
 from engine.block_table import BlockTable
 from engine.grammar_state import GrammarState
 from engine.step import StepInput
+
+if TYPE_CHECKING:
+    from engine.lora import LoraAdapter
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +69,8 @@ class Sequence:
     """Where the sample stands in its grammar; None for free text."""
     pooling: Pooling | None = None
     """How the hidden states of the prompt become one vector; None: tokens are drawn."""
+    adapter: LoraAdapter | None = None
+    """The adapter that all of its positions are computed with; None: the model as it is."""
 
     @property
     def wants_every_row(self) -> bool:
@@ -137,6 +143,7 @@ class Sequence:
             tail_sealed=self.tail_sealed,
             num_cached=self.num_cached,
             grammar=None if self.grammar is None else self.grammar.fork(),
+            adapter=self.adapter,
         )
 
     def num_full_blocks(self, block_size: int) -> int:
@@ -230,8 +237,15 @@ def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
         context_lens,
         tuple(table for table, _ in groups),
         _wanted_rows(chunks, cu_seqlens_q),
+        adapters_of([c.sequence for c in chunks]),
     )
     return Step(batch, tuple(generations for _, generations in groups))
+
+
+def adapters_of(sequences: Seq[Sequence]) -> tuple[LoraAdapter | None, ...]:
+    """Returns the adapter of every sequence, or nothing if none has one."""
+    found = tuple(sequence.adapter for sequence in sequences)
+    return found if any(adapter is not None for adapter in found) else ()
 
 
 def _num_groups(chunks: Seq[Chunk]) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from engine.lora import LoraAdapter
 
 
 @dataclass(slots=True)
@@ -19,3 +23,5 @@ class StepInput:
     context_lens: npt.NDArray[np.int32]  # [B], including this step's tokens
     block_tables: tuple[npt.NDArray[np.int32], ...]  # per KV group [B, max_blocks]
     logits_rows: npt.NDArray[np.int64]  # [R], the rows of T with logits
+    adapters: tuple[LoraAdapter | None, ...] = ()
+    """One entry per sequence; empty if no sequence has an adapter."""

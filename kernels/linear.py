@@ -209,7 +209,7 @@ class PackedLinear:
         measured to be best.
     """
 
-    __slots__ = ("_product", "bias", "how", "in_features", "out_features", "packed", "weight")
+    __slots__ = ("_product", "bias", "how", "in_features", "out_features", "packed", "site", "weight")
 
     def __init__(
         self,
@@ -222,6 +222,8 @@ class PackedLinear:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.bias = None if bias is None else bias.detach().contiguous()
+        self.site: int | None = None
+        """Number by which LoRA adapters correct this product (`kernels.lora`); None: they do not."""
         self.how: Provider | Literal["triton", "int4", "int8"]
         self.packed: Tensor | None
         if not isinstance(weight, Tensor):

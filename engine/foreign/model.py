@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from engine.foreign.attention_hook import LayerFacts, Pass, Recorder, StateFacts
 from engine.foreign.steady import Steady
 from engine.kv_groups import LayerMemory
 from engine.loader import LoadFormat, Target
+from engine.lora import Site
 from engine.models.attention import LayerCache, StepMetadata
 
 logger = logging.getLogger("engine")
@@ -34,6 +35,9 @@ RECORDED_TOKENS = 2
 
 class TransformersModel:
     """Maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
+
+    sites: ClassVar[Sequence[Site]] = ()
+    """Adapters cannot correct its products."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int

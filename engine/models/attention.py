@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.lora import LoraStep
+from kernels.linear import PackedLinear
 from kernels.providers.base import AttentionBatch, AttentionProvider
 from kernels.write_blocks import write_blocks
 
@@ -33,6 +35,22 @@ class StepMetadata:
     states: Mapping[int, tuple[torch.Tensor, GroupStep]] = field(default_factory=dict)
     """For each layer with a recurrent state, its view of the arena: fp32 [num_blocks, numbers of a state], strided."""
     block_size: int = 0
+    lora: LoraStep | None = None
+    """The adapters of the step; None if no sequence has one."""
+
+    def linear(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product of x [T, in], with what adapters add to it."""
+        return self._corrected(linear, x, of_rows=False)
+
+    def linear_of_rows(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product of x [R, in], which has the wanted rows alone, with what adapters add to it."""
+        return self._corrected(linear, x, of_rows=True)
+
+    def _corrected(self, linear: PackedLinear, x: torch.Tensor, *, of_rows: bool) -> torch.Tensor:
+        out = linear(x)
+        if self.lora is not None and len(x):
+            self.lora.correct(linear, x, out, of_rows)
+        return out
 
     def of_layer(self, layer: int) -> tuple[AttentionProvider, GroupStep]:
         """Returns the provider of a layer's attention, and where the layer writes and reads."""

@@ -99,6 +99,7 @@ class Decoder:
         self.layers = [DecoderLayer.load(c, weights, i, tables[i]) for i in range(c.num_layers)]
         self.norm = load_norm(c, weights, "model.norm")
         tied = c.tie_embeddings
+        self.sites = weights.sites
         self.lm_head = weights.pack(self.embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
         weights.finish(allowed=["lm_head.weight"] if tied else [])
 
@@ -130,14 +131,16 @@ class Decoder:
         x = rms_norm(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x = self._attend(index, layer.qkv(x), caches[index], step)  # [T, q]
+            x = self._attend(index, step.linear(layer.qkv, x), caches[index], step)  # [T, q]
+            product = step.linear
             if index == last and rows is not None:  # drop the rows without requested logits
+                product = step.linear_of_rows
                 if not len(rows):
                     return residual[:0]
                 x, residual = x[rows], residual[rows]
-            x = self._normed(layer.o(x), layer.attention_norm)
+            x = self._normed(product(layer.o, x), layer.attention_norm)
             x, residual = rms_norm(x, layer.mlp_norm, self.eps, residual)
-            x = self._normed(layer.mlp(x), layer.output_norm)
+            x = self._normed(layer.mlp(x, product), layer.output_norm)
             norm = self.norm if index == last else self.layers[index + 1].input_norm
             x, residual = rms_norm(x, norm, self.eps, residual)
         return x

@@ -14,6 +14,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.kv_groups import LayerGroup
+from engine.lora import LoraStep
 from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.mlp import Mixture, Mlp
@@ -71,7 +72,7 @@ class FusedDecoder:
         inside = not len(wanted) or (wanted[0] >= 0 and wanted[-1] < len(batch.token_ids))
         return inside and current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
 
-    def run(self, batch: StepInput) -> torch.Tensor:
+    def run(self, batch: StepInput, lora: LoraStep | None = None) -> torch.Tensor:
         """Returns logits fp32 [R, vocab], valid until the next run. Raises ValueError if a value is out of range."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
         self._make_room(num_tokens, num_rows)
@@ -79,6 +80,8 @@ class FusedDecoder:
         step = self._pass
         step.num_tokens, step.num_rows = num_tokens, num_rows
         step.threads = torch.get_num_threads()
+        step.lora = None if lora is None else ctypes.addressof(lora.of_tokens.step)
+        step.lora_of_rows = None if lora is None else ctypes.addressof(lora.of_rows.step)
         self._run(self._model, step)
         return self._logits[:num_rows]
 
@@ -156,4 +159,5 @@ def _experts(layer: DecoderLayer) -> ctypes.Array[Linear]:
 def _linear(linear: PackedLinear) -> Linear:
     entries = {"amx": amx.address, "int4": linear_int.address, "int8": linear_int.address}
     at = entries[linear.how]() if linear.how in entries else None
-    return Linear(pointer(linear.packed), pointer(linear.bias), at, linear.in_features, linear.out_features)
+    site = -1 if linear.site is None else linear.site
+    return Linear(pointer(linear.packed), pointer(linear.bias), at, linear.in_features, linear.out_features, site)

@@ -14,6 +14,8 @@ from kernels.gelu_mul import gelu_mul
 from kernels.linear import PackedLinear
 from kernels.silu_mul import silu_mul
 
+Product = Callable[[PackedLinear, torch.Tensor], torch.Tensor]
+"""Computes a linear layer for the rows of a step (`StepMetadata.linear`)."""
 GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 
 
@@ -40,9 +42,9 @@ class Mlp:
     def linears(self) -> Sequence[PackedLinear]:
         return self.gate_up, self.down
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
         """Maps [T, h] to [T, h]."""
-        return self.down(GATED[self.activation](self.gate_up(x)))
+        return product(self.down, GATED[self.activation](product(self.gate_up, x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ class Mixture:
     def linears(self) -> Sequence[PackedLinear]:
         return self.router, *(linear for expert in self.experts for linear in expert.linears)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [T, h] to [T, h]."""
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """Maps [T, h] to [T, h]. Adapters do not change routers and experts, so `product` is not used."""
         how = self.how
         weights, chosen = route(
             self.router(x), how.per_token, renormalize=how.renormalize, round_weights=how.round_weights
@@ -82,7 +84,7 @@ class Mixture:
         out = torch.zeros_like(x)
         for number in chosen.unique().tolist():
             rows, places = (chosen == number).nonzero(as_tuple=True)
-            answer = self.experts[number](x[rows])
+            answer = self.experts[number](x[rows], PackedLinear.__call__)
             out[rows] += (answer.float() * weights[rows, places, None]).to(x.dtype)
         return out
 

@@ -80,6 +80,7 @@ class Opt:
         self._project_in = weights.linear([f"{at}project_in"], [c.hidden_size], c.embed_dim) if narrow else None
         self._project_out = weights.linear([f"{at}project_out"], [c.embed_dim], c.hidden_size) if narrow else None
         self._layers = [OptLayer.load(c, weights, f"{at}layers.{i}.") for i in range(c.num_layers)]
+        self.sites = weights.sites
         self._final_norm = LayerNorm.load(c, weights, f"{at}final_layer_norm") if c.final_norm else None
         tied = c.tie_embeddings
         self._lm_head = weights.pack(self._embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.embed_dim)
@@ -122,14 +123,15 @@ class Opt:
     ) -> torch.Tensor:
         layer = self._layers[index]
         normed = layer.attention_norm(x) if self._norm_before else x
-        attended = self._attention(self._attention.split(layer.qkv(normed)), cache, step, index, None)
+        attended = self._attention(self._attention.split(step.linear(layer.qkv, normed)), cache, step, index, None)
         if rows is not None:  # the last layer: drop the rows without requested logits
             x, attended = x[rows], attended[rows]
             if not len(rows):
                 return x
-        x = x + layer.o(attended)
+        product = step.linear if rows is None else step.linear_of_rows
+        x = x + product(layer.o, attended)
         if not self._norm_before:
             x = layer.attention_norm(x)
         normed = layer.mlp_norm(x) if self._norm_before else x
-        x = x + layer.fc2(layer.fc1(normed).relu_())
+        x = x + product(layer.fc2, product(layer.fc1, normed).relu_())
         return x if self._norm_before else layer.mlp_norm(x)

@@ -33,3 +33,9 @@ LL_EXPORT int ll_linear(const void* x, const void* packed, const void* bias, voi
                         int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t is_bf16, int64_t threads);
 LL_EXPORT int ll_linear_int(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
                             int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t threads);
+
+namespace ll {
+struct LoraStep;
+}
+LL_EXPORT int ll_lora(const void* x, void* out, const ll::LoraStep* step, int64_t site, int64_t n_in, int64_t x_row,
+                      int64_t out_row, int64_t is_bf16, int64_t threads);

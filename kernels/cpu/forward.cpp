@@ -5,6 +5,7 @@
 // The structures have the layout of those in kernels/cpu/forward.py: pointers and 64-bit integers, floats last.
 #include <cstring>
 
+#include "lora.h"
 #include "simd.h"
 #include "team.h"
 
@@ -17,7 +18,7 @@ using Entry = int (*)(const void* x, const void* packed, const void* bias, void*
 struct Linear {
     const void *packed, *bias;
     Entry entry;  // the kernel that reads `packed`; null: ll_linear
-    int64_t n_in, n_out;
+    int64_t n_in, n_out, site;  // by which adapters correct it; -1: they do not
 };
 
 struct Layer {
@@ -54,6 +55,7 @@ struct Pass {
     const int64_t* rows;                         // null: logits of every token
     void* scratch;
     float* logits;
+    const LoraStep *lora, *lora_of_rows;  // corrections of tokens and, in the last layer, of rows; null: none
     int64_t num_tokens, num_seqs, num_rows, threads;
 };
 
@@ -84,6 +86,13 @@ struct Forward {
     Room room{static_cast<char*>(p.scratch)};
     char *residual = room.take(p.num_tokens * hidden * size), *normed = room.take(p.num_tokens * hidden * size),
          *projected = room.take(p.num_tokens * hidden * size);
+
+    // The product, plus what the adapters of its rows add.
+    int adapted(const Linear& l, const void* x, void* out, int64_t rows, const LoraStep* lora) const {
+        if (int error = linear(l, x, out, rows)) return error;
+        if (!lora || l.site < 0) return 0;
+        return ll_lora(x, out, lora, l.site, l.n_in, l.n_in, l.n_out, m.is_bf16, p.threads);
+    }
 
     int linear(const Linear& l, const void* x, void* out, int64_t rows) const {
         if (l.entry) return l.entry(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, p.threads);
@@ -138,7 +147,7 @@ struct Forward {
 
     // Computes `attended` from `normed`.
     int attend(const Layer& layer, char* qkv, char* attended) const {
-        if (int error = linear(layer.qkv, normed, qkv, p.num_tokens)) return error;
+        if (int error = adapted(layer.qkv, normed, qkv, p.num_tokens, p.lora)) return error;
         if (layer.q_norm) head_norms(layer, qkv);
         const Group& group = p.groups[layer.group];
         char *k = qkv + q_width * size, *v = k + m.kv_heads * m.d * size;
@@ -162,12 +171,13 @@ struct Forward {
     }
 
     // out = down(activation(gate) * up) of x.
-    int gated(const Linear& gate_up, const Linear& down, const void* x, void* out, int64_t rows, Room room) const {
+    int gated(const Linear& gate_up, const Linear& down, const void* x, void* out, int64_t rows, Room room,
+              const LoraStep* lora = nullptr) const {
         const int64_t inner = down.n_in;
         char *both = room.take(rows * 2 * inner * size), *product = room.take(rows * inner * size);
-        if (int error = linear(gate_up, x, both, rows)) return error;
+        if (int error = adapted(gate_up, x, both, rows, lora)) return error;
         (m.gelu ? ll_gelu_mul : ll_silu_mul)(product, both, rows, inner, 2 * inner, m.is_bf16, p.threads);
-        return linear(down, product, out, rows);
+        return adapted(down, product, out, rows, lora);
     }
 
     // projected = the weighted sum of the outputs of each row's experts for `normed`, in the order of their numbers. An
@@ -205,11 +215,11 @@ struct Forward {
     }
 
     // Adds `projected`, the output of attention, to the residual, then the MLP's output. normed = the norm of the sum.
-    int mlp(const Layer& layer, const void* next_norm, int64_t rows) {
+    int mlp(const Layer& layer, const void* next_norm, int64_t rows, const LoraStep* lora) {
         if (int error = norm_output(layer.attention_norm, rows)) return error;
         if (int error = norm(layer.mlp_norm, projected, rows)) return error;
         if (int error = layer.experts ? mixture(layer, rows, room)
-                                      : gated(layer.gate_up, layer.down, normed, projected, rows, room))
+                                      : gated(layer.gate_up, layer.down, normed, projected, rows, room, lora))
             return error;
         if (int error = norm_output(layer.output_norm, rows)) return error;
         return norm(next_norm, projected, rows);
@@ -244,8 +254,9 @@ struct Forward {
             if (is_last && p.num_rows == 0) return 0;
             if (is_last && p.rows) keep_wanted(attended, q_width), keep_wanted(residual, hidden);
             const int64_t rows = is_last ? p.num_rows : p.num_tokens;
-            if (int error = linear(layer.o, attended, projected, rows)) return error;
-            if (int error = mlp(layer, is_last ? m.norm : m.layers[i + 1].input_norm, rows)) return error;
+            const LoraStep* lora = is_last ? p.lora_of_rows : p.lora;
+            if (int error = adapted(layer.o, attended, projected, rows, lora)) return error;
+            if (int error = mlp(layer, is_last ? m.norm : m.layers[i + 1].input_norm, rows, lora)) return error;
         }
         return logits(room);
     }

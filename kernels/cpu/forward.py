@@ -22,9 +22,13 @@ ALIGNMENT = 64
 
 
 class Linear(ctypes.Structure):
-    """A packed product. `entry` is its entry point (for AMX tiles or for integers), or null for `ll_linear`."""
+    """A packed product. `entry` is its entry point (for AMX tiles or for integers), or null for `ll_linear`. `site` is
+    the number by which adapters correct it, or -1.
+    """
 
-    _fields_ = [(name, PTR) for name in ("packed", "bias", "entry")] + [(name, I64) for name in ("n_in", "n_out")]
+    _fields_ = [(name, PTR) for name in ("packed", "bias", "entry")] + [
+        (name, I64) for name in ("n_in", "n_out", "site")
+    ]
 
 
 class Layer(ctypes.Structure):
@@ -68,12 +72,12 @@ class Group(ctypes.Structure):
 
 class Pass(ctypes.Structure):
     """The arrays of one step. If cu_seqlens_q is null, there is one query per sequence; if rows is null, logits of
-    every token are computed.
+    every token are computed. lora and lora_of_rows are `kernels.cpu.lora.Step`s, or null if no row has an adapter.
     """
 
     _fields_ = [
         *((name, PTR) for name in ("tokens", "positions", "groups", "context_lens", "cu_seqlens_q", "rows")),
-        *((name, PTR) for name in ("scratch", "logits")),
+        *((name, PTR) for name in ("scratch", "logits", "lora", "lora_of_rows")),
         *((name, I64) for name in ("num_tokens", "num_seqs", "num_rows", "threads")),
     ]
 

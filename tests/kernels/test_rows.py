@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.experts import route
 from kernels.gelu_mul import gelu_mul
 from kernels.linear import PackedLinear
+from kernels.lora import LoraPart, LoraRows, LoraWeights, lora
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
 from kernels.quantization import Bits, quantize
@@ -72,6 +74,23 @@ def _linear_int(dtype: torch.dtype, scatter: Any, bits: Bits = 4) -> Compute:
 
 def _linear_int8(dtype: torch.dtype, scatter: Any) -> Compute:
     return _linear_int(dtype, scatter, 8)
+
+
+def _lora(dtype: torch.dtype, scatter: Any) -> Compute:
+    """Every fourth row has no adapter; the others have one of three."""
+    adapters = [
+        LoraWeights([[LoraPart(torch.randn(r, 321).to(dtype), torch.randn(r, 200).to(dtype), 0, 0.5)]])
+        for r in (4, 16, 5)
+    ]
+    x, base = torch.randn(ROWS, 321).to(dtype), torch.randn(ROWS, 200).to(dtype)
+    adapter_of_row = np.arange(ROWS, dtype=np.int32) * 7 % 4 - 1
+
+    def compute(rows: slice) -> tuple[Tensor, ...]:
+        out = base[rows].clone()
+        lora(x[rows], out, LoraRows(adapters, adapter_of_row[rows]), 0)
+        return (out,)
+
+    return compute
 
 
 def _write_blocks(dtype: torch.dtype, scatter: Any) -> Compute:
@@ -141,7 +160,7 @@ def _paged_prefill(dtype: torch.dtype, scatter: Any) -> Compute:
 
 KERNELS: list[Callable[[torch.dtype, Any], Compute]] = [
     _rms_norm, _silu_mul, _gelu_mul, _softcap, _route, _linear, _linear_int, _linear_int8, _write_blocks, _copy_blocks,
-    _sampling, _paged_attention, _paged_prefill,
+    _sampling, _paged_attention, _paged_prefill, _lora,
 ]  # fmt: skip
 
 
